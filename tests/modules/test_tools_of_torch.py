@@ -174,6 +174,11 @@ def _(model: Model) -> None:
     for number, reentrant in enumerate((False, True)):
         checkpoint(lambda _: model.loss(), start, use_reentrant=reentrant).backward()
         check_trained(model, 1 - (number + 1) * HEAD, number + 1)
+    compiled = torch.compile(
+        lambda x: checkpoint(lambda _: model.loss(), x, use_reentrant=False), backend="eager"
+    )
+    compiled(start).backward()
+    check_trained(model, 1 - 3 * HEAD, 3)
 
 
 @tool("`save_on_cpu`", "works")

@@ -79,7 +79,10 @@ class Forward:
 
 
 def pool(forward: Forward, weights: Tensor | None) -> Tensor:
-    """Returns the output of a forward; `weights` [N] are those of the ids in their bags, or None."""
+    """Returns the output of a forward.
+
+    weights: [N] weights of the ids in their bags, or None.
+    """
     if forward.kept is not None:
         return forward.kept.clone()  # the caller may write into its output
     group, bags, blocks = forward.group, forward.bags, forward.blocks
@@ -94,7 +97,7 @@ def pool(forward: Forward, weights: Tensor | None) -> Tensor:
 
 
 def as_float(weights: Tensor | None) -> Tensor | None:
-    """Returns weights as the ops take them."""
+    """Returns weights: [N] of any floating dtype, as the ops take them."""
     return None if weights is None else weights.detach().to(torch.float32).contiguous()
 
 

@@ -6,6 +6,8 @@ Rows that `dcp.load` reads lie beside the tables, or in the tensors of a state d
 What is awaited is noted with the lock of a collection: every rank has it, with or without rows of a table,
 and it stays the same when tables move. Of a sharded table a load is noted when it begins, because all ranks
 begin it; so it is awaited even if a rank then cannot read its rows.
+
+Legend: R and K rows, D columns.
 """
 
 from __future__ import annotations
@@ -27,18 +29,27 @@ _saved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def note_saved(weight: Tensor, lock: TableLock, name: str) -> None:
-    """Notes that a tensor of a state dict stands for an unsharded table: a load may be read into it."""
+    """Notes that a tensor of a state dict stands for an unsharded table: a load may be read into it.
+
+    weight: [R, D], the tensor.
+    """
     _saved[weight] = weakref.ref(lock), name
 
 
 def note_resized(weight: Tensor, resized: Tensor) -> None:
-    """Notes that a load is read into another tensor in place of `weight`."""
+    """Notes that a load is read into another tensor.
+
+    weight: [R, D] as saved; resized: [K, D], the tensor in its place.
+    """
     if weight in _saved:
         _saved[resized] = _saved[weight]
 
 
 def note_read_plain(weight: Tensor) -> None:
-    """Notes that a load was read into a tensor, if it stands for an unsharded table."""
+    """Notes that a load was read into a tensor, if it stands for an unsharded table.
+
+    weight: [R, D], the tensor.
+    """
     reference, name = _saved.get(weight, (None, ""))
     lock = None if reference is None else reference()
     if lock is not None:
@@ -52,7 +63,10 @@ def note_begun(entry: TableEntry) -> None:
 
 
 def note_taken_plain(weight: Tensor) -> None:
-    """Notes that some table was loaded from a tensor, perhaps not that for which the tensor stands."""
+    """Notes that some table was loaded from a tensor, perhaps not that for which the tensor stands.
+
+    weight: [R, D], the tensor.
+    """
     reference, name = _saved.get(weight, (None, ""))
     lock = None if reference is None else reference()
     if lock is not None:

@@ -239,12 +239,11 @@ class TableShard(TableArrays):
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         fields["own"] = self.own.moved_to(SharedCounters(1), 0)  # copied under the lock
-        contents = state_for_copy(self)
-        state: dict[str, Tensor] | bytes = contents
-        if is_spawning():
-            fields["own"] = fields["own"]._replace(shared=None)  # its tensors are new in every copy
-            state = to_saved_bytes(contents)
-        return {"fields": fields, "dtype": self.dtype, "state": state}
+        state = state_for_copy(self)
+        if not is_spawning():
+            return {"fields": fields, "dtype": self.dtype, "state": state}
+        fields["own"] = fields["own"]._replace(shared=None)  # its tensors are new in every copy
+        return {"fields": fields, "dtype": self.dtype, "state": to_saved_bytes(state)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])

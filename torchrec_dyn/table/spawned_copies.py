@@ -21,7 +21,7 @@ def is_spawning() -> bool:
 
 
 def to_saved_bytes(state: Mapping[str, Tensor]) -> bytes:
-    """Returns tensors as bytes."""
+    """Returns tensors as bytes; state: the tensors by name."""
     file = io.BytesIO()
     torch.save(dict(state), file)
     return file.getvalue()
