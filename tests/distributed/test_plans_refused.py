@@ -25,8 +25,18 @@ WHOLE: Pieces = [([0], 0, 8)]
 
 # (what, pooled, sharding type, pieces, part of the message)
 BAD_PLANS: list[tuple[bool, str, Pieces, str]] = [
-    (True, "data_parallel", WHOLE, "sharding type table_wise, .*, got 'data_parallel'. Every rank would"),
-    (False, "data_parallel", WHOLE, "sharding type table_wise, .*, got 'data_parallel'. Every rank would"),
+    (
+        True,
+        "data_parallel",
+        WHOLE,
+        "sharding type table_wise, .*, got 'data_parallel'. Every rank would",
+    ),
+    (
+        False,
+        "data_parallel",
+        WHOLE,
+        "sharding type table_wise, .*, got 'data_parallel'. Every rank would",
+    ),
     (False, "table_row_wise", [([0, 1], 0, 8)], "got 'table_row_wise'"),
     (True, "column_wise", [([0], 0, 4)], "expected shards of 8 columns in all, got 4"),
     (
