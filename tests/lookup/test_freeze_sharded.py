@@ -20,6 +20,7 @@ from pipeline_runs import (
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, Forward, drifting_batch
 from sharded_training import collection_of, shard
+from shards import deep_but
 from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
@@ -122,7 +123,11 @@ def freeze_at_times(case: Case, steps: int) -> dict[str, int]:
     return frozen
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# The others repeat these on more ranks, or with fewer types.
+EVERYDAY = ["rows", "columns", "rows, no policies", "mixed sequences", "nodes"]
+
+
+@pytest.mark.parametrize("plan", deep_but(EVERYDAY, PLANS))
 def test_every_shard_freezes_as_the_unsharded_table(plan: str) -> None:
     world, local = PLANS[plan][:2]
     by_rank = workers.run(

@@ -332,7 +332,7 @@ wild = st.sampled_from(
 
 
 @pytest.mark.usefixtures("device")
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     which=st.sampled_from(["gather_pool", "bag_weights_grad", "update_rows_"]),
     name=st.sampled_from(["rows", "offsets", "layout", "segments"]),

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from another_process import run_program, without_fbgemm_warning
+from another_process import without_fbgemm_warning
 from example_criteo_files import EXAMPLES
 from forked import run_script
 
@@ -23,11 +23,11 @@ FOREVER, RECENT, ADMITTED, EXPIRED = range(4)  # the runs, in order
 
 
 def run(folder, *arguments):
-    """Runs the script as a user would."""
+    """Runs the script in a process of its own."""
     out = folder / "looks.json"
-    done = run_program(SCRIPT, "--quick", "--json", out, *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(out.read_text()), done.stdout + done.stderr
+    ended = run_script(SCRIPT, "--quick", "--json", str(out), *arguments)
+    assert ended.codes == [0], ended.stderr
+    return json.loads(out.read_text()), ended.stdout + ended.stderr
 
 
 @pytest.fixture(scope="module")
