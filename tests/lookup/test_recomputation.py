@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from table_cases import ids_of, make_group, make_table, random_bags, same_state
+from table_cases import ids_of, make_group, make_table, random_bags, same_state, without_probes
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.distributed._composable import checkpoint as composable
@@ -87,8 +87,8 @@ class Model:
     def end(self) -> tuple[list[dict[str, Tensor]], list[Any], list[Tensor], int]:
         states = [table.export_state() for table in self.tables]
         assert self.head.grad is not None
-        stats, grads = [table.stats() for table in self.tables], [self.head.grad, *self.grads]
-        return states, stats, grads, self.hooks
+        stats = [without_probes(table.stats()) for table in self.tables]
+        return states, stats, [self.head.grad, *self.grads], self.hooks
 
 
 def one_by_one(model: Model, run: Run) -> None:

@@ -39,6 +39,11 @@ def with_public_keys(table: TableShard) -> TableShard:
     return table
 
 
+def without_probes(stats: dict[str, int | float]) -> dict[str, int | float]:
+    """Returns stats without the probe lengths, which differ between tables: their maps have other keys."""
+    return {name: value for name, value in stats.items() if not name.startswith("probe_length")}
+
+
 def make_group(*tables: TableShard, pooling: str = "sum", features=None, **options) -> TableGroup:
     return TableGroup(tables, features or [1] * len(tables), pooling, **options)
 

@@ -244,7 +244,8 @@ def watch_training(pipeline_name: str, before_sharding: bool) -> list[tuple[str,
         assert [step for step, _ in rows] == [2, 4, 6]
         assert 0 < rows[0][1] < rows[1][1] < rows[2][1] == handles[path].num_rows
         assert writer.steps(f"{path}/step") == [(2, 2), (4, 4), (6, 6)]
-    return writer.scalars
+    # Two models have maps with other keys.
+    return [one for one in writer.scalars if "/probe_length" not in one[0]]
 
 
 @cache
