@@ -44,8 +44,13 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     """Creates a file and maps it, [size] uint8; writes change the file.
 
-    It has the bytes of `copied`, [size] uint8, or zeros. The bytes have room on the disk before they are
-    mapped: a write to a page without room would end the process.
+    The bytes have room on the disk before they are mapped: a write to a page without room would end the
+    process.
+
+    Args:
+        path: path of the file.
+        size: its length in bytes.
+        copied: [size] uint8, its first contents; None: zeros.
 
     Raises:
         OSError: if the disk has no room for the file.
