@@ -25,11 +25,10 @@ from torchrec_dyn.checkpoint_format import (
     naming,
     sums_of,
 )
-from torchrec_dyn.serving.builder import maps_of
 from torchrec_dyn.serving.checksums import read_checksums, without_checksums, write_checksums
 from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import mapped, only_writer
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, maps_of
 from torchrec_dyn.serving.manifest import (
     MANIFEST,
     SLOTS,
