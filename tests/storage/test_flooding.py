@@ -7,10 +7,21 @@ call are timed: crafted ids took them several hundred times as long, and the tes
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import pytest
 import torch
-from oracle import GOLDEN, MIX_FACTORS, WORD, hash_words, home_slot, id_of_hash, signed, unmixed
+from oracle import (
+    GOLDEN,
+    MIX_FACTORS,
+    WORD,
+    home_slot,
+    id_of_hash,
+    shifted,
+    signed,
+    slot_hash,
+    unmixed,
+)
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -24,20 +35,13 @@ COUNT = 12_000
 KEYS = [1, 2**62, 0x123456789ABCDEF]
 
 
+@cache
 def with_neighbouring_hashes(count: int, key: int = 0) -> Tensor:
     """Returns ids whose hashes with this key are consecutive numbers."""
-    words, (flip, first, second, third) = torch.arange(count) + 2**40, hash_words(key)
-    for factor, shift in ((third, 31), (second, 27), (first, 30)):
-        words = words * signed(pow(factor, -1, WORD))
-        words = words ^ shifted(words, shift) ^ shifted(words, 2 * shift)
-    return words ^ signed(flip)
+    return torch.tensor([id_of_hash(2**40 + i, key) for i in range(count)])
 
 
-def shifted(words: Tensor, by: int) -> Tensor:
-    """Returns words [M] int64, shifted right as unsigned words."""
-    return words >> by & (1 << 64 - by) - 1 if by < 64 else torch.zeros_like(words)
-
-
+@cache
 def crafted() -> dict[str, Tensor]:
     """Returns ids that anyone can make: structures that pass parts of the hash unchanged."""
     numbers = torch.arange(COUNT)
@@ -68,7 +72,9 @@ def unmixed_to_second(words: Tensor) -> Tensor:
 
 def test_the_crafted_ids_share_slots_of_the_public_hash() -> None:
     assert {home_slot(i, 40_000) for i in crafted()["public neighbours"].tolist()} == {0}
-    assert with_neighbouring_hashes(5, 77).tolist() == [id_of_hash(2**40 + i, 77) for i in range(5)]
+    assert [slot_hash(i, 77) - 2**40 for i in with_neighbouring_hashes(5, 77).tolist()] == [
+        *range(5)
+    ]
 
 
 def probes_of(ids: Tensor, key: int | None) -> tuple[float, int]:

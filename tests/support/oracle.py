@@ -45,12 +45,13 @@ def unmix64(word: int) -> int:
     return signed(undo_shift(x * pow(0xBF58476D1CE4E5B9, -1, WORD) % WORD, 30))
 
 
+def shifted(words: Tensor, by: int) -> Tensor:
+    """Returns words [M] int64, shifted right as unsigned words."""
+    return words >> by & (1 << 64 - by) - 1
+
+
 def unmixed(mixed: Tensor) -> Tensor:
     """Returns the ids [M] of mixed ids [M] int64, as `unmix64`."""
-
-    def shifted(x: Tensor, by: int) -> Tensor:
-        return x >> by & (1 << 64 - by) - 1
-
     x = (mixed ^ shifted(mixed, 31) ^ shifted(mixed, 62)) * signed(0x319642B2D24D8EC3)
     x = (x ^ shifted(x, 27) ^ shifted(x, 54)) * signed(0x96DE1B173F119089)
     return x ^ shifted(x, 30) ^ shifted(x, 60)
