@@ -210,7 +210,6 @@ class SafetensorsWriter:
         has_sum: bool = False,
     ) -> None:
         self._header: dict[str, Any] = {_METADATA: dict(metadata)}
-        self._has_sum = has_sum
         self._missing = 0
         for name, (dtype, shape) in tensors.items():
             begin, self._missing = self._missing, self._missing + math.prod(shape) * dtype.itemsize
@@ -220,7 +219,8 @@ class SafetensorsWriter:
                 "shape": list(shape),
                 "data_offsets": span,
             }
-        self._path, self._sums = Path(path), RunningSums(FileSums())
+        self._path = Path(path)
+        self._sums = RunningSums(FileSums()) if has_sum else None
         self._file = FileWriter(f"{self._path}.{os.getpid()}.partial")
         try:
             self._file.resize(0)
@@ -228,12 +228,13 @@ class SafetensorsWriter:
         except BaseException:
             self.drop()
             raise
-        self._sums.add(_as_tensor(header))
+        if self._sums is not None:
+            self._sums.add(_as_tensor(header))
         self._end = len(header)
 
     def _write_header(self, total: int) -> bytes:
         """Writes the header with the sum of all bytes, and returns it. Its length is the same for any sum."""
-        if self._has_sum:
+        if self._sums is not None:
             self._header[_METADATA][_SUM] = f"{total:016x}"
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
@@ -249,7 +250,7 @@ class SafetensorsWriter:
         """
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
         self._file.write(self._end, numbers.numpy())
-        if self._has_sum:
+        if self._sums is not None:
             self._sums.add(numbers)
         self._missing -= numbers.numel()
         self._end += numbers.numel()
@@ -257,7 +258,7 @@ class SafetensorsWriter:
     def finish(self) -> None:
         """Renames the file to its path; all tensors must have been written."""
         assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
-        if self._has_sum:
+        if self._sums is not None:
             self._write_header(self._sums.sums().total)
         self._file.commit()
         self._file.close()

@@ -21,7 +21,7 @@ from torchrec_dyn.storage import OpenForward, TableLock
 
 
 class Group(Protocol):
-    """What a lookup needs of its table group."""
+    """The parts of a table group that a lookup uses."""
 
     output_dtype: torch.dtype
 

@@ -40,7 +40,7 @@ from torchrec_dyn.serving.update import check_map
 
 
 class Verified(NamedTuple):
-    """What a verification has read of a generation."""
+    """The result of a verification of a generation."""
 
     generation: str
     bytes: int
