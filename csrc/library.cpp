@@ -3,8 +3,8 @@
 //
 // Legend: T tables of one call, N ids in table order, M new or chosen ids, C slots of a map, B bags, S segments.
 // `slots` [C, 2] int64 is an id map (storage/id_map.h). A list of `slots` holds the slots of T maps, then the outgoing
-// slots of each map that grows. `moved` [T, 2] is the number of outgoing slots that have moved, -1 for a map that does not
-// grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
+// slots of each map that grows. `moved` [T, 2] is the number of outgoing slots that have moved, -1 for a map that does
+// not grow. `blocks` are rows of one table; `layout` [T, 4] describes the blocks of several tables (storage/blocks.h),
 // `segments` [S, 5] their bags (lookup/bags.h).
 #if !defined(TORCHREC_DYN_SIMT)
 #include <Python.h>
@@ -141,11 +141,12 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Sums grad [elements] over the ids of each row and applies the optimizer. streams [T, 3]: rounding key,
   // first column, step. hyper: the hyperparameters of the rule (lookup/row_update.h). Sets the bit of each updated row
   // in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4] keeps no marks.
+  // on_nonfinite [T] (lookup/row_update.h) and nonfinite, a tensor [1] int64 for each table: both empty, or neither.
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
       "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
       "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, "
-      "Tensor(d!)[] marks, Tensor? mark_layout) -> ()");
+      "Tensor(d!)[] marks, Tensor? mark_layout, int[] on_nonfinite, Tensor(e!)[] nonfinite) -> ()");
 }
 
 #if !defined(TORCHREC_DYN_SIMT)

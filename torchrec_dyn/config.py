@@ -15,6 +15,7 @@ from torchrec_dyn.initializers import (
 )
 from torchrec_dyn.policies import Admission, AdmitAfter, Eviction, check_admission, check_eviction
 
+OnNonfinite = Literal["write", "skip", "error"]  # numbered as in csrc/lookup/row_update.h
 GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
 
 
@@ -38,6 +39,11 @@ class DynamicTableConfig:
             occurrences of the id. "mean_over_ranks": sum over ranks / W, as in TorchRec;
             "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
             sharding all three are the same.
+        on_nonfinite: what becomes of a row that an update would make NaN or infinite, in a weight, as it is
+            stored, or in a state of the optimizer. "write": the update is written, as in FBGEMM; "skip": the
+            row stays as it was; "error": no row of the table changes, nor of the tables that are updated with
+            it, and backward raises RuntimeError at its end, on a GPU the next forward. "skip" decides by
+            column shard. Rows that were not written are counted in stats()["nonfinite"].
     """
 
     initializer: Initializer | FanInitializer | None = None
@@ -46,6 +52,7 @@ class DynamicTableConfig:
     admission: Admission | None = None
     eviction: Eviction | None = None
     gradient: GradientReduction = "mean_over_ranks"
+    on_nonfinite: OnNonfinite = "write"
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
@@ -65,6 +72,10 @@ class DynamicTableConfig:
             raise ValueError(
                 f'{where}.gradient: expected "mean_over_ranks", "mean_over_senders" or "sum", '
                 f"got {self.gradient!r}."
+            )
+        if self.on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(
+                f'{where}.on_nonfinite: expected "write", "skip" or "error", got {self.on_nonfinite!r}.'
             )
         check_admission(self.admission, f"{where}.admission")
         check_eviction(self.eviction, f"{where}.eviction")

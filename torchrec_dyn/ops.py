@@ -636,6 +636,8 @@ def update_rows_(
     senders: Tensor | None,
     marks: Sequence[Tensor],
     mark_layout: Tensor | None,
+    on_nonfinite: Sequence[int],
+    nonfinite: Sequence[Tensor],
 ) -> None:
     """Sums the gradients of each row and applies the optimizer, in place. Marks the updated rows.
 
@@ -661,4 +663,8 @@ def update_rows_(
         marks: blocks [2^shift] uint8 of all tables, one bit for each row (csrc/storage/row_marks.h); written.
         mark_layout: [T, 4] int64: first block, number of blocks, shift, 1; a table with 0 blocks keeps no
             marks. None: no table keeps marks.
+        on_nonfinite: [T], what becomes of a row with a weight or a state that the update would make NaN or
+            infinite: 0 it is written, 1 it stays as it was, 2 no row of the call changes, and RuntimeError is
+            raised. Empty: 0 for every table.
+        nonfinite: [T] tensors [1] int64, which count the rows that were not written; empty as `on_nonfinite`.
     """

@@ -16,8 +16,12 @@
 // kPieceIds ids of the row that follow each other in the batch, whoever sent them, and the last piece the rest; each
 // piece is summed in order, then the sums of the pieces in order. The total is then multiplied once, by the factor of
 // the table divided by the distinct senders of the row.
+//
+// A table may refuse updates after which a weight, as it is stored, or a state would be NaN or infinite. Such an update
+// is tried on a copy of the row. Under OnNonfinite::kSkip that row stays as it was, under kError all rows of the call.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -30,8 +34,13 @@ namespace torchrec_dyn {
 constexpr int64_t kPieceIds = 256;
 
 // An error in the contents of an update, as kernels report it (device_errors.h): the first word. Then follow two
-// offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step.
-enum class WrongContents : int64_t { kOffsets, kRows, kSenders, kStep };
+// offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step; how many rows.
+enum class WrongContents : int64_t { kOffsets, kRows, kSenders, kStep, kNonfinite };
+
+// What becomes of a row that an update would make NaN or infinite.
+enum class OnNonfinite : int64_t { kWrite = 0, kSkip = 1, kError = 2 };
+
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool is_finite(float number) { return std::fabs(number) <= FLT_MAX; }
 
 // A rule is told here and in `RULES` of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py):
 // its number, its hyperparameters, its line of rule_facts, and its formula in update_row.

@@ -40,6 +40,8 @@ struct UpdateCall {
   std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
   std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
+  std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
+  std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
 };
 
 // What the host has read of the arguments.
@@ -49,7 +51,31 @@ struct UpdateArguments {
   BagLists bags;
   const float* bag_weights;  // or null
   UpdateRule rule;
+  std::vector<OnNonfinite> on_nonfinite;  // [T]
+  std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
 };
+
+inline bool has(const std::vector<OnNonfinite>& tables, OnNonfinite what) {
+  return std::ranges::find(tables, what) != tables.end();
+}
+
+// Reads what becomes of the rows of T tables.
+inline void read_on_nonfinite(const char* op, const UpdateCall& call, const Device& device, UpdateArguments& read) {
+  const auto tables = static_cast<int64_t>(read.tables.size());
+  read.on_nonfinite.assign(read.tables.size(), OnNonfinite::kWrite);
+  if (call.on_nonfinite.empty() && call.nonfinite.empty()) return;
+  check_size(op, "the number of on_nonfinite", tables, static_cast<int64_t>(call.on_nonfinite.size()));
+  check_size(op, "the tensors of nonfinite", tables, static_cast<int64_t>(call.nonfinite.size()));
+  for (size_t t = 0; t < read.tables.size(); ++t) {
+    const int64_t what = call.on_nonfinite[t];
+    STD_TORCH_CHECK(what >= 0 && what <= static_cast<int64_t>(OnNonfinite::kError), op,
+                    ": expected on_nonfinite in [0, 2], got ", what, ".");
+    read.on_nonfinite[t] = static_cast<OnNonfinite>(what);
+    check_tensor(op, "nonfinite", call.nonfinite[t], ScalarType::Long, device);
+    check_size(op, "the elements of nonfinite", 1, call.nonfinite[t].numel());
+    read.nonfinite.push_back(mutable_data<int64_t>(call.nonfinite[t]));
+  }
+}
 
 inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
   constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
@@ -96,6 +122,14 @@ inline void check_step(const char* op, bool is_valid, int64_t step) {
   STD_TORCH_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
 }
 
+inline void check_nonfinite(const char* op, int64_t rows) {
+  STD_TORCH_CHECK(
+      rows == 0, op, ": expected finite weights and optimizer states after the update, got NaN or infinity in ", rows,
+      " rows of tables with on_nonfinite=\"error\". No row of the tables that are updated together has ",
+      "changed; \"nonfinite\" in the tables' stats() counts the rows. Look for the loss or the input that is "
+      "not finite, or set on_nonfinite=\"skip\".");
+}
+
 // The error of ReportWrongUpdate.
 inline void raise_wrong_update(const int64_t* words) {
   const char* op = "update_rows_";
@@ -109,6 +143,8 @@ inline void raise_wrong_update(const int64_t* words) {
       return check_sender_range(op, numbers[0], numbers[1]);
     case WrongContents::kStep:
       return check_step(op, false, numbers[0]);
+    case WrongContents::kNonfinite:
+      return check_nonfinite(op, numbers[0]);
   }
 }
 
@@ -138,11 +174,13 @@ inline UpdateArguments read_update(const char* op, const UpdateCall& call, const
   read.rule = read_rule(call.optimizer, call.hyper);
   check_size(op, "the number of grad_scales", static_cast<int64_t>(read.tables.size()),
              static_cast<int64_t>(call.grad_scales.size()));
+  read_on_nonfinite(op, call, device, read);
   SeparateMemory()
       .writes(call.weights)
       .writes(call.momentum1)
       .writes(call.momentum2)
       .writes(call.marks)
+      .writes(call.nonfinite)
       .reads(call.grad)
       .reads(call.ids)
       .reads(call.rows)

@@ -4,6 +4,7 @@
 // thread sums the gradients of a row, in the order of row_update.h. Rows are updated in the order in which they first
 // occur in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <span>
 
@@ -76,19 +77,23 @@ struct PartSize {
   size_t columns = 0;  // of a row
 };
 
+size_t lines_of(size_t columns) { return (columns + kLanes - 1) / kLanes; }
+
 // The memory in which a worker updates one part after another. All of it is allocated before the first row is written:
 // if memory is missing, no row has changed. What no part uses is not written either, so the system commits no page.
 struct Workspace {
   Workspace(const PartSize& most, bool is_float, size_t senders)
       : rows(most.ids),
         sum(std::make_unique_for_overwrite<float[]>(most.columns)),
-        lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : (most.columns + kLanes - 1) / kLanes)),
+        lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : lines_of(most.columns))),
+        copy(std::make_unique_for_overwrite<Line[]>(3 * lines_of(most.columns))),
         last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
         senders(senders) {}
 
   RowRuns rows;
   std::unique_ptr<float[]> sum;   // the gradient of a row
   std::unique_ptr<Line[]> lines;  // a row shorter than float32
+  std::unique_ptr<Line[]> copy;   // of a row and its two states
   std::unique_ptr<uint32_t[]> last_row;
   size_t senders;
 };
@@ -114,7 +119,7 @@ class Workspaces {
   // Keeps no more than a batch of ordinary size needs.
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
-    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 2 * sizeof(float);
+    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 5 * sizeof(float);
     if (list_.size() * bytes > kKeptBytes) release();
   }
 
@@ -266,8 +271,59 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
   }
 }
 
+// A row and its states: where an update writes.
 template <typename T>
-TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& workspace) {
+struct RowAndStates {
+  T* weights;
+  float* momentum1;
+  float* momentum2;
+};
+
+template <typename T>
+TORCHREC_DYN_INLINE bool are_finite(const T* numbers, int64_t count) {
+  int infinite = 0;  // a sum: the loop vectorises
+  for (int64_t i = 0; i < count; ++i) infinite += static_cast<int>(!is_finite(to_float(numbers[i])));
+  return infinite == 0;
+}
+
+// Copies of rows on which updates are tried.
+template <typename T>
+class RowCopies {
+ public:
+  TORCHREC_DYN_INLINE RowCopies(const UpdatedTable<T>& table, Line* memory)
+      : columns_{table.weights.columns, table.momentum1.columns, table.momentum2.columns} {
+    const auto lines = static_cast<int64_t>(lines_of(static_cast<size_t>(table.weights.columns)));
+    copy_ = {reinterpret_cast<T*>(memory), memory[lines].floats, memory[2 * lines].floats};
+  }
+
+  TORCHREC_DYN_INLINE const RowAndStates<T>& copy_of(const RowAndStates<T>& row) {
+    copy(row, copy_);
+    return copy_;
+  }
+  TORCHREC_DYN_INLINE bool is_finite() const {
+    return are_finite(copy_.weights, columns_[0]) && are_finite(copy_.momentum1, columns_[1]) &&
+           are_finite(copy_.momentum2, columns_[2]);
+  }
+  TORCHREC_DYN_INLINE void write(const RowAndStates<T>& row) const { copy(copy_, row); }
+
+ private:
+  TORCHREC_DYN_INLINE void copy(const RowAndStates<T>& from, const RowAndStates<T>& to) const {
+    std::copy_n(from.weights, columns_[0], to.weights);
+    std::copy_n(from.momentum1, columns_[1], to.momentum1);
+    std::copy_n(from.momentum2, columns_[2], to.momentum2);
+  }
+
+  int64_t columns_[3];  // 0: there is no such state
+  RowAndStates<T> copy_;
+};
+
+// What an update does with a row that would not be finite: kPlain does not look. kGuarded leaves it as it was, kTrial
+// leaves every row.
+enum class Pass { kPlain, kGuarded, kTrial };
+
+// Returns the number of rows that would not be finite.
+template <bool kLooks, typename T>
+TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& workspace, Pass pass) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
   const UpdateJob<T> job = all.job;
   const UpdatedTable<T> table = all.table;
@@ -280,6 +336,8 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& wor
   const float* squared = nullptr;  // the gradient whose square is `square`: the ids of a bag share it
   float square = 0.0f;
   const bool is_scaled = all.is_scaled() || table.grad_scale != 1.0f || job.senders.of_id;
+  RowCopies<T> copies(table, workspace.copy.get());
+  int64_t nonfinite = 0;
   Memory<T> ring[kRing] = {};
   prefetch_runs(all, table, 0, kAhead, ring);
   for (size_t r = 0; r < runs.size(); ++r) {
@@ -301,8 +359,9 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& wor
       if (scale != 1.0f)
         for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
-    if (table.marks.capacity > 0) mark_bit(memory.mark, run.row);
-    T* row = memory.weights;
+    const RowAndStates<T> own = {memory.weights, memory.momentum1, memory.momentum2};
+    const RowAndStates<T> to = kLooks ? copies.copy_of(own) : own;
+    T* row = to.weights;
     float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
       weight = row;
@@ -320,16 +379,27 @@ TORCHREC_DYN_INLINE void update_runs(const Runs<T>& shared, const Workspace& wor
       square = row_square(job.rule, grad, weight, columns);
       squared = grad;
     }
-    update_row(job.rule, table.correction, square, grad, weight, memory.momentum1, memory.momentum2, columns);
+    update_row(job.rule, table.correction, square, grad, weight, to.momentum1, to.momentum2, columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);
+    if constexpr (kLooks) {
+      const bool is_finite = copies.is_finite();
+      nonfinite += static_cast<int64_t>(!is_finite);
+      if (!is_finite || pass == Pass::kTrial) continue;
+      copies.write(own);
+    }
+    if (table.marks.capacity > 0) mark_bit(memory.mark, run.row);
   }
+  return nonfinite;
 }
 
-#define TORCHREC_DYN_UPDATE(T)                                                             \
-  TORCHREC_DYN_SIMD void update(const Runs<T>& all, const Workspace& workspace) noexcept { \
-    update_runs(all, workspace);                                                           \
+#define TORCHREC_DYN_UPDATE(T)                                                                               \
+  TORCHREC_DYN_SIMD void update(const Runs<T>& all, const Workspace& workspace) noexcept {                   \
+    update_runs<false>(all, workspace, Pass::kPlain);                                                        \
+  }                                                                                                          \
+  TORCHREC_DYN_SIMD int64_t try_update(const Runs<T>& all, const Workspace& workspace, Pass pass) noexcept { \
+    return update_runs<true>(all, workspace, pass);                                                          \
   }
 TORCHREC_DYN_UPDATE(float)
 TORCHREC_DYN_UPDATE(Float16)
@@ -356,9 +426,10 @@ PartSize largest_part(const Bags& bags, const std::vector<TableLayout>& tables) 
   return most;
 }
 
+// Returns the number of rows that would not be finite.
 template <typename T>
-void run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t table_index, int shift, int64_t part,
-              Workspace& workspace) {
+int64_t run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t table_index, int shift, int64_t part,
+                 Pass pass, Workspace& workspace) {
   const int64_t mask = (int64_t{1} << shift) - 1;
   RowRuns& rows = workspace.rows;
   rows.clear();
@@ -367,7 +438,11 @@ void run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t tab
       rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part, job.rows[i], static_cast<uint32_t>(i));
   });
   rows.group();
-  if (!rows.runs().empty()) update(Runs<T>{job, table, rows.runs(), rows.positions()}, workspace);
+  const Runs<T> all{job, table, rows.runs(), rows.positions()};
+  if (all.runs.empty()) return 0;
+  if (pass != Pass::kPlain) return try_update(all, workspace, pass);
+  update(all, workspace);
+  return 0;
 }
 
 // Binary logarithm of the parts of a table: enough parts that the threads share the work evenly.
@@ -376,6 +451,17 @@ int part_shift(int64_t tables, int64_t ids) {
   int shift = 0;
   while (shift < 6 && (tables << shift) < 4 * thread_count()) ++shift;
   return shift;
+}
+
+Pass pass_of(OnNonfinite what, bool is_trial) {
+  if (is_trial) return what == OnNonfinite::kWrite ? Pass::kPlain : Pass::kTrial;
+  return what == OnNonfinite::kSkip ? Pass::kGuarded : Pass::kPlain;
+}
+
+int64_t rows_of(const std::vector<int64_t>& nonfinite, const std::vector<OnNonfinite>& tables, OnNonfinite what) {
+  int64_t rows = 0;
+  for (size_t t = 0; t < tables.size(); ++t) rows += tables[t] == what ? nonfinite[t] : 0;
+  return rows;
 }
 
 // Checks the steps of the tables that have rows in the batch.
@@ -414,12 +500,30 @@ void update_rows_(const UpdateCall& call) {
     thread_local Workspaces kept;  // one for each row type
     std::vector<Workspace>& workspaces =
         kept.of(workers, most, sizeof(T) == sizeof(float), sent.of_id ? static_cast<size_t>(sent.ranks) + 1 : 0);
-    for_each_task_of(workers, tasks, [&](int64_t task, int64_t worker) {
-      const int64_t table = task >> shift;
-      run_part(job, updated.tables[static_cast<size_t>(table)], table, shift, task & ((int64_t{1} << shift) - 1),
-               workspaces[static_cast<size_t>(worker)]);
-    });
+    // Returns for each table the number of rows that would not be finite.
+    const auto run = [&](bool is_trial) {
+      std::vector<int64_t> nonfinite(read.tables.size());
+      for_each_task_of(workers, tasks, [&](int64_t task, int64_t worker) {
+        const int64_t table = task >> shift, part = task & ((int64_t{1} << shift) - 1);
+        const auto t = static_cast<size_t>(table);
+        const Pass pass = pass_of(read.on_nonfinite[t], is_trial);
+        if (is_trial && pass == Pass::kPlain) return;
+        const int64_t rows =
+            run_part(job, updated.tables[t], table, shift, part, pass, workspaces[static_cast<size_t>(worker)]);
+        if (rows > 0) std::atomic_ref<int64_t>(nonfinite[t]).fetch_add(rows, std::memory_order_relaxed);
+      });
+      return nonfinite;
+    };
+    int64_t refused = 0;
+    std::vector<int64_t> nonfinite;
+    if (has(read.on_nonfinite, OnNonfinite::kError)) {
+      nonfinite = run(true);
+      refused = rows_of(nonfinite, read.on_nonfinite, OnNonfinite::kError);
+    }
+    if (refused == 0) nonfinite = run(false);
+    for (size_t t = 0; t < read.nonfinite.size(); ++t) *read.nonfinite[t] += nonfinite[t];
     kept.release_large();
+    check_nonfinite(op, refused);
   });
 }
 

@@ -40,7 +40,9 @@ struct KeyedTables {
     const std::vector<TableLayout> updated = updated_rows(read);
     for (size_t t = 0; t < updated.size(); ++t) {
       const int64_t capacity = updated[t].capacity(), step = const_data<int64_t>(streams)[3 * t + 2];
-      tables.push_back({capacity, read.tables[t].columns, step, may_have_rows(read.rule, step)});
+      const OnNonfinite what = read.on_nonfinite[t];
+      int64_t* const nonfinite = what == OnNonfinite::kWrite ? nullptr : read.nonfinite[t];
+      tables.push_back({capacity, read.tables[t].columns, step, may_have_rows(read.rule, step), what, nonfinite});
       first_keys.push_back(end);
       end += static_cast<uint64_t>(capacity);
     }
@@ -119,17 +121,31 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
   if (n == 0) return;
   pairs = simt::sort_pairs(call.stream(), pairs, n, 0, std::bit_width(sent.end_key));
   const SortedIds<Key> sorted{ids, pairs.keys, pairs.values};
-  const int64_t* distinct = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
+  const int64_t* divisors = ids.senders == nullptr ? nullptr : count_senders(call, sorted);
   if (sent.end_key == 0) return;  // no table has rows, or there is none, and tiles read the first key of a table
   const int64_t lines = lines_of_pieces(n), columns = columns_of_pieces(sent.width);
   auto* pieces = call.allocate_for<float>(lines * columns);
-  with_tile<Key>(sent.width, [&]<typename Shape>(Shape) {
-    const SortedGrads<Key, Shape> grads{sorted, terms, const_data<float>(given.grad), pieces, columns};
-    const RuleFacts facts = rule_facts(read.rule.optimizer);
-    simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads});
+  const auto grads = [&]<typename Shape>(Shape) {
+    return SortedGrads<Key, Shape>{sorted, terms, const_data<float>(given.grad), pieces, columns};
+  };
+  const RuleFacts facts = rule_facts(read.rule.optimizer);
+  const auto* all_ids = const_data<int64_t>(given.ids);
+  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
+    simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads(shape)});
+  });
+  const bool may_fail = has(read.on_nonfinite, OnNonfinite::kError);
+  if (may_fail || has(read.on_nonfinite, OnNonfinite::kSkip)) {
+    auto* tried = call.allocate_for<int64_t>(n);
     simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, Shape>{grads, sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                 !read.marks.empty(), const_data<int64_t>(given.ids), distinct});
+                       UpdateRows<T, Key, AnyTile, true>{grads(AnyTile{}), sent.tables, read.rule, facts,
+                                                         facts.is_rowwise(), false, all_ids, divisors, tried});
+    if (may_fail) simt::launch(call.stream(), 1, RefuseNonfinite{ids.wrong});
+    divisors = tried;
+  }
+  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
+    simt::launch_tiles(call.stream(), n,
+                       UpdateRows<T, Key, Shape, false>{grads(shape), sent.tables, read.rule, facts, facts.is_rowwise(),
+                                                        !read.marks.empty(), all_ids, divisors, nullptr});
   });
 }
 

@@ -5,7 +5,8 @@
 //   KeyIds       the key of each id, and the gradient that it has (update_keys_kernels.h)
 //   sort_pairs   by key. The ids of a row then are side by side, in the order of the batch
 //   SumPieces    the sum of each piece but the first of its row: so the ids of a popular row are shared by many tiles
-//   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update
+//   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update. Before it, as a
+//                trial, where a table refuses updates that are not finite
 //
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
 //
@@ -263,21 +264,49 @@ struct UpdatedRow {
   float* state;
 };
 
+// Whether a lane has a number that is not finite, in a trial.
+template <typename Shape, bool kIsTrial>
+struct Verdict {};
+
+template <typename Shape>
+struct Verdict<Shape, true> {
+  simt::PerLane<bool, Shape::kLanes> is_wrong;
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Verdict() {
+    simt::each_lane<Shape::kLanes>([&](int lane) { is_wrong[lane] = false; });
+  }
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void look(int lane, float number) {
+    is_wrong[lane] = is_wrong[lane] | !is_finite(number);
+  }
+  // Looks at the columns that the row has.
+  template <typename T>
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void look(int lane, const T (&numbers)[Shape::kLaneColumns],
+                                                  const Slice<Shape>& slice) {
+    for (int u = 0; u < Shape::kUnits; ++u)
+      for (int c = 0; c < kUnitColumns; ++c)
+        if (c < slice.left(lane, u)) look(lane, to_float(numbers[u * kUnitColumns + c]));
+  }
+};
+
 // An item is a place of the sorted ids: the tile of the first place of a row updates the row.
-template <typename T, typename Key, typename Shape>
+// kIsTrial: no row is written; it writes the divisors of all rows instead.
+template <typename T, typename Key, typename Shape, bool kIsTrial>
 struct UpdateRows {
   static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
   static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
   using Columns = TileColumns<Shape>;
+  using Looked = Verdict<Shape, kIsTrial>;
 
   SortedGrads<Key, Shape> grads;
   const TileTable<T>* tables;
   UpdateRule rule;
-  RuleFacts facts;          // of the rule
-  bool is_rowwise;          // one of its states is kRow
-  bool has_marks;           // a table keeps marks
-  const int64_t* ids;       // for the draws of rounding; the values of keys are positions then
-  const int64_t* distinct;  // senders; or null
+  RuleFacts facts;     // of the rule
+  bool is_rowwise;     // one of its states is kRow
+  bool has_marks;      // a table keeps marks
+  const int64_t* ids;  // for the draws of rounding; the values of keys are positions then
+  // By the place where a row begins the divisor of its sum: its distinct senders. 0: the row stays as it was.
+  const int64_t* divisors;  // null: 1 for all rows
+  int64_t* tried;           // divisors that a trial writes
 
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
     const UpdatedIds& batch = grads.sorted.ids;
@@ -300,14 +329,24 @@ struct UpdateRows {
       row.weights = table.weights.row(number);
       if (is_rowwise) row.state = table.row_state.row(number);
     }
-    const float scale = distinct == nullptr ? head.grad_scale : head.grad_scale / static_cast<float>(distinct[k]);
+    if constexpr (kIsTrial)
+      if (batch.tables[t].nonfinite == nullptr) return write_tried(k, false);
+    float scale = head.grad_scale;
+    if (divisors != nullptr) {
+      if (!kIsTrial && divisors[k] == 0) return;
+      scale /= static_cast<float>(divisors[k]);
+    }
     const Slice<Shape> slice{0, head.columns};
     const RowIds own{k, key, value, is_alone};
+    Looked looked;
     if (!Shape::kHasSlices || slice.columns <= Shape::kColumns)
-      update_at_once(row, own, slice, scale);
+      update_at_once(row, own, slice, scale, looked);
     else if constexpr (Shape::kHasSlices)
-      update_by_slices(row, own, slice, scale);
-    if (has_marks) mark(table, number);
+      update_by_slices(row, own, slice, scale, looked);
+    if constexpr (kIsTrial)
+      judge(batch.tables[t], k, looked);
+    else if (has_marks)
+      mark(table, number);
   }
 
   // The ids of a row.
@@ -320,7 +359,8 @@ struct UpdateRows {
 
   // The weights and the state are read before the gradients, whose places take longer to know.
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_at_once(const UpdatedRow<T>& row, const RowIds& own,
-                                                            const Slice<Shape>& slice, float scale) const {
+                                                            const Slice<Shape>& slice, float scale,
+                                                            Looked& looked) const {
     Columns weights, sums;
     simt::each_lane<kLanes>([&](int lane) { load_lane(row.weights, slice, lane, weights[lane].numbers); });
     const float state = is_rowwise ? *row.state : 0.0f;
@@ -331,12 +371,12 @@ struct UpdateRows {
       add_squares(sums, weights, slice, squares);
       square = squares.total() / static_cast<float>(slice.columns);
     }
-    update(row, own, slice, sums, weights, square, state);
+    update(row, own, slice, sums, weights, square, state, looked);
   }
 
   // The gradients of a slice are summed twice where the first sum is needed for the square alone.
-  TORCHREC_DYN_BOTH void update_by_slices(const UpdatedRow<T>& row, const RowIds& own, Slice<Shape> slice,
-                                          float scale) const {
+  TORCHREC_DYN_BOTH void update_by_slices(const UpdatedRow<T>& row, const RowIds& own, Slice<Shape> slice, float scale,
+                                          Looked& looked) const {
     const float state = is_rowwise ? *row.state : 0.0f;
     float square = 0.0f;
     SumOfSquares<Shape> squares;
@@ -348,7 +388,7 @@ struct UpdateRows {
         if (pass == 0)
           add_squares(sums, weights, slice, squares);
         else
-          update(row, own, slice, sums, weights, square, state);
+          update(row, own, slice, sums, weights, square, state, looked);
       }
       if (pass == 0) square = squares.total() / static_cast<float>(slice.columns);
     }
@@ -382,7 +422,8 @@ struct UpdateRows {
   // before the update.
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update(const UpdatedRow<T>& row, const RowIds& own,
                                                     const Slice<Shape>& slice, const Columns& sums,
-                                                    const Columns& weights, float square, float state) const {
+                                                    const Columns& weights, float square, float state,
+                                                    Looked& looked) const {
     Columns momentum1, momentum2;
     simt::each_lane<kLanes>([&](int lane) {
       load_state(facts.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
@@ -393,9 +434,15 @@ struct UpdateRows {
       LaneColumns<Shape> updated = weights[lane];
       update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1[lane].numbers,
                  momentum2[lane].numbers, Shape::kLaneColumns);
-      store_weights(row, own, updated.numbers, slice, lane);
-      store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
-      store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
+      if constexpr (kIsTrial) {
+        look_at_weights(row, own, updated.numbers, slice, lane, looked);
+        look_at_state(facts.momentum1, momentum1[lane].numbers, lane, slice, looked);
+        look_at_state(facts.momentum2, momentum2[lane].numbers, lane, slice, looked);
+      } else {
+        store_weights(row, own, updated.numbers, slice, lane);
+        store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
+        store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
+      }
     });
   }
 
@@ -415,28 +462,73 @@ struct UpdateRows {
     if (width == StateWidth::kColumns) store_lane(from, slice, lane, states.row(row.number));
   }
 
-  // A word has the draws of four columns.
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void store_weights(const UpdatedRow<T>& row, const RowIds& own,
                                                            const float (&from)[Shape::kLaneColumns],
                                                            const Slice<Shape>& slice, int lane) const {
     if constexpr (sizeof(T) == sizeof(float)) {
       store_lane(from, slice, lane, row.weights);
     } else {
-      const Stream& stream = row.table.stream;
-      const uint64_t draws = draw_state(stream.rounding_key, stream.step, ids[own.value]);
       T numbers[Shape::kLaneColumns];
-      for (int u = 0; u < Shape::kUnits; ++u) {
-        const int64_t first = stream.first_column + slice.column(lane, u);
-        uint64_t word = draw_word(draws, first / kDrawsPerWord);
-        for (int c = 0; c < kUnitColumns; ++c) {
-          const int64_t past = (first + c) % kDrawsPerWord;
-          if (c > 0 && past == 0) word = draw_word(draws, (first + c) / kDrawsPerWord);
-          store_stochastic(from[u * kUnitColumns + c], static_cast<uint16_t>(word >> (16 * past)),
-                           &numbers[u * kUnitColumns + c]);
-        }
-      }
+      round(row, own, from, slice, lane, numbers);
       store_lane(numbers, slice, lane, row.weights);
     }
+  }
+
+  // A word has the draws of four columns.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void round(const UpdatedRow<T>& row, const RowIds& own,
+                                                   const float (&from)[Shape::kLaneColumns], const Slice<Shape>& slice,
+                                                   int lane, T (&numbers)[Shape::kLaneColumns]) const {
+    const Stream& stream = row.table.stream;
+    const uint64_t draws = draw_state(stream.rounding_key, stream.step, ids[own.value]);
+    for (int u = 0; u < Shape::kUnits; ++u) {
+      const int64_t first = stream.first_column + slice.column(lane, u);
+      uint64_t word = draw_word(draws, first / kDrawsPerWord);
+      for (int c = 0; c < kUnitColumns; ++c) {
+        const int64_t past = (first + c) % kDrawsPerWord;
+        if (c > 0 && past == 0) word = draw_word(draws, (first + c) / kDrawsPerWord);
+        store_stochastic(from[u * kUnitColumns + c], static_cast<uint16_t>(word >> (16 * past)),
+                         &numbers[u * kUnitColumns + c]);
+      }
+    }
+  }
+
+  // A trial looks at the numbers that an update would store.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void look_at_weights(const UpdatedRow<T>& row, const RowIds& own,
+                                                             const float (&from)[Shape::kLaneColumns],
+                                                             const Slice<Shape>& slice, int lane,
+                                                             Looked& looked) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      looked.look(lane, from, slice);
+    } else {
+      T numbers[Shape::kLaneColumns];
+      round(row, own, from, slice, lane, numbers);
+      looked.look(lane, numbers, slice);
+    }
+  }
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void look_at_state(StateWidth width,
+                                                                  const float (&from)[Shape::kLaneColumns], int lane,
+                                                                  const Slice<Shape>& slice, Looked& looked) {
+    if (width == StateWidth::kRow) looked.look(lane, from[0]);
+    if (width == StateWidth::kColumns) looked.look(lane, from, slice);
+  }
+
+  // The end of the trial of a row.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void judge(const KeyedTable& table, int64_t k, const Looked& looked) const {
+    const bool is_refused = simt::ballot_count(looked.is_wrong) > 0;
+    write_tried(k, is_refused);
+    simt::each_lane<kLanes>([&](int lane) {
+      if (lane != 0 || !is_refused) return;
+      simt::atomic_add(table.nonfinite, 1);
+      if (table.on_nonfinite == OnNonfinite::kError) simt::atomic_add(&grads.sorted.ids.wrong->nonfinite, 1);
+    });
+  }
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void write_tried(int64_t k, bool is_refused) const {
+    const int64_t divisor = divisors == nullptr ? 1 : divisors[k];
+    simt::each_lane<kLanes>([&](int lane) {
+      if (lane == 0) tried[k] = is_refused ? 0 : divisor;
+    });
   }
 
   TORCHREC_DYN_BOTH static void mark(const TileTable<T>& table, uint32_t row) {

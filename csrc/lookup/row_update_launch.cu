@@ -6,15 +6,19 @@ namespace torchrec_dyn {
 TORCHREC_DYN_LAUNCH(KeyIds<uint32_t>);
 TORCHREC_DYN_LAUNCH(KeyIds<uint64_t>);
 TORCHREC_DYN_LAUNCH(ReportWrongUpdate);
+TORCHREC_DYN_LAUNCH(RefuseNonfinite);
 TORCHREC_DYN_LAUNCH(KeySenders<uint32_t>);
 TORCHREC_DYN_LAUNCH(KeySenders<uint64_t>);
 TORCHREC_DYN_LAUNCH(CountSenders);
 
-#define TORCHREC_DYN_LAUNCH_UPDATE(Key, Shape)                \
-  TORCHREC_DYN_LAUNCH_TILES(SumPieces<Key, Shape>);           \
-  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<float, Key, Shape>);   \
-  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<Float16, Key, Shape>); \
-  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<BFloat16, Key, Shape>)
+#define TORCHREC_DYN_LAUNCH_UPDATE_OF(Key, Shape, kIsTrial)             \
+  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<float, Key, Shape, kIsTrial>);   \
+  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<Float16, Key, Shape, kIsTrial>); \
+  TORCHREC_DYN_LAUNCH_TILES(UpdateRows<BFloat16, Key, Shape, kIsTrial>)
+
+#define TORCHREC_DYN_LAUNCH_UPDATE(Key, Shape)      \
+  TORCHREC_DYN_LAUNCH_TILES(SumPieces<Key, Shape>); \
+  TORCHREC_DYN_LAUNCH_UPDATE_OF(Key, Shape, false)
 
 TORCHREC_DYN_LAUNCH_UPDATE(uint32_t, Tile16);
 TORCHREC_DYN_LAUNCH_UPDATE(uint32_t, Tile32);
@@ -23,5 +27,7 @@ TORCHREC_DYN_LAUNCH_UPDATE(uint32_t, Tile128);
 TORCHREC_DYN_LAUNCH_UPDATE(uint32_t, WideTile);
 TORCHREC_DYN_LAUNCH_UPDATE(uint32_t, AnyTile);
 TORCHREC_DYN_LAUNCH_UPDATE(uint64_t, AnyTile);
+TORCHREC_DYN_LAUNCH_UPDATE_OF(uint32_t, AnyTile, true);
+TORCHREC_DYN_LAUNCH_UPDATE_OF(uint64_t, AnyTile, true);
 
 }  // namespace torchrec_dyn

@@ -27,6 +27,7 @@ struct WrongUpdate {
   int64_t bags_left;     // bags from the first bag on that has a row outside its table
   int64_t senders;       // 1: some are
   int64_t tables_left;   // tables from the first on that has rows in the batch, but no valid step
+  int64_t nonfinite;     // rows that would not be finite, of tables under OnNonfinite::kError
   // Of all senders and -1, plus 1. KeySenders finds them, if KeyIds has seen that some are wrong.
   int64_t lowest_sender;
   int64_t highest_sender;
@@ -38,6 +39,8 @@ struct KeyedTable {
   int64_t columns;
   int64_t step;
   int64_t may_have_rows;  // 0 or 1
+  OnNonfinite on_nonfinite;
+  int64_t* nonfinite;  // counts its rows that would not be finite; null: kWrite
 };
 
 // The ids of a call.
@@ -148,7 +151,17 @@ struct ReportWrongUpdate {
     if (wrong.senders != 0)
       return error.report(WrongContents::kSenders, wrong.lowest_sender - 1, wrong.highest_sender - 1);
     if (wrong.tables_left != 0)
-      error.report(WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
+      return error.report(WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
+    if (wrong.nonfinite != 0) error.report(WrongContents::kNonfinite, wrong.nonfinite);
+  }
+};
+
+// No row is updated if one of an error's table would not be finite. Runs in one thread, after all rows were tried.
+struct RefuseNonfinite {
+  WrongUpdate* wrong;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t) const {
+    if (wrong->nonfinite != 0) wrong->any = 1;
   }
 };
 

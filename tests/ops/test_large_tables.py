@@ -98,6 +98,8 @@ def test_rows_are_updated(large, optimizer):
             senders=None,
             marks=[],
             mark_layout=None,
+            on_nonfinite=[],
+            nonfinite=[],
         )
         results.append(states)
     for got, expected in zip(*results, strict=True):

@@ -42,7 +42,7 @@ def update(given, **more):
     ops.update_rows_(
         **{"ids": ids_of(7), **given, **more}, momentum1=[], momentum2=[],
         streams=ids_of(1, 0, 1).view(1, 3), optimizer=0, hyper=[0.1],
-        senders=None, marks=[], mark_layout=None,
+        senders=None, marks=[], mark_layout=None, on_nonfinite=[], nonfinite=[],
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def update_a_row(number, optimizer, widths, hyper=None, step=1):
     ops.update_rows_(
         torch.ones(COLUMNS), torch.tensor([7]), torch.tensor([1]), offsets, None, weights, *states,
         layout, segments, torch.tensor([[0, 0, step]]), False, number, hyper, [1.0], None, [], None,
+        [], [],
     )  # fmt: skip
     return [blocks[0] if blocks else None for blocks in states]
 

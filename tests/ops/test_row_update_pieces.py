@@ -49,7 +49,7 @@ def test_long_runs_are_summed_in_pieces(mean, weighted, sent, scale):
         torch.tensor([[0, 1, 3, COLUMNS], [1, 1, 3, COLUMNS]]),
         torch.tensor([[0, 0, bags, 0, 2 * COLUMNS], [1, bags, bags, COLUMNS, 2 * COLUMNS]]),
         ids_of(1, 0, 1, 2, 0, 1).view(2, 3), mean, 0, [1.0],
-        [scale, scale], senders, [], None,
+        [scale, scale], senders, [], None, [], [],
     )  # fmt: skip
     bag_of = torch.repeat_interleave(torch.arange(2 * bags), offsets.diff()).numpy()
     scales = np.ones(len(rows), np.float32) if factors is None else factors.numpy()

@@ -109,6 +109,8 @@ def test_ids_without_tables():
         hyper=hyper_of(ROWWISE_ADAGRAD),
         senders=torch.zeros(5, dtype=torch.int32),
         mark_layout=None,
+        on_nonfinite=[],
+        nonfinite=[],
     )
 
 
@@ -155,6 +157,8 @@ def test_more_rows_than_keys_of_32_bits(sizes):
         "senders": None,
         "marks": [],
         "mark_layout": None,
+        "on_nonfinite": [],
+        "nonfinite": [],
     }
     results = []
     for library in (CPU, ops):

@@ -32,7 +32,7 @@ def many_rows():
         "streams": whole(1, 0, 1).reshape(1, 3), "mean": False, "optimizer": 2,
         "hyper": hyper_of(2), "grad_scales": [1.0],
         "senders": (rows % 3).int(), "marks": [torch.zeros(128, dtype=torch.uint8)],
-        "mark_layout": torch.tensor([[0, 1, 7, 1]]),
+        "mark_layout": torch.tensor([[0, 1, 7, 1]]), "on_nonfinite": [], "nonfinite": [],
     }  # fmt: skip
 
 

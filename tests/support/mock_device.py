@@ -236,11 +236,14 @@ class MockDevice(TorchFunctionMode):
         """Returns a context in which a thread that did not enter the device uses it."""
         return _Reentered(self)
 
-    def of(self, memory):
-        """Returns the tensor of this device that has this memory."""
+    def of(self, memory, is_awaited=False):
+        """Returns the tensor of this device that has this memory.
+
+        `is_awaited`: the host has waited for its contents.
+        """
         made = MockTensor(memory, self)
         if self.streams is not None:
-            self.streams.write(made)
+            self.streams.write(made, is_awaited)
         return made
 
     def forget(self):
@@ -284,7 +287,8 @@ class MockDevice(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = HOST
         made = func(*args, **kwargs)
-        return self.of(made.detach()).requires_grad_(made.requires_grad)
+        is_awaited = moves and not kwargs.get("non_blocking")
+        return self.of(made.detach(), is_awaited).requires_grad_(made.requires_grad)
 
     def run(self, func, args, kwargs):
         """Runs an op that has an argument on this device."""

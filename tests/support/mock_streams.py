@@ -122,11 +122,16 @@ class Streams:
                 self.unordered.append(Note(op.name(), place()))
             uses[stream] = number
 
-    def write(self, tensor: Any) -> None:
-        """Notes a tensor that an op has made; a view of another tensor changes nothing."""
+    def write(self, tensor: Any, is_awaited: bool = False) -> None:
+        """Notes a tensor that an op has made; a view of another tensor changes nothing.
+
+        Args:
+            tensor: the tensor.
+            is_awaited: True if the host has waited for the op, as for a copy from the host.
+        """
         [*memories] = _memories(tensor)
         for memory in memories:
-            number = self.current().seen[self.current()]
+            number = 0 if is_awaited else self.current().seen[self.current()]
             if self._uses.get(memory, {}).get(self.current()) != number or not number:
                 self._writes[memory], self._uses[memory] = (self.current(), number), {}
 

@@ -172,7 +172,14 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         "grad_scales": [rng.choice((1.0, 2.0, 0.3)) for _ in range(tables)],
         "senders": rng.choice((None, senders)),
         **draw_marks(rng, batch),
+        **rng.choice(({"on_nonfinite": [], "nonfinite": []}, draw_refusals(rng, tables))),
     }
+
+
+def draw_refusals(rng: random.Random, tables: int) -> Arguments:
+    """Draws what becomes of rows that would not be finite, by table."""
+    counts = [whole(rng.randrange(9)) for _ in range(tables)]
+    return {"on_nonfinite": [rng.randrange(2) for _ in range(tables)], "nonfinite": counts}
 
 
 def draw_marks(rng: random.Random, batch: Batch) -> Arguments:
@@ -381,8 +388,14 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     for state in states:
         for own, weight in zip(state or (), bags.weights, strict=False):
             need(own is None or len(own) == len(weight), "state for each row of weights")
+    refusals, counts = before["on_nonfinite"], before["nonfinite"]
+    if refusals or counts:
+        need(len(refusals) == len(counts) == len(bags.tables), "refusals of each table")
+        need(all(0 <= what <= 2 for what in refusals), "refusals in [0, 2]")
+        need(all(len(numbers(count, "nonfinite")) == 1 for count in counts), "a count for each")
     marks = bits_of_tables(before)
     need(not marks or len(marks) == len(bags.tables), "marks of each table")
+    refused: list[tuple[int, int]] = []
     with np.errstate(all="ignore"):
         rows = sum_gradients(before, bags, grad, of_ids, senders)
         for (table, row), total in rows.items():  # the arrays are views of the tables: written
@@ -392,9 +405,21 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
             if step < 1:
                 raise Unjudged("a step below 1")
             after_row = update(kind, hyper, step, mean_square, (total, weight, *own))
+            if refusals and refusals[table]:
+                stored = np.abs(after_row[0]).max(initial=0)
+                if before["weights"][0].dtype == torch.float16 and 65504 <= stored < np.inf:
+                    raise Unjudged("a number that is infinite by chance")
+                if not all(np.isfinite(numbers).all() for numbers in after_row):
+                    refused.append((table, row))
+                    continue
             for into, new in zip((weight, *own), after_row, strict=True):
                 into[:] = new
-    for table, row in rows:
+    need(all(refusals[table] != 2 for table, _ in refused), "finite numbers")
+    for table, count in enumerate(counts):
+        more = sum(of == table for of, _ in refused)
+        assert after["nonfinite"][table].item() == count.item() + more
+    updated = [row for row in rows if row not in refused]
+    for table, row in updated:
         if marks and marks[table]:
             need(row < len(marks[table]), "rows of the table's marks")
             marks[table][row] = 1
@@ -407,7 +432,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         if got.dtype == torch.float32:
             equal(got, bags.weights[t], "weights")
         else:  # rounded up or down, by chance
-            check_rounded(got, bags.weights[t], [row for of, row in rows if of == t])
+            check_rounded(got, bags.weights[t], [row for of, row in updated if of == t])
         for name, state in zip(STATE_NAMES, states, strict=True):
             if state is not None:
                 equal(torch.cat([b.flatten() for b in after[name][own]]), state[t], name)

@@ -81,6 +81,8 @@ def update(optimizer, senders=None, marks=(), mark_layout=None, **options):
         "senders": senders,
         "marks": list(marks),
         "mark_layout": mark_layout,
+        "on_nonfinite": [],
+        "nonfinite": [],
     }
 
 
@@ -88,6 +90,12 @@ def update_with_marks():
     """Returns an update of a table with marks and one without."""
     marks = [torch.zeros(64, dtype=torch.uint8)]
     return update(0, marks=marks, mark_layout=torch.tensor([[0, 1, 6, 1], [1, 0, 6, 1]]))
+
+
+def update_with_refusals(optimizer, *on_nonfinite):
+    """Returns an update in which each of two tables may refuse numbers that are not finite."""
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in on_nonfinite]
+    return update(optimizer) | {"on_nonfinite": list(on_nonfinite), "nonfinite": counts}
 
 
 def rows_of_a_table(dtype=torch.float32):
@@ -261,5 +269,6 @@ SAMPLES = {
         lambda: update(2, dtype=torch.float16, weighted=True),
         lambda: update(0, senders=torch.tensor([0, 1, 1, -1, -1], dtype=torch.int32)),
         update_with_marks,
+        lambda: update_with_refusals(2, 1, 2),
     ],
 }  # fmt: skip

@@ -49,4 +49,6 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         "senders": torch.randint(-1, 5, (ids * len(widths),), generator=draw).int(),
         "marks": [torch.randint(0, 256, (64,), generator=draw).byte() for _ in widths],
         "mark_layout": torch.tensor([[t, 1, 6, 1] for t in range(len(widths))]),
+        "on_nonfinite": [],
+        "nonfinite": [],
     }

@@ -101,6 +101,20 @@ def as_float(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.detach().to(torch.float32).contiguous()
 
 
+def raise_after_backward(error: Exception) -> None:
+    """Raises an error at the end of the present backward, behind what others do there.
+
+    Other lookups and DistributedDataParallel exchange gradients until then: the other ranks do not wait for
+    this one.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+    def raise_error() -> None:
+        raise error
+
+    queue(lambda: queue(raise_error))
+
+
 class LookupFunction(torch.autograd.Function):
     """The autograd function: forward gathers and pools, backward updates.
 

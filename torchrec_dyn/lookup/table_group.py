@@ -38,7 +38,13 @@ from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch import Batch, TakenStep
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
-from torchrec_dyn.lookup.lookup_function import Forward, LookupFunction, as_float, pool
+from torchrec_dyn.lookup.lookup_function import (
+    Forward,
+    LookupFunction,
+    as_float,
+    pool,
+    raise_after_backward,
+)
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
 from torchrec_dyn.lookup.recomputation import Checkpoints, again, checkpoints_around
 from torchrec_dyn.lookup.table_lists import (
@@ -429,12 +435,18 @@ class TableGroup:
             marks_of_update(self._logs(), forward.noted) if lists.has_changes else ((), None)
         )
         optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
-        ops.update_rows_(
-            grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
-            states[1], listed.layout, bags.segments, forward.streams,
-            self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
-            forward.reduction.scales, forward.reduction.senders, *listed_marks,
-        )  # fmt: skip
+        try:
+            ops.update_rows_(
+                grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
+                states[1], listed.layout, bags.segments, forward.streams,
+                self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
+                forward.reduction.scales, forward.reduction.senders, *listed_marks,
+                lists.on_nonfinite, lists.nonfinite,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if not lists.nonfinite:
+                raise
+            raise_after_backward(error)
 
 
 def _has_backward(forward: Forward, weights: Tensor | None) -> bool:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.config import DynamicTableConfig, OnNonfinite
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import (
     BLOCKS,
@@ -32,6 +33,7 @@ from torchrec_dyn.storage import (
 )
 from torchrec_dyn.table import Counted, TableShard, on_shared_counters, ranges_of, rows_of_new
 
+_ON_NONFINITE = get_args(OnNonfinite)
 _NO_LIMIT = torch.iinfo(torch.int64).max
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
@@ -187,6 +189,7 @@ class TableLists:
         trained: the tables that are not frozen; None if all are frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
+        on_nonfinite, nonfinite: [T] each, as `ops.update_rows_` takes them; empty if every table is written.
     """
 
     token: object
@@ -201,6 +204,8 @@ class TableLists:
     trained: TrainedTables | None
     shows_initial: bool
     has_changes: bool
+    on_nonfinite: list[int]
+    nonfinite: list[Tensor]
 
     def rows_to_update(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
         """Returns rows [N] int64 of a batch, with -1 in place of those of frozen tables.
@@ -228,6 +233,7 @@ def list_tables(tables: Sequence[TableShard]) -> TableLists:
         [table.rounding_key, table.first_column, table.own.step if trains else table.step]
         for table, trains in zip(tables, is_trained, strict=True)
     ]
+    nonfinite = _nonfinite_of(tables)
     return TableLists(
         token=token,
         generations=[table.generation for table in tables],
@@ -241,7 +247,21 @@ def list_tables(tables: Sequence[TableShard]) -> TableLists:
         trained=trained,
         shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=any(table.changes is not None for table in tables),
+        on_nonfinite=[_ON_NONFINITE.index(table.config.on_nonfinite) for table in tables]
+        if nonfinite
+        else [],
+        nonfinite=nonfinite,
     )
+
+
+def _nonfinite_of(tables: Sequence[TableShard]) -> list[Tensor]:
+    """Returns where the tables count refused updates; empty if none does."""
+    counts = [table.nonfinite for table in tables]
+    if all(count is None for count in counts):
+        return []
+    device = tables[0].device
+    unused = torch.zeros(len(tables), dtype=torch.int64, device=device)
+    return [unused[t : t + 1] if count is None else count for t, count in enumerate(counts)]
 
 
 def blocks_with_initial_rows(

@@ -307,7 +307,7 @@ class Table:
         holders = {rank for piece in self.layout.pieces for rank in piece.ranks}
         return _whole_stats(
             [of_ranks[rank][0] for rank in self._first.ranks],
-            sum(shard["bytes"] for rank in holders for shard in of_ranks[rank]),
+            [shard for rank in holders for shard in of_ranks[rank]],
         )
 
     def _send(
@@ -370,20 +370,22 @@ def _edit_all(edits: Sequence[Callable[[], _T]]) -> list[_T]:
     return [results[number] for number in range(len(edits))]
 
 
-def _whole_stats(row_shards: Sequence[Stats], all_bytes: int | float) -> Stats:
+def _whole_stats(row_shards: Sequence[Stats], shards: Sequence[Stats]) -> Stats:
     """Joins the counts of a table's shards.
 
     Column shards have the same ids and get the same batches, so only the shards with the first columns are
-    used. Entries that are not named in this function are counts; they are summed.
+    used, but for what depends on columns. Entries that are not named in this function are counts; they are
+    summed.
 
     Args:
         row_shards: stats of the shards with the first columns.
-        all_bytes: bytes of all shards of the table.
+        shards: stats of all shards of the table.
     """
     whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
     for name in OF_EVERY_SHARD:
         whole[name] = max(shard[name] for shard in row_shards)
-    whole["bytes"] = all_bytes
+    for name in ("bytes", "nonfinite"):
+        whole[name] = sum(shard[name] for shard in shards)
     whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
     probed = sum(shard["probe_length_mean"] * shard["rows"] for shard in row_shards)
     whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
@@ -47,6 +48,8 @@ class TableArrays:
         id_map: id -> row.
         life: scores, counters and clock; None without a policy.
         changes: log of changed rows; None if no version was held at the last change.
+        nonfinite: [1] int64 on the device, number of updates that were not written since they were not
+            finite; None if the table writes them.
         generation: number of replacements of the contents; a forward from before a replacement cannot run
             its backward.
         own: numbers of the table that change with training, without its shared counters.
@@ -82,6 +85,9 @@ class TableArrays:
         self.generation = 0
         self.own = TableCounters(SharedCounters(1), 0, 0, 0, dict.fromkeys(COUNTED, 0))
         self.changes: ChangeLog | None = None
+        self.nonfinite: Tensor | None = None
+        if config.on_nonfinite != "write":
+            self.nonfinite = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._check_shape()
         device = checked_device(self.where, dtype, device)
         given = config.initializer or initializer or default_initializer(num_embeddings)
@@ -143,6 +149,8 @@ class TableArrays:
         )
         life = (self.config, self.name, self.row_limit, shift, device)
         self.life = RowLife(*life) if self.config.has_life else None
+        if self.nonfinite is not None:
+            self.nonfinite = self.nonfinite.to(device)
         self.generation += 1
 
     @property

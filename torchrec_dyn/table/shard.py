@@ -184,8 +184,9 @@ class TableShard(TableArrays):
 
         Counts since the table was made. Occurrences in training: ids_seen, hits (had a row), unseen (had no
         row), refused (got no row). Ids: inserted, evicted_expired, evicted_full, erased, counters_dropped,
-        counters_expired. Others: late_grads (gradients of rows whose id was removed), forwards (training
-        forwards; unlike `step`, a saved number is not loaded or carried over).
+        counters_expired. Others: late_grads (gradients of rows whose id was removed), nonfinite (updates that
+        `on_nonfinite` refused), forwards (training forwards; unlike `step`, a saved number is not loaded or
+        carried over).
         """
         life, counters = self.life, self.own.total_counters()
         stores = [*self.stores, life.scores.store] if life is not None else self.stores
@@ -204,6 +205,7 @@ class TableShard(TableArrays):
             **self.id_map.stats(),
             **counters,
             "unseen": counters["ids_seen"] - counters["hits"],
+            "nonfinite": 0 if self.nonfinite is None else int(self.nonfinite),
         }
 
     @locked
@@ -239,6 +241,8 @@ class TableShard(TableArrays):
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
         fields["own"] = self.own.moved_to(SharedCounters(1), 0)  # copied under the lock
+        if self.nonfinite is not None:
+            fields["nonfinite"] = int(self.nonfinite)
         state = state_for_copy(self)
         if not is_spawning():
             return {"fields": fields, "dtype": self.dtype, "state": state}
@@ -251,6 +255,8 @@ class TableShard(TableArrays):
         self.own = self.own._replace(shared=SharedCounters(1))
         self.forwards = OpenForwards()  # a copy has no graphs
         self.changes = None  # and no versions
+        if self.nonfinite is not None:
+            self.nonfinite = torch.tensor([self.nonfinite], device="cpu")
         contents = state["state"]
         if isinstance(contents, bytes):
             contents = from_saved_bytes(contents)
