@@ -27,7 +27,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         dynamic = {
-            "a": dyn.DynamicTableConfig(),
+            "a": dyn.DynamicTableConfig(on_nonfinite="skip"),
             "b": dyn.DynamicTableConfig(
                 admission=dyn.AdmitAfter(2), eviction=dyn.LeastRecentlyUsed()
             ),

@@ -112,6 +112,13 @@ def adam(**change):
     return {"segments": SAMPLES["update_rows_"][0]()["segments"], **update(3), **change}
 
 
+def refusals(*on_nonfinite):
+    return {
+        "on_nonfinite": list(on_nonfinite),
+        "nonfinite": [whole(0) for _ in range(max(2, len(on_nonfinite)))],
+    }
+
+
 def streams(column=0, step=1):
     return ids_of(1, 0, 1, 2, column, step).view(2, 3)
 
@@ -298,6 +305,13 @@ WRONG = [
     # first columns, steps, modes
     ("init_rows_", {"first_column": -37}, r"first_column in \[0, 2\^31\), got -37"),
     ("init_rows_", {"first_column": FAR}, r"first_column in \[0, 2\^31\), got 92"),
+    ("update_rows_", {"on_nonfinite": [1, 1]}, "tensors of nonfinite = 2, got 0"),
+    ("update_rows_", refusals(1), "number of on_nonfinite = 2, got 1"),
+    ("update_rows_", refusals(1, 3), r"on_nonfinite in \[0, 2\], got 3"),
+    ("update_rows_", refusals(1, -1), r"on_nonfinite in \[0, 2\], got -1"),
+    ("update_rows_", refusals(1, 1) | {"nonfinite": [whole(0), whole(0, 0)]}, "nonfinite = 1, got 2"),
+    ("update_rows_", refusals(1, 1) | {"nonfinite": [torch.zeros(1)] * 2}, "int64, got float32"),
+    ("update_rows_", refusals(1, 1) | {"nonfinite": [whole(0)] * 2}, "memory"),
     ("update_rows_", {"streams": streams(column=-1)}, r"first column in \[0, 2\^31\) .*, got -1"),
     ("update_rows_", {"streams": streams(column=FAR)}, r"first column in \[0, 2\^31\) .*, got 92"),
     ("update_rows_", adam(streams=streams(step=0)), "a step of at least 1 in streams, got 0"),

@@ -468,10 +468,11 @@ def _place():
     return caller
 
 
-def run_lookups_backward(output, seed=0):
+def run_lookups_backward(output, seed=0, grad=None):
     """Runs the backward of each lookup in the graph of an output of a collection, with random gradients.
 
     Autograd's engine wants a real device. Runs on the CPU, too; the same seed gives the same gradients.
+    `grad`: that of the output of each lookup, instead of random numbers.
 
     Returns:
         The gradients of bag weights, in the order of the lookups; None for a lookup without them.
@@ -486,6 +487,7 @@ def run_lookups_backward(output, seed=0):
     returned = []
     for node in found:
         if hasattr(node, "lookup"):
-            grad = torch.randn(node.lookup.bags.elements, generator=draw)
-            returned.append(node.apply(grad.to(node.lookup.ids.device))[1])
+            drawn = torch.randn(node.lookup.bags.elements, generator=draw)
+            given = drawn if grad is None else grad.flatten()
+            returned.append(node.apply(given.to(node.lookup.ids.device))[1])
     return returned
