@@ -174,6 +174,27 @@ def test_a_stored_weight_that_overflows_is_refused(dtype):
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("columns", [1, 6])
+def test_a_weight_that_overflows_by_its_draw_is_refused_by_this_draw(columns):
+    """Half of the columns are rounded up, to infinity; a tile has lanes without columns, with draws too."""
+    rows = torch.arange(64)
+    given = drawn_update(4, 0, torch.float16, [columns], ids=30)
+    given |= {
+        "ids": 1000 * rows, "rows": rows, "offsets": None, "senders": None, "bag_weights": None,
+        "mean": False, "marks": [], "mark_layout": None, "grad_scales": [1.0], "hyper": [1.0],
+        "grad": torch.full((64 * columns,), -16.0),
+        "weights": [torch.full((64, columns), 65504.0).half()],
+        "layout": torch.tensor([[0, 1, 6, columns]]), "segments": torch.tensor([[0, 0, 64, 0, columns]]),
+        "on_nonfinite": [SKIP], "nonfinite": [ids_of(0)],
+    }  # fmt: skip
+    written = copies(given) | {"on_nonfinite": [], "nonfinite": []}
+    CPU.update_rows_.default(**written)
+    ops.update_rows_(**given)
+    refused = written["weights"][0].isinf().any(1)
+    assert 0 < refused.sum() < 64 and given["nonfinite"][0].item() == refused.sum()
+
+
+@pytest.mark.usefixtures("device")
 def test_the_last_column_and_the_state_of_the_row_count():
     for column in (0, 63, 64, 129):
         given = drawn_update(5, 2, torch.float32, [130], ids=30)
