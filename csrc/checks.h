@@ -7,7 +7,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -15,9 +14,25 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace torchrec_dyn {
+
+template <typename... Parts>
+std::string text_of(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// As STD_TORCH_CHECK, but the message is the text alone: a function and a file of ours say nothing to the user of an
+// op.
+#define TORCHREC_DYN_CHECK(condition, ...) \
+  if (!(condition)) [[unlikely]]           \
+  throw std::runtime_error(torchrec_dyn::text_of(__VA_ARGS__))
 
 using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
@@ -50,32 +65,32 @@ inline void check_memory(const char* op, const char* name, const Tensor& tensor)
   if (elements == 0) return;
   const auto size = static_cast<int64_t>(tensor.element_size());
   int64_t bytes = 0;
-  STD_TORCH_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes) == AOTI_TORCH_SUCCESS, op, ": expected ", name,
-                  " with a storage, got none. Pass a dense tensor.");
-  STD_TORCH_CHECK(bytes / size - tensor.storage_offset() >= elements, op, ": expected ", name,
-                  " in a storage that holds its ", elements, " elements, got a storage of ", bytes,
-                  " bytes. Do not resize the storage of a tensor.");
+  TORCHREC_DYN_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes) == AOTI_TORCH_SUCCESS, op, ": expected ", name,
+                     " with a storage, got none. Pass a dense tensor.");
+  TORCHREC_DYN_CHECK(bytes / size - tensor.storage_offset() >= elements, op, ": expected ", name,
+                     " in a storage that holds its ", elements, " elements, got a storage of ", bytes,
+                     " bytes. Do not resize the storage of a tensor.");
   const auto past =
       static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<size_t>(size));
-  STD_TORCH_CHECK(past == 0, op, ": expected ", name, " at a multiple of ", size, " bytes, got an address ", past,
-                  " bytes past it. Call .clone() first.");
+  TORCHREC_DYN_CHECK(past == 0, op, ": expected ", name, " at a multiple of ", size, " bytes, got an address ", past,
+                     " bytes past it. Call .clone() first.");
 }
 
 // `device`: the CPU, any GPU, or the GPU with this index: kernels cannot read the memory of another one. Descriptions
 // of a call (layout, table_offsets, ...) are on the CPU for every kernel.
 inline void check_tensor(const char* op, const char* name, const Tensor& tensor, ScalarType type,
                          const Device& device = DeviceType::CPU) {
-  STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": expected ", name, " of dtype ", dtype_name(type), ", got ",
-                  dtype_name(tensor.scalar_type()), ". Convert it first.");
+  TORCHREC_DYN_CHECK(tensor.scalar_type() == type, op, ": expected ", name, " of dtype ", dtype_name(type), ", got ",
+                     dtype_name(tensor.scalar_type()), ". Convert it first.");
   const bool wants_cpu = device.is_cpu();
-  STD_TORCH_CHECK(wants_cpu ? tensor.is_cpu() : tensor.is_cuda(), op, ": expected ", name, " on ",
-                  wants_cpu ? "the CPU" : "the GPU", ", got another device. Move it with ",
-                  wants_cpu ? ".cpu()." : ".cuda().");
-  STD_TORCH_CHECK(device.index() == -1 || tensor.get_device_index() == device.index(), op, ": expected ", name,
-                  " on GPU ", device.index(), ", as the first tensor, got GPU ", tensor.get_device_index(),
-                  ". Move it with .cuda(", device.index(), ").");
-  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": expected ", name,
-                  " to be contiguous, got strides. Call .contiguous() first.");
+  TORCHREC_DYN_CHECK(wants_cpu ? tensor.is_cpu() : tensor.is_cuda(), op, ": expected ", name, " on ",
+                     wants_cpu ? "the CPU" : "the GPU", ", got another device. Move it with ",
+                     wants_cpu ? ".cpu()." : ".cuda().");
+  TORCHREC_DYN_CHECK(device.index() == -1 || tensor.get_device_index() == device.index(), op, ": expected ", name,
+                     " on GPU ", device.index(), ", as the first tensor, got GPU ", tensor.get_device_index(),
+                     ". Move it with .cuda(", device.index(), ").");
+  TORCHREC_DYN_CHECK(tensor.is_contiguous(), op, ": expected ", name,
+                     " to be contiguous, got strides. Call .contiguous() first.");
   check_memory(op, name, tensor);
 }
 
@@ -101,8 +116,9 @@ class SeparateMemory {
                                               [&](const Range& range) { return range.end <= read.begin; });
       shared |= after != written_.end() && after->begin < read.end;
     }
-    STD_TORCH_CHECK(!shared, op, ": expected tensors that share no memory with a tensor that the op writes, got two ",
-                    "that do. Call .clone() first.");
+    TORCHREC_DYN_CHECK(!shared, op,
+                       ": expected tensors that share no memory with a tensor that the op writes, got two ",
+                       "that do. Call .clone() first.");
   }
 
  private:
@@ -122,7 +138,7 @@ class SeparateMemory {
 };
 
 inline void check_size(const char* op, const char* what, int64_t expected, int64_t got) {
-  STD_TORCH_CHECK(expected == got, op, ": expected ", what, " = ", expected, ", got ", got, ".");
+  TORCHREC_DYN_CHECK(expected == got, op, ": expected ", what, " = ", expected, ", got ", got, ".");
 }
 
 template <typename T>
@@ -177,10 +193,10 @@ inline void check_table_offsets(const char* op, const Tensor& offsets, int64_t t
   check_tensor(op, "table_offsets", offsets, ScalarType::Long);
   check_size(op, "the number of table_offsets", tables + 1, offsets.numel());
   const int64_t* offset = const_data<int64_t>(offsets);
-  STD_TORCH_CHECK(offset[0] == 0, op, ": expected table_offsets to start at 0, got ", offset[0], ".");
+  TORCHREC_DYN_CHECK(offset[0] == 0, op, ": expected table_offsets to start at 0, got ", offset[0], ".");
   for (int64_t t = 0; t < tables; ++t)
-    STD_TORCH_CHECK(offset[t] <= offset[t + 1], op, ": expected ascending table_offsets, got ", offset[t], " before ",
-                    offset[t + 1], ".");
+    TORCHREC_DYN_CHECK(offset[t] <= offset[t + 1], op, ": expected ascending table_offsets, got ", offset[t],
+                       " before ", offset[t + 1], ".");
   check_size(op, "the last of table_offsets", ids, offset[tables]);
 }
 

@@ -66,8 +66,8 @@ class ChosenDevice {
   // torch's current stream.
   void* stream() const {
     void* stream = nullptr;
-    STD_TORCH_CHECK(find_current_stream(index_, &stream),
-                    "torchrec_dyn: expected a torch with CUDA, got one without a current stream.");
+    TORCHREC_DYN_CHECK(find_current_stream(index_, &stream),
+                       "torchrec_dyn: expected a torch with CUDA, got one without a current stream.");
     return stream;
   }
 

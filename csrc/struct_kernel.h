@@ -17,7 +17,7 @@ class ArgumentReader {
 
   template <typename T>
   T read() {
-    STD_TORCH_CHECK(left_ > 0, "expected a schema of more arguments.");
+    TORCHREC_DYN_CHECK(left_ > 0, "expected a schema of more arguments.");
     --left_;
     return torch::stable::detail::to<T>(*next_++);
   }
@@ -36,7 +36,8 @@ template <typename Call, void (*kFunction)(const Call&)>
 struct StructKernel<kFunction> {
   static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
     const Call call{ArgumentReader(stack, arguments)};
-    STD_TORCH_CHECK(call.arguments.left() == 0 && results == 0, "expected a schema of fewer arguments and no result.");
+    TORCHREC_DYN_CHECK(call.arguments.left() == 0 && results == 0,
+                       "expected a schema of fewer arguments and no result.");
     kFunction(call);
   }
 };

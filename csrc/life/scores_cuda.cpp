@@ -49,7 +49,7 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   const int64_t n = rows.numel();
   check_size(op, "the number of last_seen", n, last_seen.numel());
   check_size(op, "the number of counts", n, counts.numel());
-  STD_TORCH_CHECK(n < (int64_t{1} << 32), op, ": expected fewer than 2^32 rows, got ", n, ".");
+  TORCHREC_DYN_CHECK(n < (int64_t{1} << 32), op, ": expected fewer than 2^32 rows, got ", n, ".");
   BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   SeparateMemory().writes(scores).reads(rows).reads(last_seen).reads(counts).check(op);

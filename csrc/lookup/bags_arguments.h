@@ -28,11 +28,11 @@ inline void check_bags_tile(const char* op, const std::vector<Segment>& segments
   int64_t next = 0;
   for (const Segment& segment : segments) {
     if (segment.bags == 0) continue;
-    STD_TORCH_CHECK(segment.first_bag == next, op, ": expected every bag in one segment, got bag ",
-                    std::min(segment.first_bag, next), segment.first_bag < next ? " in two." : " in none.");
+    TORCHREC_DYN_CHECK(segment.first_bag == next, op, ": expected every bag in one segment, got bag ",
+                       std::min(segment.first_bag, next), segment.first_bag < next ? " in two." : " in none.");
     next += segment.bags;
   }
-  STD_TORCH_CHECK(next == bags, op, ": expected every bag in one segment, got bag ", next, " in none.");
+  TORCHREC_DYN_CHECK(next == bags, op, ": expected every bag in one segment, got bag ", next, " in none.");
 }
 
 // Checks that the outputs of the segments fill [0, elements), each element once. Outputs lie one after the other,
@@ -51,12 +51,12 @@ inline void check_outputs_tile(const char* op, std::vector<Segment> segments, co
     while (place < end + width) {
       const bool fits = segment != segments.end() && segment->out_offset == place && segment->bags == bags &&
                         (bags == 1 || segment->out_stride == width);
-      STD_TORCH_CHECK(fits, op, ": expected segments whose outputs fill rows of ", width,
-                      " elements side by side, got a gap or an overlap at element ", place, ".");
+      TORCHREC_DYN_CHECK(fits, op, ": expected segments whose outputs fill rows of ", width,
+                         " elements side by side, got a gap or an overlap at element ", place, ".");
       place += tables[static_cast<size_t>(segment++->table)].columns;
     }
-    STD_TORCH_CHECK(place == end + width, op, ": expected segments whose outputs fill rows of ", width,
-                    " elements side by side, got ", place - end, ".");
+    TORCHREC_DYN_CHECK(place == end + width, op, ": expected segments whose outputs fill rows of ", width,
+                       " elements side by side, got ", place - end, ".");
     end += bags * width;
   }
   check_size(op, "the elements that the segments cover", elements, end);
@@ -64,13 +64,13 @@ inline void check_outputs_tile(const char* op, std::vector<Segment> segments, co
 
 // Checks offsets [bags + 1], given in memory of the host.
 inline void check_offsets(const char* op, const int64_t* offsets, int64_t bags, int64_t ids) {
-  STD_TORCH_CHECK(offsets[0] >= 0 && offsets[bags] <= ids, op, ": expected offsets inside the ids [0, ", ids, "], got ",
-                  offsets[0], " to ", offsets[bags], ". Do lengths and values agree?");
+  TORCHREC_DYN_CHECK(offsets[0] >= 0 && offsets[bags] <= ids, op, ": expected offsets inside the ids [0, ", ids,
+                     "], got ", offsets[0], " to ", offsets[bags], ". Do lengths and values agree?");
   bool ascends = true;
   for (int64_t b = 0; b < bags; ++b) ascends &= offsets[b] <= offsets[b + 1];
   for (int64_t b = 0; b < bags && !ascends; ++b)
-    STD_TORCH_CHECK(offsets[b] <= offsets[b + 1], op, ": expected ascending offsets, got ", offsets[b], " before ",
-                    offsets[b + 1], ". Are there negative lengths?");
+    TORCHREC_DYN_CHECK(offsets[b] <= offsets[b + 1], op, ": expected ascending offsets, got ", offsets[b], " before ",
+                       offsets[b + 1], ". Are there negative lengths?");
 }
 
 // The bags that offsets on any device describe: their contents are not read.
@@ -80,7 +80,7 @@ inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& off
   bags.count = ids;
   if (!offsets.has_value()) return bags;
   check_tensor(op, "offsets", *offsets, ScalarType::Long, device);
-  STD_TORCH_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
+  TORCHREC_DYN_CHECK(offsets->numel() >= 1, op, ": expected at least one offset, got none.");
   bags.offsets = const_data<int64_t>(*offsets);
   bags.count = offsets->numel() - 1;
   return bags;
@@ -91,22 +91,23 @@ inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& off
 inline void read_segments(const char* op, BagLists& bags, const Tensor& segments,
                           const std::vector<TableLayout>& tables, int64_t elements) {
   check_tensor(op, "segments", segments, ScalarType::Long);
-  STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
-                  segments.dim(), " dimensions.");
+  TORCHREC_DYN_CHECK(segments.dim() == 2 && segments.size(1) == 5, op, ": expected segments of shape [S, 5], got ",
+                     segments.dim(), " dimensions.");
   bags.first.push_back(0);
   const int64_t* line = const_data<int64_t>(segments);
   for (int64_t s = 0; s < segments.size(0); ++s, line += 5) {
     const Segment segment{line[0], line[1], line[2], line[3], line[4]};
-    STD_TORCH_CHECK(segment.table >= 0 && segment.table < static_cast<int64_t>(tables.size()), op,
-                    ": expected a segment of a table in [0, ", tables.size(), "), got ", segment.table, ".");
-    STD_TORCH_CHECK(segment.first_bag >= 0 && segment.bags >= 0 && segment.bags <= bags.count - segment.first_bag, op,
-                    ": expected a segment inside ", bags.count, " bags, got ", segment.bags, " from ",
-                    segment.first_bag, ".");
+    TORCHREC_DYN_CHECK(segment.table >= 0 && segment.table < static_cast<int64_t>(tables.size()), op,
+                       ": expected a segment of a table in [0, ", tables.size(), "), got ", segment.table, ".");
+    TORCHREC_DYN_CHECK(segment.first_bag >= 0 && segment.bags >= 0 && segment.bags <= bags.count - segment.first_bag,
+                       op, ": expected a segment inside ", bags.count, " bags, got ", segment.bags, " from ",
+                       segment.first_bag, ".");
     const int64_t columns = tables[static_cast<size_t>(segment.table)].columns;
     const __int128 last = static_cast<__int128>(segment.bags - 1) * segment.out_stride + segment.out_offset + columns;
-    STD_TORCH_CHECK(segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements),
-                    op, ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset,
-                    " and stride ", segment.out_stride, ".");
+    TORCHREC_DYN_CHECK(
+        segment.bags == 0 || (segment.out_offset >= 0 && segment.out_stride >= columns && last <= elements), op,
+        ": expected a segment's output inside ", elements, " elements, got offset ", segment.out_offset, " and stride ",
+        segment.out_stride, ".");
     bags.segments.push_back(segment);
   }
   // Sorted in the order of the bags, whatever the order of the outputs: a walk over the segments of a table then meets
@@ -144,7 +145,7 @@ inline const float* bag_weight_data(const char* op, const std::optional<Tensor>&
 }
 
 inline void check_rows_inside(const char* op, bool inside, int64_t capacity) {
-  STD_TORCH_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
+  TORCHREC_DYN_CHECK(inside, op, ": expected rows in [-1, ", capacity, "), got one outside.");
 }
 
 // The error of ReportWrongBags.
@@ -155,8 +156,8 @@ inline void raise_wrong_bags(const int64_t* words) {
 }
 
 inline void check_pooled_type(const char* op, ScalarType dtype) {
-  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op,
-                  ": expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
+  TORCHREC_DYN_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op,
+                     ": expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
 }
 
 // The arguments of pool_into_ that gather_pool has not: a written output, and the new ids, or null.

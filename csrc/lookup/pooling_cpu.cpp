@@ -189,7 +189,7 @@ Tensor pooled(const char* op, const Tensor& rows, const std::optional<Tensor>& o
               const std::optional<Tensor>& bag_weights, const std::vector<Tensor>& weights, const Tensor& layout,
               const Tensor& segments, bool mean, int64_t elements, ScalarType dtype) {
   check_tensor(op, "rows", rows, ScalarType::Long);
-  STD_TORCH_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
+  TORCHREC_DYN_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
   const std::vector<TableLayout> tables = read_layout(op, layout, weights);
   const BagLists lists = read_bags(op, offsets, segments, tables, rows.numel(), elements);
   const Bags bags = lists.view();

@@ -123,7 +123,7 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
                    std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
                    int64_t elements, ScalarType dtype) {
   check_tensor("gather_pool", "rows", rows, ScalarType::Long, kDevice);
-  STD_TORCH_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
+  TORCHREC_DYN_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
   const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
   check_pooled_type("gather_pool", dtype);

@@ -68,8 +68,8 @@ inline void read_on_nonfinite(const char* op, const UpdateCall& call, const Devi
   check_size(op, "the tensors of nonfinite", tables, static_cast<int64_t>(call.nonfinite.size()));
   for (size_t t = 0; t < read.tables.size(); ++t) {
     const int64_t what = call.on_nonfinite[t];
-    STD_TORCH_CHECK(what >= 0 && what <= static_cast<int64_t>(OnNonfinite::kError), op,
-                    ": expected on_nonfinite in [0, 2], got ", what, ".");
+    TORCHREC_DYN_CHECK(what >= 0 && what <= static_cast<int64_t>(OnNonfinite::kError), op,
+                       ": expected on_nonfinite in [0, 2], got ", what, ".");
     read.on_nonfinite[t] = static_cast<OnNonfinite>(what);
     check_tensor(op, "nonfinite", call.nonfinite[t], ScalarType::Long, device);
     check_size(op, "the elements of nonfinite", 1, call.nonfinite[t].numel());
@@ -79,16 +79,16 @@ inline void read_on_nonfinite(const char* op, const UpdateCall& call, const Devi
 
 inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
   constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
-  STD_TORCH_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
-                  optimizer, ".");
+  TORCHREC_DYN_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
+                     optimizer, ".");
   UpdateRule rule{static_cast<Optimizer>(optimizer), {}};
   check_size("update_rows_", "the number of hyper-parameters", rule_facts(rule.optimizer).hyper_count,
              static_cast<int64_t>(hyper.size()));
   std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
   if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
     const double mode = hyper.back();
-    STD_TORCH_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
-                    "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
+    TORCHREC_DYN_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
+                       "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
   }
   return rule;
 }
@@ -100,8 +100,8 @@ inline std::vector<TableLayout> read_mark_layout(const char* op, const std::opti
   const std::vector<TableLayout> marks = read_layout(op, *layout, {}, true);
   check_size(op, "the lines of mark_layout", static_cast<int64_t>(tables), static_cast<int64_t>(marks.size()));
   for (const TableLayout& table : marks)
-    STD_TORCH_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
-                    " in mark_layout, got ", table.shift, ".");
+    TORCHREC_DYN_CHECK(table.shift >= kLeastMarkShift, op, ": expected a shift of at least ", kLeastMarkShift,
+                       " in mark_layout, got ", table.shift, ".");
   return marks;
 }
 
@@ -110,8 +110,8 @@ inline void check_streams(const char* op, const Tensor& streams, size_t tables) 
   check_size(op, "the elements of streams", 3 * static_cast<int64_t>(tables), streams.numel());
   const int64_t* stream = const_data<int64_t>(streams);
   for (size_t table = 0; table < tables; ++table, stream += 3)
-    STD_TORCH_CHECK(stream[1] >= 0 && stream[1] < (int64_t{1} << 31), op,
-                    ": expected a first column in [0, 2^31) in streams, got ", stream[1], ".");
+    TORCHREC_DYN_CHECK(stream[1] >= 0 && stream[1] < (int64_t{1} << 31), op,
+                       ": expected a first column in [0, 2^31) in streams, got ", stream[1], ".");
 }
 
 // A table without rows in the batch may be at step 0: it has not been trained yet.
@@ -119,11 +119,11 @@ inline bool may_have_rows(const UpdateRule& rule, int64_t step) {
   return !rule_facts(rule.optimizer).counts_steps || step >= 1;
 }
 inline void check_step(const char* op, bool is_valid, int64_t step) {
-  STD_TORCH_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
+  TORCHREC_DYN_CHECK(is_valid, op, ": expected a step of at least 1 in streams, got ", step, ".");
 }
 
 inline void check_nonfinite(const char* op, int64_t rows) {
-  STD_TORCH_CHECK(
+  TORCHREC_DYN_CHECK(
       rows == 0, op, ": expected finite weights and optimizer states after the update, got NaN or infinity in ", rows,
       " rows of tables with on_nonfinite=\"error\". No row of the tables that are updated together has ",
       "changed; \"nonfinite\" in the tables' stats() counts the rows. Look for the loss or the input that is "
@@ -156,10 +156,10 @@ inline UpdateArguments read_update(const char* op, const UpdateCall& call, const
   check_tensor(op, "rows", call.rows, ScalarType::Long, device);
   check_tensor(op, "streams", call.streams, ScalarType::Long);
   check_size(op, "the number of rows", ids, call.rows.numel());
-  STD_TORCH_CHECK(ids < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ", ids,
-                  ". Split the batch.");
-  STD_TORCH_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,
-                  ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
+  TORCHREC_DYN_CHECK(ids < std::numeric_limits<uint32_t>::max(), op, ": expected fewer than 2^32 - 1 ids, got ", ids,
+                     ". Split the batch.");
+  TORCHREC_DYN_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,
+                     ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
   UpdateArguments read;
   read.tables = read_layout(op, call.layout, call.weights);
   check_streams(op, call.streams, read.tables.size());
@@ -212,8 +212,8 @@ struct UpdatedTables {
     const int64_t* stream = const_data<int64_t>(call.streams);
     for (const TableLayout& table : read.tables) {
       const size_t t = tables.size();
-      STD_TORCH_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
-                      table.capacity(), ".");
+      TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
+                         ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
       tables.push_back({weights.rows(table, table.columns), states(momentum1, table, facts.momentum1),
                         states(momentum2, table, facts.momentum2),
                         read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),

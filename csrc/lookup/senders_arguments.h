@@ -20,8 +20,8 @@ inline const int32_t* sender_data(const char* op, const std::optional<Tensor>& s
 
 // `lowest` and `highest`: of all senders and -1.
 inline void check_sender_range(const char* op, int64_t lowest, int64_t highest) {
-  STD_TORCH_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
-                  lowest, " to ", highest, ".");
+  TORCHREC_DYN_CHECK(lowest == -1 && highest < kMostSenders, op, ": expected senders in [-1, ", kMostSenders, "), got ",
+                     lowest, " to ", highest, ".");
 }
 
 // Checks senders, given in memory of the host. Returns the highest; -1 if there is none.

@@ -24,13 +24,14 @@ inline ScalarType check_sorted_batch(const Tensor& ids, const Tensor& lengths, c
     check_tensor(op, "weights", *weights, type, ids.device());
     check_size(op, "the number of weights", ids.numel(), weights->numel());
   }
-  STD_TORCH_CHECK(ranks >= 1 && ranks <= kMostRanks, op, ": expected ranks in [1, ", kMostRanks, "], got ", ranks, ".");
+  TORCHREC_DYN_CHECK(ranks >= 1 && ranks <= kMostRanks, op, ": expected ranks in [1, ", kMostRanks, "], got ", ranks,
+                     ".");
   return type;
 }
 
 inline void check_lengths_fit(bool fits, int64_t ids) {
-  STD_TORCH_CHECK(fits, "sort_by_owner: expected lengths of at least 0 that add up to the ", ids,
-                  " ids, got others. Lengths and ids are of two batches.");
+  TORCHREC_DYN_CHECK(fits, "sort_by_owner: expected lengths of at least 0 that add up to the ", ids,
+                     " ids, got others. Lengths and ids are of two batches.");
 }
 
 inline void raise_lengths_error(const int64_t* words) { check_lengths_fit(false, words[0]); }

@@ -15,8 +15,8 @@ namespace torchrec_dyn {
 constexpr int64_t kMostBlocks = int64_t{1} << 31;
 
 inline void check_row_shape(const char* op, int64_t shift, int64_t columns) {
-  STD_TORCH_CHECK(shift >= 0 && shift < 32 && columns > 0 && columns < (int64_t{1} << 31), op,
-                  ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
+  TORCHREC_DYN_CHECK(shift >= 0 && shift < 32 && columns > 0 && columns < (int64_t{1} << 31), op,
+                     ": expected shift in [0, 32) and columns in [1, 2^31), got ", shift, " and ", columns, ".");
 }
 
 // The table with the rows that its last block lacks, as BlockList checks them.
@@ -38,13 +38,13 @@ inline TableLayout layout_of_one(const char* op, const std::vector<Tensor>& bloc
 inline std::vector<TableLayout> read_layout(const char* op, const Tensor& layout, const std::vector<Tensor>& blocks,
                                             bool has_words = false) {
   check_tensor(op, "layout", layout, ScalarType::Long);
-  STD_TORCH_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ", layout.dim(),
-                  " dimensions.");
+  TORCHREC_DYN_CHECK(layout.dim() == 2 && layout.size(1) == 4, op, ": expected layout of shape [T, 4], got ",
+                     layout.dim(), " dimensions.");
   const int64_t* line = const_data<int64_t>(layout);
   std::vector<TableLayout> tables;
   for (int64_t t = 0; t < layout.size(0); ++t, line += 4) {
-    STD_TORCH_CHECK(line[0] >= 0 && line[0] < kMostBlocks && line[1] >= 0 && line[1] < kMostBlocks, op,
-                    ": expected a layout of block and count in [0, 2^31), got ", line[0], " and ", line[1], ".");
+    TORCHREC_DYN_CHECK(line[0] >= 0 && line[0] < kMostBlocks && line[1] >= 0 && line[1] < kMostBlocks, op,
+                       ": expected a layout of block and count in [0, 2^31), got ", line[0], " and ", line[1], ".");
     check_row_shape(op, line[2], line[3]);
     tables.push_back(with_last_block({line[0], line[1], line[2], line[3]}, blocks, has_words ? 1 : line[3]));
   }
@@ -107,8 +107,8 @@ class BlockList {
 
   // `columns` is 1 for a state with one number per row.
   RowBlocks<T> rows(const TableLayout& table, int64_t columns) {
-    STD_TORCH_CHECK(table.first_block + table.blocks <= static_cast<int64_t>(blocks_.size()), op_, ": expected ",
-                    table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
+    TORCHREC_DYN_CHECK(table.first_block + table.blocks <= static_cast<int64_t>(blocks_.size()), op_, ": expected ",
+                       table.first_block + table.blocks, " blocks of ", name_, ", got ", blocks_.size(), ".");
     for (int64_t b = 0; b < table.blocks; ++b) {
       const auto place = static_cast<size_t>(table.first_block + b);
       check_tensor(op_, name_, blocks_[place], scalar_type_of<T>(), device_);
@@ -151,7 +151,8 @@ void dispatch_row_type(const char* op, ScalarType type, const Body& body) {
     case ScalarType::BFloat16:
       return body(BFloat16{});
     default:
-      STD_TORCH_CHECK(false, op, ": expected rows of dtype float32, float16 or bfloat16, got ", dtype_name(type), ".");
+      TORCHREC_DYN_CHECK(false, op, ": expected rows of dtype float32, float16 or bfloat16, got ", dtype_name(type),
+                         ".");
   }
 }
 

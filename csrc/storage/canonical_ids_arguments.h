@@ -17,8 +17,8 @@ inline IdMapView one_map(const char* op, const std::vector<Tensor>& slots, const
 }
 
 inline void check_cell_bits(int64_t bits) {
-  STD_TORCH_CHECK(bits >= 0 && bits <= kMostCellBits, "count_cells: expected bits in [0, ", kMostCellBits, "], got ",
-                  bits, ".");
+  TORCHREC_DYN_CHECK(bits >= 0 && bits <= kMostCellBits, "count_cells: expected bits in [0, ", kMostCellBits, "], got ",
+                     bits, ".");
 }
 
 }  // namespace torchrec_dyn

@@ -239,7 +239,7 @@ std::tuple<Tensor, Tensor> ids_between(std::vector<Tensor> slots, const Tensor& 
   const auto from = static_cast<uint64_t>(first), to = static_cast<uint64_t>(last);
   if (from > to) return {new_int64(0), new_int64(0)};
   Selection selected = select(map, from, to - from);
-  STD_TORCH_CHECK(selected.ids < (uint64_t{1} << 32), op, ": expected fewer than 2^32 ids, got ", selected.ids, ".");
+  TORCHREC_DYN_CHECK(selected.ids < (uint64_t{1} << 32), op, ": expected fewer than 2^32 ids, got ", selected.ids, ".");
   const auto count = static_cast<int64_t>(selected.ids);
   if (count == 0) return {new_int64(0), new_int64(0)};
   const Buckets buckets(selected.low, selected.high, selected.ids);
@@ -281,9 +281,9 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
     id = std::copy_n(ids_here.data(), kept, id);
     row = std::copy_n(rows_here.data(), kept, row);
   }
-  STD_TORCH_CHECK(id == mutable_data<int64_t>(ids) + count, "used_slots: expected a map at rest, got ",
-                  count - (id - mutable_data<int64_t>(ids)),
-                  " ids less than were counted. Do not erase ids meanwhile.");
+  TORCHREC_DYN_CHECK(id == mutable_data<int64_t>(ids) + count, "used_slots: expected a map at rest, got ",
+                     count - (id - mutable_data<int64_t>(ids)),
+                     " ids less than were counted. Do not erase ids meanwhile.");
   return {ids, rows};
 }
 
@@ -291,7 +291,7 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
 std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
   const char* op = "ids_of_rows";
   const IdMapView map = one_map(op, slots, moved);
-  STD_TORCH_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
+  TORCHREC_DYN_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
   const int64_t rows = last - first;
   Tensor ids = new_int64(rows), has_id = new_tensor({rows}, ScalarType::Bool);
   int64_t* id = mutable_data<int64_t>(ids);

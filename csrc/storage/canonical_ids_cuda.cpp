@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& 
   const char* op = "ids_of_rows";
   const std::vector<IdMapView> maps = views_of(op, slots, moved, slots.empty() ? kDevice : slots.front().device());
   check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
-  STD_TORCH_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
+  TORCHREC_DYN_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
   const int64_t rows = last - first;
   DeviceCall call(slots.front());
   Tensor ids = new_device_tensor({rows}), has_id = new_device_tensor({rows}, ScalarType::Bool);

@@ -66,7 +66,7 @@ void find_firsts(const int64_t* ids, const Part& part, const Absentees& list) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const Tensor& rows,
                                                        const Tensor& table_offsets) {
   const int64_t tables = table_offsets.numel() - 1;
-  STD_TORCH_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
+  TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
   check_tensor("collect_new", "ids", ids, ScalarType::Long);
   check_tensor("collect_new", "rows", rows, ScalarType::Long);
   check_size("collect_new", "the number of rows", ids.numel(), rows.numel());

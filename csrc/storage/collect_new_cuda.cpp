@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
                                                        const Tensor& table_offsets) {
   constexpr auto kWord = static_cast<int64_t>(sizeof(int64_t));
   const int64_t tables = table_offsets.numel() - 1;
-  STD_TORCH_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
+  TORCHREC_DYN_CHECK(tables >= 0, "collect_new: expected table_offsets [T + 1], got none.");
   check_tensor("collect_new", "ids", ids, ScalarType::Long, kDevice);
   check_tensor("collect_new", "rows", rows, ScalarType::Long, ids.device());
   check_size("collect_new", "the number of rows", ids.numel(), rows.numel());

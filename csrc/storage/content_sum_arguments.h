@@ -25,8 +25,8 @@ inline int64_t bytes_of_summed(ScalarType type) {
     case ScalarType::Long:
       return 8;
     default:
-      STD_TORCH_CHECK(false, "content_sum: expected values of dtype float32, float16, bfloat16 or int64, got ",
-                      dtype_name(type), ".");
+      TORCHREC_DYN_CHECK(false, "content_sum: expected values of dtype float32, float16, bfloat16 or int64, got ",
+                         dtype_name(type), ".");
   }
 }
 
@@ -35,10 +35,10 @@ inline SummedRows check_summed(const Tensor& ids, const Tensor& values, int64_t 
   check_tensor(op, "ids", ids, ScalarType::Long, device);
   const int64_t bytes = bytes_of_summed(values.scalar_type());
   check_tensor(op, "values", values, values.scalar_type(), ids.device());
-  STD_TORCH_CHECK(values.dim() == 2, op, ": expected values of shape [M, D], got ", values.dim(), " dimensions.");
+  TORCHREC_DYN_CHECK(values.dim() == 2, op, ": expected values of shape [M, D], got ", values.dim(), " dimensions.");
   check_size(op, "the number of rows of values", ids.numel(), values.size(0));
-  STD_TORCH_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
-                  ": expected first_column in [0, 2^31), got ", first_column, ".");
+  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
+                     ": expected first_column in [0, 2^31), got ", first_column, ".");
   const int64_t halves = bytes == 8 ? 2 : 1;
   return {ids.numel(), halves * values.size(1), bytes / halves, static_cast<uint64_t>(halves * first_column)};
 }

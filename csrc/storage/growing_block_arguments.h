@@ -16,15 +16,17 @@ inline Tensor grow_block_in_range(const Tensor& block, int64_t rows, int64_t lim
                                   ReserveAddresses reserve, RaiseLost raise_lost = nullptr) {
   constexpr const char* op = "grow_block";
   constexpr int64_t kMostBytes = int64_t{1} << 47;  // the addresses of a process
-  STD_TORCH_CHECK(block.dim() == 2 && block.size(1) > 0, op, ": expected a block of shape [R, D] with D > 0, got ",
-                  block.dim(), " dimensions and ", block.numel(), " elements.");
-  STD_TORCH_CHECK(block.is_contiguous(), op, ": expected a contiguous block, got strides. Call .contiguous() first.");
+  TORCHREC_DYN_CHECK(block.dim() == 2 && block.size(1) > 0, op, ": expected a block of shape [R, D] with D > 0, got ",
+                     block.dim(), " dimensions and ", block.numel(), " elements.");
+  TORCHREC_DYN_CHECK(block.is_contiguous(), op,
+                     ": expected a contiguous block, got strides. Call .contiguous() first.");
   check_memory(op, "block", block);
   const int64_t held = block.size(0), columns = block.size(1), size = static_cast<int64_t>(block.element_size());
   const int64_t least = std::max<int64_t>(held, 1);
-  STD_TORCH_CHECK(rows >= least && rows <= limit, op, ": expected rows in [", least, ", ", limit, "], got ", rows, ".");
-  STD_TORCH_CHECK(limit <= kMostBytes / size / columns, op, ": expected a limit of at most 2^47 bytes, got ", limit,
-                  " rows of ", columns, " columns.");
+  TORCHREC_DYN_CHECK(rows >= least && rows <= limit, op, ": expected rows in [", least, ", ", limit, "], got ", rows,
+                     ".");
+  TORCHREC_DYN_CHECK(limit <= kMostBytes / size / columns, op, ": expected a limit of at most 2^47 bytes, got ", limit,
+                     " rows of ", columns, " columns.");
   const int64_t bytes = rows * columns * size;
   GrowingBlocks::shared().free_left();
   void* begin = held > 0 ? block.mutable_data_ptr() : nullptr;

@@ -14,20 +14,20 @@ namespace torchrec_dyn {
 inline SlotArray array_of(const char* op, const char* name, const Tensor& slots,
                           const Device& device = DeviceType::CPU) {
   check_tensor(op, name, slots, ScalarType::Long, device);
-  STD_TORCH_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
-                  slots.dim(), " dimensions.");
-  STD_TORCH_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
-                  kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
-  STD_TORCH_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0, op,
-                  ": expected ", name, " at a multiple of ", sizeof(Slot), " bytes, got an address 8 bytes past it. ",
-                  "Call .clone() first.");
+  TORCHREC_DYN_CHECK(slots.dim() == 2 && slots.size(1) == 2, op, ": expected ", name, " of shape [C, 2], got ",
+                     slots.dim(), " dimensions.");
+  TORCHREC_DYN_CHECK(slots.size(0) % kLineSlots == 0, op, ": expected ", name, " of shape [C, 2] with C a multiple of ",
+                     kLineSlots, ", got C = ", slots.size(0), ". Make them with new_slots.");
+  TORCHREC_DYN_CHECK(device.is_cpu() || reinterpret_cast<uintptr_t>(slots.const_data_ptr()) % sizeof(Slot) == 0, op,
+                     ": expected ", name, " at a multiple of ", sizeof(Slot),
+                     " bytes, got an address 8 bytes past it. ", "Call .clone() first.");
   return {static_cast<Slot*>(slots.mutable_data_ptr()), slots.size(0)};
 }
 
 inline int64_t count_maps(const char* op, const Tensor& moved) {
   check_tensor(op, "moved", moved, ScalarType::Long);
-  STD_TORCH_CHECK(moved.dim() == 1 || (moved.dim() == 2 && moved.size(1) == 2), op,
-                  ": expected moved of shape [T, 2] or [T], got ", moved.dim(), " dimensions.");
+  TORCHREC_DYN_CHECK(moved.dim() == 1 || (moved.dim() == 2 && moved.size(1) == 2), op,
+                     ": expected moved of shape [T, 2] or [T], got ", moved.dim(), " dimensions.");
   return moved.size(0);
 }
 
@@ -55,8 +55,8 @@ inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>
       continue;
     }
     const SlotArray old = array_of(op, "slots", slots[outgoing++], device);
-    STD_TORCH_CHECK(done >= 0 && done < old.capacity && done % kLineSlots == 0, op, ": expected moved in [0, ",
-                    old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done, ".");
+    TORCHREC_DYN_CHECK(done >= 0 && done < old.capacity && done % kLineSlots == 0, op, ": expected moved in [0, ",
+                       old.capacity, "), a multiple of ", kLineSlots, ", or -1, got ", done, ".");
     views.emplace_back(array, old, done, hash);
   }
   return views;
@@ -65,11 +65,11 @@ inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>
 constexpr bool is_row_to_insert(int64_t row) { return row >= 0 && row < std::numeric_limits<int64_t>::max(); }
 
 inline void check_inserted_row(int64_t row) {
-  STD_TORCH_CHECK(is_row_to_insert(row), "insert: expected rows in [0, 2^63 - 1), got ", row, ".");
+  TORCHREC_DYN_CHECK(is_row_to_insert(row), "insert: expected rows in [0, 2^63 - 1), got ", row, ".");
 }
 
 inline void check_inserted(bool has_slots) {
-  STD_TORCH_CHECK(has_slots, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
+  TORCHREC_DYN_CHECK(has_slots, "insert: expected an empty slot for every new id, got a full map. Grow it first.");
 }
 
 inline void raise_insert_error(const int64_t* words) {
@@ -78,7 +78,7 @@ inline void raise_insert_error(const int64_t* words) {
 }
 
 inline void check_new_index(bool is_below, int64_t new_rows) {
-  STD_TORCH_CHECK(is_below, "fill_new_: expected new_index < ", new_rows, ", got a larger one.");
+  TORCHREC_DYN_CHECK(is_below, "fill_new_: expected new_index < ", new_rows, ", got a larger one.");
 }
 
 inline void raise_new_index_error(const int64_t* words) { check_new_index(false, words[0]); }

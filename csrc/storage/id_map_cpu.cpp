@@ -137,9 +137,9 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
 
 Tensor new_slots(const Tensor& slots, int64_t capacity) {
   array_of("new_slots", "slots", slots);
-  STD_TORCH_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
-                  "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
-                  capacity, ".");
+  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
+                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
+                     capacity, ".");
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
   return tensor_of(memory.begin, {capacity, 2}, {2, 1}, ScalarType::Long, [memory] { free_zeroed_memory(memory); });
 }
@@ -147,10 +147,11 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing);
   const SlotArray to = array_of("move_slots", "slots", slots);
-  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
-                  from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
-  STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
-                  " outgoing ones, got ", to.capacity, ".");
+  TORCHREC_DYN_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0,
+                     "move_slots: expected moved in [0, ", from.capacity, "], a multiple of ", kLineSlots, ", got ",
+                     moved, ".");
+  TORCHREC_DYN_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
+                     " outgoing ones, got ", to.capacity, ".");
   SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
   // Pieces of a fixed size: the new slot of an id does not depend on the number of threads.
   constexpr int64_t kPiece = 1 << 15;
@@ -178,14 +179,14 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
     const int64_t first = std::max(moved / kSlotsAPage * kSlotsAPage, end_of_wrapped(from));
     give_back_zeros(from.slots + first, (end - first) * static_cast<int64_t>(sizeof(Slot)));
   }
-  STD_TORCH_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
+  TORCHREC_DYN_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
   return moved_now;
 }
 
 Tensor probe_lengths(const Tensor& slots, int64_t every, int64_t key) {
   constexpr int64_t kRun = 4096;
   const SlotArray array = array_of("probe_lengths", "slots", slots);
-  STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
+  TORCHREC_DYN_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
   const SlotHash hash = SlotHash::of(key);
   const int64_t runs = (array.capacity + kRun - 1) / kRun;
   every = std::min(every, std::max<int64_t>(runs, 1));  // a longer interval reads the first run alone, too

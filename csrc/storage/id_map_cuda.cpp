@@ -42,7 +42,8 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   } else {
     check_tensor("lookup", "table_offsets", table_offsets, ScalarType::Long, ids.device());
     check_size("lookup", "the number of table_offsets", tables + 1, table_offsets.numel());
-    STD_TORCH_CHECK(tables > 0 || ids.numel() == 0, "lookup: expected no ids without tables, got ", ids.numel(), ".");
+    TORCHREC_DYN_CHECK(tables > 0 || ids.numel() == 0, "lookup: expected no ids without tables, got ", ids.numel(),
+                       ".");
   }
   const std::vector<IdMapView> views = views_of("lookup", slots, moved, ids.device());
   DeviceCall call(ids);
@@ -114,9 +115,9 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
 
 Tensor new_slots(const Tensor& slots, int64_t capacity) {
   array_of("new_slots", "slots", slots, kDevice);
-  STD_TORCH_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
-                  "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
-                  capacity, ".");
+  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
+                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
+                     capacity, ".");
   const DeviceCall call(slots);
   Tensor made = new_device_tensor({capacity, 2});
   simt::fill_zero(call.stream(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
@@ -127,10 +128,11 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
   const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
-  STD_TORCH_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0, "move_slots: expected moved in [0, ",
-                  from.capacity, "], a multiple of ", kLineSlots, ", got ", moved, ".");
-  STD_TORCH_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
-                  " outgoing ones, got ", to.capacity, ".");
+  TORCHREC_DYN_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0,
+                     "move_slots: expected moved in [0, ", from.capacity, "], a multiple of ", kLineSlots, ", got ",
+                     moved, ".");
+  TORCHREC_DYN_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
+                     " outgoing ones, got ", to.capacity, ".");
   SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
   Tensor moved_now = new_int64(1);  // `moved` of other ops is on the CPU, too
   int64_t& end = mutable_data<int64_t>(moved_now)[0] = moved;
@@ -140,7 +142,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   // Slots before `moved` are empty, or hold ids that wrap around the end.
   simt::launch(call.stream(), from.capacity, MoveSlots{from, to, SlotHash::of(key), left_out});
   // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
-  STD_TORCH_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
+  TORCHREC_DYN_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
   simt::fill_zero(call.stream(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
   end = from.capacity;
   return moved_now;
@@ -148,7 +150,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
 
 Tensor probe_lengths(const Tensor& slots, int64_t every, int64_t key) {
   const SlotArray array = array_of("probe_lengths", "slots", slots, kDevice);
-  STD_TORCH_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
+  TORCHREC_DYN_CHECK(every >= 1, "probe_lengths: expected every >= 1, got ", every, ".");
   const int64_t runs = (array.capacity + kProbeRun - 1) / kProbeRun;
   every = std::min(every, std::max<int64_t>(runs, 1));  // a longer interval reads the first run alone, too
   const DeviceCall call(slots);

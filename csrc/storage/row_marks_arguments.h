@@ -9,14 +9,14 @@
 namespace torchrec_dyn {
 
 inline void check_version(int64_t version) {
-  STD_TORCH_CHECK(version >= 0 && version <= std::numeric_limits<int32_t>::max(),
-                  "mark_rows_: expected versions in [0, 2^31), got ", version, ".");
+  TORCHREC_DYN_CHECK(version >= 0 && version <= std::numeric_limits<int32_t>::max(),
+                     "mark_rows_: expected versions in [0, 2^31), got ", version, ".");
 }
 
 // `capacity`: of the table's marks.
 inline void check_marked_rows(bool are_below, int64_t capacity, int64_t table) {
-  STD_TORCH_CHECK(are_below, "mark_rows_: expected rows below ", capacity, ", the marks of table ", table,
-                  ", got one above.");
+  TORCHREC_DYN_CHECK(are_below, "mark_rows_: expected rows below ", capacity, ", the marks of table ", table,
+                     ", got one above.");
 }
 
 inline void raise_marked_error(const int64_t* words) { check_marked_rows(false, words[0], words[1]); }

@@ -10,9 +10,9 @@
 namespace torchrec_dyn {
 
 inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std::vector<double>& parameters) {
-  STD_TORCH_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31),
-                  "init_rows_: expected first_column in [0, 2^31), got ", first_column, ".");
-  STD_TORCH_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
+  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31),
+                     "init_rows_: expected first_column in [0, 2^31), got ", first_column, ".");
+  TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
   check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
   const InitialRows initial = {static_cast<InitialKind>(kind),
                                parameters[0],
@@ -21,30 +21,30 @@ inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std
                                parameters[3],
                                parameters[4],
                                parameters[5]};
-  STD_TORCH_CHECK(initial.kind != InitialKind::kNormal ||
-                      (initial.low_probability >= 0.0 && initial.low_probability <= initial.high_probability &&
-                       initial.high_probability <= 1.0),
-                  "init_rows_: expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
-                  initial.high_probability, ".");
+  TORCHREC_DYN_CHECK(initial.kind != InitialKind::kNormal ||
+                         (initial.low_probability >= 0.0 && initial.low_probability <= initial.high_probability &&
+                          initial.high_probability <= 1.0),
+                     "init_rows_: expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
+                     initial.high_probability, ".");
   return initial;
 }
 
 inline void check_gathered_type(const std::vector<Tensor>& blocks, ScalarType dtype) {
   if (!blocks.empty())
-    STD_TORCH_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ", dtype_name(dtype),
-                    ", got ", dtype_name(blocks.front().scalar_type()), ".");
+    TORCHREC_DYN_CHECK(blocks.front().scalar_type() == dtype, "gather_rows: expected blocks of dtype ",
+                       dtype_name(dtype), ", got ", dtype_name(blocks.front().scalar_type()), ".");
 }
 
 inline void check_scattered_size(const Tensor& rows, const Tensor& values, int64_t shift, int64_t columns) {
   check_row_shape("scatter_rows_", shift, columns);
   const bool has_values = values.numel() % columns == 0 && values.numel() / columns == rows.numel();
-  STD_TORCH_CHECK(has_values, "scatter_rows_: expected the elements of values = ", rows.numel(), " * ", columns,
-                  ", got ", values.numel(), ".");
+  TORCHREC_DYN_CHECK(has_values, "scatter_rows_: expected the elements of values = ", rows.numel(), " * ", columns,
+                     ", got ", values.numel(), ".");
 }
 
 inline void check_row(const char* op, int64_t row, int64_t lowest, int64_t capacity) {
-  STD_TORCH_CHECK(row >= lowest && row < capacity, op, ": expected rows in [", lowest, ", ", capacity, "), got ", row,
-                  ".");
+  TORCHREC_DYN_CHECK(row >= lowest && row < capacity, op, ": expected rows in [", lowest, ", ", capacity, "), got ",
+                     row, ".");
 }
 
 inline void raise_row_error(const int64_t* words) {
@@ -52,7 +52,7 @@ inline void raise_row_error(const int64_t* words) {
 }
 
 inline void check_advised_block(const Tensor& block) {
-  STD_TORCH_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
+  TORCHREC_DYN_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
   check_memory("advise_huge_pages", "block", block);
 }
 

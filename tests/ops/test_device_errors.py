@@ -79,9 +79,10 @@ def assert_unchanged(given, after):
 
 
 def text_of(op, error):
-    """Returns the text without the place in our code, which torch puts before it and the stack behind it."""
+    """Returns the text without the stack, which torch puts behind it."""
     text = str(error.value).split("\n")[0]
-    return text[text.index(f"{op}: expected") :]
+    assert text.startswith(f"{op}: expected")
+    return text
 
 
 def text_of_cpu(op, change):
