@@ -1,11 +1,13 @@
-"""Trains on a stream of ever-changing ids, with and without eviction, and compares memory and loss.
+"""Trains on a stream of ever-changing ids, with eviction, without, and in a fixed number of rows.
 
     python examples/drifting_ids.py --plot drifting_ids.png
     python examples/drifting_ids.py --world-size 2 --plan column_wise
 
 Each run trains the same small model on the same stream (drifting_stream.py). Runs differ only in the limit
-and the DynamicTableConfig of their tables. Each batch is predicted before the model is trained on it, so
-its loss is the loss on unseen views. Rows and hit rates are from `stats()` of the tables.
+and the DynamicTableConfig of their tables; two runs turn ids into a fixed number of rows first, as one does
+without dynamic tables: by a modulo, and by TorchRec's managed collision (fixed_rows.py). Each batch is
+predicted before the model is trained on it, so its loss is the loss on unseen views. Rows and hit rates are
+from `stats()` of the tables.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from parts.drifting_report import draw, runs_as_text
 from parts.drifting_stream import FEATURES, DriftingStream
+from parts.fixed_rows import FixedRows, ManagedCollision, Modulo
 from parts.metrics import log_loss
 from parts.options import (
     agreed_world_size,
@@ -78,36 +81,62 @@ def ways_to_live(options: argparse.Namespace) -> dict[str, tuple[int, dyn.Dynami
     }
 
 
+def ways_to_share(options: argparse.Namespace) -> dict[str, FixedRows]:
+    """Returns what turns ids into rows of the same limit, for each run without dynamic ids."""
+    ways: dict[str, FixedRows] = {f"modulo {options.limit:,}": Modulo(options.limit)}
+    if options.world_size == 1:
+        ways["TorchRec's MCH, LRU"] = ManagedCollision(options.limit, tables_of(options, GENEROUS))
+    return ways
+
+
 class ClickModel(nn.Module):
     """A model that predicts a click from the rows of the two ids of a view.
 
     Args:
         rows: the collection of the tables.
         dim: columns of a row.
+        fixed: turns ids into row numbers first; None: ids are the raw ids.
     """
 
-    def __init__(self, rows: dyn.DynamicEmbeddingBagCollection, dim: int) -> None:
+    def __init__(
+        self, rows: dyn.DynamicEmbeddingBagCollection, dim: int, fixed: FixedRows | None
+    ) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.fixed = rows, fixed
         self.over = nn.Sequential(nn.Linear(len(FEATURES) * dim, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, features: KeyedJaggedTensor, labels: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss, []."""
+        if self.fixed is not None:
+            features = self.fixed(features)
+            if isinstance(self.fixed, ManagedCollision):
+                self.fixed.reset_evicted(self.rows)
         logits = self.over(self.rows(features).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def make_model(options: argparse.Namespace, limit: int, life: dyn.DynamicTableConfig) -> nn.Module:
-    """Returns the model, sharded if there are several processes."""
-    torch.manual_seed(options.seed)
-    tables = [
+def tables_of(options: argparse.Namespace, limit: int) -> list[EmbeddingBagConfig]:
+    """Returns the configs of the tables."""
+    return [
         EmbeddingBagConfig(
             name=name, embedding_dim=options.dim, num_embeddings=limit, feature_names=[name]
         )
         for name in FEATURES
     ]
-    rows = dyn.DynamicEmbeddingBagCollection(tables, dynamic=life, fused_params=LEARNING)
-    model = ClickModel(rows, options.dim)
+
+
+def make_model(
+    options: argparse.Namespace,
+    limit: int,
+    life: dyn.DynamicTableConfig,
+    fixed: FixedRows | None = None,
+) -> nn.Module:
+    """Returns the model, sharded if there are several processes."""
+    torch.manual_seed(options.seed)
+    rows = dyn.DynamicEmbeddingBagCollection(
+        tables_of(options, limit), dynamic=life, fused_params=LEARNING
+    )
+    model = ClickModel(rows, options.dim, fixed)
     if options.world_size == 1:
         return model
     sharders = [dyn.DynamicEmbeddingBagCollectionSharder(fused_params=LEARNING)]
@@ -118,9 +147,12 @@ def make_model(options: argparse.Namespace, limit: int, life: dyn.DynamicTableCo
 
 def look_at(model: nn.Module) -> dict[str, float]:
     """Returns the sums of the counts of both tables, over all ranks. Collective."""
-    rows = (model.module if isinstance(model, DistributedModelParallel) else model).rows
-    stats = [dyn.read_stats(rows, table) for table in FEATURES]
-    return {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
+    inner = model.module if isinstance(model, DistributedModelParallel) else model
+    stats = [dyn.read_stats(inner.rows, table) for table in FEATURES]
+    sums = {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
+    if inner.fixed is not None:
+        sums |= {"ids_seen": inner.fixed.ids_seen, "hits": inner.fixed.hits}
+    return sums
 
 
 def train(
@@ -205,6 +237,9 @@ def work(options: argparse.Namespace) -> None:
     runs = {}
     for name, (limit, life) in ways_to_live(options).items():
         runs[name] = train(options, stream, make_model(options, limit, life))
+    start = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.01, 0.01), seed=options.seed)
+    for name, fixed in ways_to_share(options).items():
+        runs[name] = train(options, stream, make_model(options, GENEROUS, start, fixed))
     if options.world_size > 1 and dist.get_rank() != 0:
         return
     late = [stream.batch(number) for number in range(options.steps // 2, options.steps)]

@@ -7,6 +7,7 @@ from pathlib import Path
 # Colours that colour-blind readers can distinguish, and dashes, because some lines overlap.
 # Source: Okabe and Ito, "Color Universal Design", 2008.
 STYLES = [("#000000", "-"), ("#D55E00", "-"), ("#0072B2", "--"), ("#009E73", ":")]
+STYLES += [("#CC79A7", "-."), ("#56B4E9", "-.")]
 PANELS = {
     "rows": "rows, both tables",
     "hit_rate": "hit rate",

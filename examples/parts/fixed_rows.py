@@ -1,0 +1,78 @@
+"""What a table of a fixed number of rows does with raw ids: a modulo, and TorchRec's managed collision (ZCH).
+
+Each of them turns the ids of a batch into row numbers below `rows`. The rows themselves are in the same
+dynamic tables as in the other runs of drifting_ids.py, so only the ids differ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagConfig
+from torchrec.modules.mc_modules import (
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+
+EVERY = 10  # batches from one eviction of ZCH to the next
+
+
+class FixedRows(nn.Module):
+    """Turns ids into row numbers.
+
+    Attributes:
+        ids_seen: number of ids so far.
+        hits: number of those that had a row of their own; NaN if rows are shared without a record of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids_seen, self.hits = 0, 0.0
+
+
+class Modulo(FixedRows):
+    """Row `id % rows`: ids of the same remainder share a row."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.hits = rows, math.nan
+
+    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the batch with row numbers."""
+        self.ids_seen += ids.values().numel()
+        numbers = ids.values().remainder(self.rows)
+        return KeyedJaggedTensor(ids.keys(), numbers, lengths=ids.lengths())
+
+
+class ManagedCollision(FixedRows):
+    """TorchRec's MCH, which evicts the least recently used ids; ids without a slot share the last row."""
+
+    def __init__(self, rows: int, tables: list[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.last = rows - 1
+        modules = {
+            table.name: MCHManagedCollisionModule(
+                rows, torch.device("cpu"), LRU_EvictionPolicy(), eviction_interval=EVERY
+            )
+            for table in tables
+        }
+        self.mch = ManagedCollisionCollection(modules, tables)
+
+    def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the batch with row numbers."""
+        found = self.mch(ids)
+        self.ids_seen += found.values().numel()
+        self.hits += int((found.values() != self.last).sum())
+        return found
+
+    def reset_evicted(self, collection: dyn.DynamicEmbeddingBagCollection) -> None:
+        """Makes the rows of evicted ids fresh, as TorchRec's sharded collection does."""
+        for table, rows in self.mch.evict().items():
+            if rows is not None:
+                collection.table(table).erase(rows.long())
