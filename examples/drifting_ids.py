@@ -85,7 +85,9 @@ def ways_to_share(options: argparse.Namespace) -> dict[str, FixedRows]:
     """Returns what turns ids into rows of the same limit, for each run without dynamic ids."""
     ways: dict[str, FixedRows] = {f"modulo {options.limit:,}": Modulo(options.limit)}
     if options.world_size == 1:
-        ways["TorchRec's MCH, LRU"] = ManagedCollision(options.limit, tables_of(options, GENEROUS))
+        ways["TorchRec's MCH, LRU"] = ManagedCollision(
+            options.limit, tables_of(options, options.limit)
+        )
     return ways
 
 
@@ -151,7 +153,7 @@ def look_at(model: nn.Module) -> dict[str, float]:
     stats = [dyn.read_stats(inner.rows, table) for table in FEATURES]
     sums = {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
     if inner.fixed is not None:
-        sums |= {"ids_seen": inner.fixed.ids_seen, "hits": inner.fixed.hits}
+        sums |= inner.fixed.counts(inner.rows.embedding_bag_configs())
     return sums
 
 

@@ -1,7 +1,8 @@
 """What a table of a fixed number of rows does with raw ids: a modulo, and TorchRec's managed collision (ZCH).
 
 Each of them turns the ids of a batch into row numbers below `rows`. The rows themselves are in the same
-dynamic tables as in the other runs of drifting_ids.py, so only the ids differ.
+dynamic tables as in the other runs of drifting_ids.py, so only the ids differ. Their number and bytes are
+told as those of the fixed table, which has all its rows from the start.
 """
 
 from __future__ import annotations
@@ -26,22 +27,33 @@ EVERY = 10  # batches from one eviction of ZCH to the next
 class FixedRows(nn.Module):
     """Turns ids into row numbers.
 
+    Args:
+        rows: rows of each table.
+
     Attributes:
         ids_seen: number of ids so far.
         hits: number of those that had a row of their own; NaN if rows are shared without a record of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.ids_seen, self.hits = 0, 0.0
+        self.rows, self.ids_seen, self.hits = rows, 0, 0.0
+
+    def counts(self, tables: list[EmbeddingBagConfig]) -> dict[str, float]:
+        """Returns the numbers of fixed tables, with one number of optimizer state a row."""
+        rows = self.rows * len(tables)
+        of_rows = sum(self.rows * (table.embedding_dim + 1) * 4 for table in tables)
+        of_ids = sum(one.nbytes for one in self.buffers())
+        counted = {"ids_seen": self.ids_seen, "hits": self.hits}
+        return {"rows": rows, "bytes": of_rows + of_ids, **counted}
 
 
 class Modulo(FixedRows):
     """Row `id % rows`: ids of the same remainder share a row."""
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows, self.hits = rows, math.nan
+        super().__init__(rows)
+        self.hits = math.nan
 
     def forward(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Returns the batch with row numbers."""
@@ -54,8 +66,7 @@ class ManagedCollision(FixedRows):
     """TorchRec's MCH, which evicts the least recently used ids; ids without a slot share the last row."""
 
     def __init__(self, rows: int, tables: list[EmbeddingBagConfig]) -> None:
-        super().__init__()
-        self.last = rows - 1
+        super().__init__(rows)
         modules = {
             table.name: MCHManagedCollisionModule(
                 rows, torch.device("cpu"), LRU_EvictionPolicy(), eviction_interval=EVERY
@@ -68,7 +79,7 @@ class ManagedCollision(FixedRows):
         """Returns the batch with row numbers."""
         found = self.mch(ids)
         self.ids_seen += found.values().numel()
-        self.hits += int((found.values() != self.last).sum())
+        self.hits += int((found.values() != self.rows - 1).sum())
         return found
 
     def reset_evicted(self, collection: dyn.DynamicEmbeddingBagCollection) -> None:
