@@ -176,14 +176,18 @@ def test_a_stored_weight_that_overflows_is_refused(dtype):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("columns", [1, 6])
 def test_a_weight_that_overflows_by_its_draw_is_refused_by_this_draw(columns):
-    """Half of the columns are rounded up, to infinity; a tile has lanes without columns, with draws too."""
+    """About a twelfth of the columns are rounded up, to infinity; a tile has lanes without columns, with draws.
+
+    A float16 overflows at 65520 whatever is drawn, so the rows are of bfloat16.
+    """
+    largest = torch.finfo(torch.bfloat16).max
     rows = torch.arange(64)
-    given = drawn_update(4, 0, torch.float16, [columns], ids=30)
+    given = drawn_update(4, 0, torch.bfloat16, [columns], ids=30)
     given |= {
         "ids": 1000 * rows, "rows": rows, "offsets": None, "senders": None, "bag_weights": None,
         "mean": False, "marks": [], "mark_layout": None, "grad_scales": [1.0], "hyper": [1.0],
-        "grad": torch.full((64 * columns,), -16.0),
-        "weights": [torch.full((64, columns), 65504.0).half()],
+        "grad": torch.full((64 * columns,), -(2.0**120) / 12),
+        "weights": [torch.full((64, columns), largest).bfloat16()],
         "layout": torch.tensor([[0, 1, 6, columns]]), "segments": torch.tensor([[0, 0, 64, 0, columns]]),
         "on_nonfinite": [SKIP], "nonfinite": [ids_of(0)],
     }  # fmt: skip
