@@ -17,6 +17,7 @@ sys.path.insert(0, str(DOCS / "ext"))
 
 project = "torchrec_dyn"
 author = "the torchrec_dyn authors"
+copyright = f"2026, {author}. BSD-3-Clause"  # in the footer, with a link to copyright.md
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -26,12 +27,14 @@ extensions = [
     "outside_links",
     "symbol_links",
 ]
-exclude_patterns = ["ext"]
+exclude_patterns = ["ext", "_static"]
 
 html_theme = "furo"
 html_title = project
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 4  # slugs as GitHub makes them
 highlight_language = "none"
@@ -42,6 +45,7 @@ napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_typehints_format = "short"
+toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 

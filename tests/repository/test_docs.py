@@ -126,9 +126,36 @@ dist.barrier()
 def test_the_index_of_the_guide_names_every_page():
     index = (ROOT / "docs/guide/index.md").read_text()
     linked = set(re.findall(r"\]\(([a-z_]+\.md)\)", index))
-    contents = index[index.index("```{toctree}") :].splitlines()
     assert {page.name for page in GUIDE} <= linked
-    assert {page.stem for page in GUIDE} <= {*contents}, "the table of contents of the site"
+
+
+def test_the_sidebar_has_the_groups_and_titles_of_the_index():
+    index = re.split(r"^## (.+)$", (ROOT / "docs/guide/index.md").read_text(), flags=re.M)[1:]
+    groups = {
+        heading: re.findall(r"\[([^\]]+)\]\(([a-z_]+)\.md\)", group)
+        for heading, group in zip(index[::2], index[1::2], strict=True)
+    }
+    trees = (ROOT / "docs/index.md").read_text().split("```{toctree}\n:hidden:\n:caption: ")[1:]
+    sidebar = {
+        tree.splitlines()[0]: re.findall(r"^(.+) <guide/(?!index>)(.+)>$", tree, re.M)
+        for tree in trees
+    }
+    others = ["Reference", "How it works", "Project"]
+    assert [*sidebar] == [*groups, *others]
+    assert groups == {caption: sidebar[caption] for caption in groups}
+
+
+def test_code_fits_beside_the_sidebars():
+    """The site shows 100 columns of code in a window 1,360 px wide (docs/_static/site.css)."""
+    pages_of_site = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert not [
+        f"{name_of(page)}: {line}"
+        for page in pages_of_site
+        for kind, code in pages.BLOCK.findall(page.read_text())
+        if not kind.startswith("{")  # of MyST
+        for line in code.splitlines()
+        if len(line) > 100
+    ]
 
 
 def test_a_page_of_the_guide_is_short():
@@ -143,6 +170,12 @@ def test_the_site_builds_without_a_warning(tmp_path):
     build(ROOT / "docs", tmp_path)
     pages_built = sorted(tmp_path.rglob("*.html"))
     assert len(pages_built) > len(GUIDE)
+    landing = (tmp_path / "index.html").read_text()
+    assert landing.count('class="caption"') > 9, "groups of the sidebar"
+    assert 'href="copyright.html">Copyright</a>' in landing and "BSD-3-Clause" in landing
+    assert "images/drifting_ids.png" in landing
+    downloads = {path.name for path in (tmp_path / "_downloads").rglob("*.md")}
+    assert not downloads & {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}, "pages of the site"
     fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
     assert not [found for page in pages_built for found in fetched.findall(page.read_text())]
 

@@ -107,7 +107,7 @@ def raise_after_backward(error: Exception) -> None:
     Other lookups and DistributedDataParallel exchange gradients until then: the other ranks do not wait for
     this one.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+    queue = torch.autograd.Variable._execution_engine.queue_callback
 
     def raise_error() -> None:
         raise error
