@@ -71,6 +71,7 @@ PUBLIC = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "stats_layout",
 ]
 
 # docs/glossary.md, words not used: as a whole word of a public name.
