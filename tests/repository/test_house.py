@@ -24,7 +24,16 @@ ROOMS = (
     *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
     "serving",
 )
-GROUND = ("versions", "ops", "initializers", "policies", "config", "optimizers", "compilers")
+GROUND = (
+    "doctor",
+    "versions",
+    "ops",
+    "initializers",
+    "policies",
+    "config",
+    "optimizers",
+    "compilers",
+)
 ENTRANCES = ("__init__", "__main__")  # of the package: above all rooms
 KNOWS_TORCHREC = {*ROOMS[ROOMS.index("ranks") :], *ENTRANCES} - {"state_dict"}
 
