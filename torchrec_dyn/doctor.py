@@ -31,8 +31,8 @@ _LEVELS = {
     "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
 }
 
-# Prints one JSON object a line, so that what was found before a crash is there. The package is that of this file,
-# not one of the current directory.
+# Prints one JSON object a line: what was found before a crash is there. The package is the one of this file,
+# not that of the current directory.
 _PROBE = """
 import json, sys
 sys.path[0] = sys.argv[1]
