@@ -41,6 +41,7 @@ GUIDE = sorted(path for path in ROOT.glob("docs/guide/*.md") if path.name != "in
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
