@@ -173,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _arguments()
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):
-        parser.print_help()
-        return 0
+        parser.exit(2, parser.format_help())  # wrong usage, as argparse ends it
     if getattr(options, "plot", None) is not None and (fault := plot_fault(options.plot)):
         parser.error(fault)
     status = None
