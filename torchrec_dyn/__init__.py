@@ -55,6 +55,7 @@ from torchrec_dyn.whole_model import (
     read_last_seen,
     read_num_rows,
     read_stats,
+    stats_layout,
 )
 
 __all__ = [
@@ -100,4 +101,5 @@ __all__ = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "stats_layout",
 ]

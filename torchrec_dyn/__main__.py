@@ -1,4 +1,4 @@
-"""The command line: `python -m torchrec_dyn inspect PATH`, `verify PATH` and `size ROWS COLUMNS`."""
+"""The command line: `python -m torchrec_dyn` lists its commands, with an example of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_dyn import serving
+from torchrec_dyn import doctor, serving
 from torchrec_dyn.checkpoint import (
     inspect_checkpoint,
     plot_fault,
@@ -23,12 +23,24 @@ from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 
 _FAILED = 1
+EXAMPLES = (
+    "inspect checkpoints/step_1000",
+    "verify served/",
+    "size 50_000_000 64 --optimizer ADAM",
+    "doctor",
+)
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torchrec_dyn", description="Dynamic tables.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    program = "python -m torchrec_dyn"
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Dynamic tables.",
+        epilog="\n  ".join(["examples:", *(f"{program} {example}" for example in EXAMPLES)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="command")
     inspect = commands.add_parser(
         "inspect",
         help="print the contents of a checkpoint or a delta",
@@ -45,6 +57,15 @@ def _arguments() -> argparse.ArgumentParser:
     )
     _add_verify(commands.add_parser("verify", help="read files completely and check them"))
     _add_size(commands.add_parser("size", help="print the memory that a table needs"))
+    report = commands.add_parser(
+        "doctor",
+        help="print versions, machine and build for a bug report",
+        description="Prints for a bug report: versions, the trio, CPU level, nvcc, GPUs, what the extension "
+        "has kernels for, and what is wrong. Where the package cannot be imported, run the file doctor.py of "
+        "the package: the error says how.",
+        epilog="Exit status: 0 nothing is wrong; 1 something is.",
+    )
+    report.set_defaults(run=lambda _: doctor.print_report())
     return parser
 
 
@@ -151,19 +172,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _arguments()
     options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.exit(2, parser.format_help())  # wrong usage, as argparse ends it
     if getattr(options, "plot", None) is not None and (fault := plot_fault(options.plot)):
         parser.error(fault)
+    status = None
     try:
         with warnings.catch_warnings():
             # torch warns about a damaged archive before it raises an error.
             warnings.simplefilter("ignore")
-            options.run(options)
+            status = options.run(options)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return _FAILED
-    return 0
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,15 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
+from torchrec_dyn.versions import REPORT
+
+try:
+    import torchrec_dyn._C  # noqa: F401  (loads the library that registers the ops)
+except ImportError as fault:
+    raise ImportError(
+        f"torchrec_dyn: expected its compiled extension, got {type(fault).__name__}: {fault}. Build it "
+        f"with the installed torch (make build), or install a wheel. {REPORT}"
+    ) from fault
 
 _ops = torch.ops.torchrec_dyn
 

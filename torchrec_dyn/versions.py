@@ -14,6 +14,11 @@ from importlib import metadata
 
 OVERRIDE = "TORCHREC_DYN_ANY_VERSION"
 
+# The end of an error of the import: `python -m torchrec_dyn` imports the package, so it cannot run then.
+REPORT = "For a report, run: python " + os.path.join(
+    os.path.dirname(os.path.abspath(__file__)), "doctor.py"
+)
+
 # Minor versions of releases that belong together, the newest first.
 TRIOS = (
     {"torch": "2.14", "torchrec": "1.9", "fbgemm": "1.9"},
@@ -54,7 +59,8 @@ def check_versions() -> None:
     raise ImportError(
         f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {told}. "
         f"Install torch {nearest['torch']}.*, torchrec {nearest['torchrec']}.* and fbgemm-gpu "
-        f"{nearest['fbgemm']}.* (for the CPU fbgemm-gpu-cpu), or set {OVERRIDE}=1 to skip this check."
+        f"{nearest['fbgemm']}.* (for the CPU fbgemm-gpu-cpu), or set {OVERRIDE}=1 to skip this check. "
+        f"{REPORT}"
     )
 
 

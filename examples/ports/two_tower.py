@@ -88,7 +88,7 @@ def train(model: nn.Module, steps: int, draw: torch.Generator) -> list[float]:
 
 
 @torch.no_grad()
-def make_index(model: nn.Module) -> tuple[Tensor, Tensor]:
+def make_index(model: DistributedModelParallel) -> tuple[Tensor, Tensor]:
     """Returns the ids of all items, [R], and the item tower's output, [R, DIM]. Collective.
 
     Each rank computes a part of the items.
@@ -103,7 +103,7 @@ def make_index(model: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def hits_at_ten(model: nn.Module, draw: torch.Generator) -> float:
+def hits_at_ten(model: DistributedModelParallel, draw: torch.Generator) -> float:
     """Returns the part of ten retrieved items that have the user's taste. Collective."""
     ids, index = make_index(model)
     numbers = torch.randint(1_000, (200,), generator=draw)

@@ -41,6 +41,7 @@ GUIDE = sorted(path for path in ROOT.glob("docs/guide/*.md") if path.name != "in
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
@@ -67,8 +68,10 @@ def test_code_runs(page):
 
 def test_every_page_of_the_guide_has_code_to_run():
     without = [page.name for page in GUIDE if not pages.python_blocks(page.read_text())]
-    # A table of measurements; differences between programs, which test_example_ports.py checks.
-    assert without == ["checkpoint_costs.md", "ports.md"]
+    # Tables of measurements and of what others do; differences between programs, which test_example_ports.py
+    # checks.
+    tables = ["checkpoint_costs.md", "compared.md", "what_runs_where.md"]
+    assert without == sorted([*tables, "ports.md"])
 
 
 def test_python_fences_are_found():

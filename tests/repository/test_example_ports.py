@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from another_process import run_program
 from forked import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +55,14 @@ def test_the_guide_shows_lines_of_the_port(port: Path) -> None:
     for line in filter(None, lines):
         text = re.sub(r"\s+", "", line[1:])
         assert (text in code) == (line[0] != "-"), line
+
+
+@pytest.mark.deep  # mypy reads torch: a minute without its cache
+def test_mypy_accepts_the_ports_as_a_user_runs_it(tmp_path: Path) -> None:
+    """Without our settings. Errors in the packages of others do not count."""
+    settings = tmp_path / "mypy.ini"
+    settings.write_text("[mypy]\nignore_missing_imports = true\n")
+    command = ["-m", "mypy", "--config-file", settings, "--cache-dir", tmp_path / "cache", *PORTS]
+    done = run_program(*command, cwd=ROOT)
+    assert "checked 3 source files" in done.stdout or "no issues found in 3" in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith("examples/")]

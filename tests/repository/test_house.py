@@ -24,7 +24,16 @@ ROOMS = (
     *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
     "serving",
 )
-GROUND = ("versions", "ops", "initializers", "policies", "config", "optimizers", "compilers")
+GROUND = (
+    "doctor",
+    "versions",
+    "ops",
+    "initializers",
+    "policies",
+    "config",
+    "optimizers",
+    "compilers",
+)
 ENTRANCES = ("__init__", "__main__")  # of the package: above all rooms
 KNOWS_TORCHREC = {*ROOMS[ROOMS.index("ranks") :], *ENTRANCES} - {"state_dict"}
 
@@ -71,6 +80,7 @@ PUBLIC = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "stats_layout",
 ]
 
 # docs/glossary.md, words not used: as a whole word of a public name.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_dyn.versions import TRIOS, check_versions
+from torchrec_dyn.versions import REPORT, TRIOS, check_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,7 +90,8 @@ def test_versions_apart_are_refused_and_a_trio_is_named(install, versions, named
     assert str(refused.value) == (
         f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {got}. "
         f"Install torch {torch}.*, torchrec {named}.* and fbgemm-gpu {named}.* (for the CPU "
-        "fbgemm-gpu-cpu), or set TORCHREC_DYN_ANY_VERSION=1 to skip this check."
+        "fbgemm-gpu-cpu), or set TORCHREC_DYN_ANY_VERSION=1 to skip this check. "
+        f"{REPORT}"
     )
 
 

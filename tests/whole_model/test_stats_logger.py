@@ -1,84 +1,38 @@
-"""Stats reach a writer or a dict under pinned names, whatever wraps the model, and when asked to."""
+"""Stats reach a writer or a dict under pinned names, whatever wraps the model, and when asked to.
+
+test_stats_resumed.py has hooks that continue those of an earlier process.
+"""
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import re
 from functools import cache
-from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 import workers
 from pipeline_model import Run, batches, sharded_model
 from pipeline_runs import check_pipelined, drain, make_pipeline, shims_for
+from stats_writer import Towers, Writer, features
 from torch import nn
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 from torchrec_dyn import (
-    DynamicEmbeddingBagCollection,
-    DynamicEmbeddingCollection,
     add_stats_hook,
     log_stats,
+    read_stats,
+    stats_layout,
 )
 
 # Dashboards are built on these names.
 STATS = [
     *("bytes", "counters_dropped", "counters_expired", "erased", "evicted_expired", "evicted_full"),
-    *("forwards", "hits", "ids_seen"),
-    *(
-        "inserted",
-        "late_grads",
-        "limit",
-        "load",
-        "probe_length_max",
-        "probe_length_mean",
-        "refused",
-    ),
-    *("rows", "slots", "step", "unseen", "waiting", "withheld"),
+    *("forwards", "hits", "ids_seen", "inserted", "late_grads", "limit", "load", "nonfinite"),
+    *("probe_length_max", "probe_length_mean", "refused", "rows", "slots", "step", "unseen"),
+    *("waiting", "withheld"),
 ]
-
-
-class Writer:
-    """Stands for TensorBoard's SummaryWriter."""
-
-    def __init__(self) -> None:
-        self.scalars: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Keeps what it gets."""
-        self.scalars.append((tag, scalar_value, global_step))
-
-    def steps(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one name, in the order of arrival."""
-        return [(step, value) for tag, value, step in self.scalars if tag == name]
-
-
-class Towers(nn.Module):
-    """Three tables in two collections, one of them deep inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        common: dict[str, Any] = {"embedding_dim": 4, "num_embeddings": 50}
-        bags = [
-            EmbeddingBagConfig(name=name, feature_names=[name], **common)
-            for name in ("user", "item")
-        ]
-        words = [EmbeddingConfig(name="word", feature_names=["user"], **common)]
-        options: dict[str, Any] = {"fused_params": {"learning_rate": 0.1}}
-        self.deep = nn.ModuleDict({"ebc": DynamicEmbeddingBagCollection(bags, **options)})
-        self.ec = DynamicEmbeddingCollection(words, **options)
-        self.ordinary = nn.Linear(2, 2)
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        """Returns what both give."""
-        return self.deep["ebc"](features), self.ec(features)
-
-
-def features(*ids: int) -> KeyedJaggedTensor:
-    lengths = torch.tensor([len(ids), 1])
-    return KeyedJaggedTensor(["user", "item"], torch.tensor([*ids, 7]), lengths=lengths)
 
 
 def names(*tables: str) -> list[str]:
@@ -139,6 +93,15 @@ def test_a_collection_by_itself_and_one_that_is_shared():
         (lambda model: log_stats(model, None, 0), "a dict, got NoneType."),
         (lambda model: add_stats_hook(model, print), "add_stats_hook.to: expected an object with"),
         (
+            lambda model: stats_layout(nn.Linear(2, 2)),
+            "stats_layout: expected a model with a dynamic collection, got Linear without one.",
+        ),
+        (
+            lambda model: log_stats(model, [], 0, totals=True),
+            "log_stats.to: expected an object with add_scalar, as TensorBoard's SummaryWriter, or a "
+            "dict, got list.",
+        ),
+        (
             lambda model: add_stats_hook(model, {}, every=0),
             "add_stats_hook.every: expected an integer above 0, got 0.",
         ),
@@ -183,6 +146,43 @@ def test_hooks_count_for_themselves_and_a_hundred_is_usual():
     assert seldom["ec/word/step"] == 200
 
 
+def test_totals_of_an_unsharded_model_are_its_stats():
+    model, totals, own = Towers(), {}, {}
+    model(features(1, 2, 2))
+    log_stats(model, totals, 0, totals=True)
+    log_stats(model, own, 0)
+    assert totals == own
+    log_stats(model, None, 0, totals=True)  # as the ranks do that write nothing
+
+
+def test_a_copy_of_a_model_shares_its_hook():
+    """As with hooks of torch's; a writer cannot be copied."""
+    model, writer = Towers(), Writer()
+    with add_stats_hook(model, writer, every=1):
+        copy.deepcopy(model)(features(1))
+        model(features(1))
+    model(features(1))
+    assert writer.steps("ec/word/rows") == [(1, 1), (2, 1)]
+
+
+def test_a_layout_has_each_stat_of_each_table_in_at_most_one_chart():
+    model, seen = Towers(), {}
+    log_stats(model, seen, 0)
+    charted = []
+    for title, charts in stats_layout(model).items():
+        assert title in {"deep.ebc/user", "deep.ebc/item", "ec/word"}
+        for kind, tags in charts.values():
+            assert kind == "Multiline"
+            for tag in tags:  # as TensorBoard reads a tag
+                others = ["deepXebc/user/rows", "ec/word/rows_of_another_day"]
+                found = [name for name in [*seen, *others] if re.match(tag, name)]
+                assert len(found) == 1 and found[0].startswith(f"{title}/")
+                charted += found
+    assert len(charted) == len(set(charted))
+    left_out = {"forwards", "load", "slots", "step", "withheld"}
+    assert {*seen} - {*charted} == {name for name in seen if name.rpartition("/")[2] in left_out}
+
+
 class FullDisk(Writer):
     """Writes to a disk that has no room from the second step on."""
 
@@ -215,11 +215,13 @@ TABLES = [("pooled", f"pooled_{i}") for i in range(3)] + [("sequences", "sequenc
 
 def watch_training(pipeline_name: str, before_sharding: bool) -> list[tuple[str, float, int]]:
     """Trains under a hook on this rank, and gives what it wrote."""
-    writer = Writer()
+    writer, totals = Writer(), Writer()
+    is_first = dist.get_rank() == 0
     with shims_for(pipeline_name):
         model = sharded_model(RUN)
         hooked = model.module if before_sharding else model
         add_stats_hook(hooked, writer, every=2)
+        add_stats_hook(hooked, totals if is_first else None, every=2, totals=True)
         pipeline = make_pipeline(RUN, pipeline_name, model)
         drain(pipeline, batches(RUN))
         if pipeline_name != "base":
@@ -236,6 +238,14 @@ def watch_training(pipeline_name: str, before_sharding: bool) -> list[tuple[str,
         for stat, value in handle.stats().items()
     }
     assert seen == stats
+    whole = {
+        f"{collection}/{table}/{stat}": value
+        for collection, table in TABLES
+        for stat, value in read_stats(getattr(model.module, collection), table).items()
+    }
+    written = {tag: value for tag, value, step in totals.scalars if step == RUN.steps}
+    assert written == (whole if is_first else {})
+    assert {step for _, _, step in totals.scalars} == ({2, 4, 6} if is_first else set())
     # A table-wise table has rows on one rank only; the other ranks know of none.
     held = [path for path, handle in handles.items() if handle.columns]
     assert sorted({name.rpartition("/")[0] for name, _, _ in writer.scalars}) == sorted(handles)

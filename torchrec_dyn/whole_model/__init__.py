@@ -15,7 +15,7 @@ from torchrec_dyn.whole_model.by_id import (
     read_stats,
 )
 from torchrec_dyn.whole_model.owners import mixed_ids, owner_ranks
-from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats
+from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, stats_layout
 from torchrec_dyn.whole_model.tables import (
     Collection,
     collections_of,

@@ -1,20 +1,40 @@
 """Writes the `.stats()` of every dynamic table of a model to a logger, in one call or in a hook.
 
 A logger is a dict, or an object with the method `add_scalar` of TensorBoard's `SummaryWriter`. For a
-sharded model each rank writes the stats of its own shards, without communication. Pass a separate logger
-on each rank.
+sharded model each rank writes the stats of its own shards, without communication, to a logger of its own.
+With `totals=True` the stats are those of whole tables: one rank writes them, and all ranks take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import re
+import weakref
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchrec_dyn.checkpoint_format import naming
-from torchrec_dyn.whole_model.tables import collections_of, table_names
+from torchrec_dyn.whole_model.by_id import read_stats
+from torchrec_dyn.whole_model.tables import ShardedCollection, collections_of, table_names
+
+# Stats that describe a table as it is now. All others are counts, which a resumed hook continues.
+_PRESENT = {
+    *("rows", "limit", "bytes", "step", "waiting", "withheld"),
+    *("slots", "load", "probe_length_mean", "probe_length_max"),
+}
+
+# Charts of a table by title. Lines of one chart have one unit.
+_CHARTS = {
+    "rows and their limit": ("rows", "limit"),
+    "occurrences in training": ("ids_seen", "hits", "unseen", "refused"),
+    "ids inserted and removed": ("inserted", "evicted_expired", "evicted_full", "erased"),
+    "ids that wait for admission": ("waiting", "counters_dropped", "counters_expired"),
+    "bytes": ("bytes",),
+    "probe length": ("probe_length_mean", "probe_length_max"),
+    "late and non-finite updates": ("late_grads", "nonfinite"),
+}
 
 
 class ScalarWriter(Protocol):
@@ -34,7 +54,7 @@ class ScalarWriter(Protocol):
 StatsLogger = ScalarWriter | MutableMapping[str, int | float]
 
 
-def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
+def log_stats(model: nn.Module, to: StatsLogger | None, step: int, *, totals: bool = False) -> None:
     """Writes the stats of every dynamic table of a model.
 
     Names have the form "collection/table/stat", e.g. "model.ebc/user/hits". The collection is given by its
@@ -44,40 +64,37 @@ def log_stats(model: nn.Module, to: StatsLogger, step: int) -> None:
     Args:
         model: a model with dynamic collections, sharded or not.
         to: a dict, which gets each value under its name, or a writer, on which
-            `add_scalar(name, value, step)` is called.
+            `add_scalar(name, value, step)` is called. With `totals=True` None is valid, too: the rank takes
+            part and writes nothing.
         step: step to write. The training steps of each table are its stat "step".
+        totals: False: the stats of this rank's shards. True: of whole tables, as `read_stats` returns them;
+            then the call is collective.
 
     Raises:
         ValueError: if the model has no dynamic collection, or `to` is neither a dict nor a writer.
         OSError: with the writer's `log_dir`, if the writer cannot write, because the disk is full or fails. A
             `SummaryWriter` writes later: one of the next calls raises the error. The tables are as they were.
     """
-    _check_logger(to, "log_stats")
-    scalars = {
-        f"{path}/{table}/{name}" if path else f"{table}/{name}": value
-        for path, collection in collections_of(model, "log_stats")
-        for table in table_names(collection)
-        for name, value in collection.table(table).stats().items()
-    }
-    for name, value in scalars.items():
-        if isinstance(to, MutableMapping):
-            to[name] = value
-        else:
-            with naming(str(getattr(to, "log_dir", to))):
-                to.add_scalar(name, value, step)
+    _check_logger(to, "log_stats", totals)
+    _write(_scalars(model, "log_stats", totals), to, step)
 
 
-def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> RemovableHandle:
+def add_stats_hook(
+    model: nn.Module, to: StatsLogger | None, every: int = 100, *, totals: bool = False
+) -> StatsHook:
     """Registers a hook that writes a model's stats after every `every` training forwards.
 
     The hook writes as step the number of training forwards since its registration. Evaluation is not
-    counted.
+    counted. A restarted job that loads the hook's `state_dict()` continues both the steps and the counts of
+    the tables.
 
     Args:
         model: the module that the training loop or the pipeline calls: a plain model, or a model in
             DistributedModelParallel.
         to: as in `log_stats`.
         every: number of training forwards between two writes.
+        totals: as in `log_stats`. True: every rank registers the hook, with the same `every`, and each write
+            is collective.
 
     Returns:
         A handle; its `remove()` removes the hook.
@@ -86,24 +103,153 @@ def add_stats_hook(model: nn.Module, to: StatsLogger, every: int = 100) -> Remov
         ValueError: if the model has no dynamic collection, `to` is neither a dict nor a writer, or `every`
             is not an integer above 0.
     """
-    _check_logger(to, "add_stats_hook")
+    _check_logger(to, "add_stats_hook", totals)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"add_stats_hook.every: expected an integer above 0, got {every!r}.")
     collections_of(model, "add_stats_hook")
-    forwards = 0
-
-    # Each call of the hook searches the collections again, because sharding after this call replaces them.
-    def count_and_log(module: nn.Module, batch: object, output: object) -> None:
-        nonlocal forwards
-        if module.training:
-            forwards += 1
-            if forwards % every == 0:
-                log_stats(module, to, forwards)
-
-    return model.register_forward_hook(count_and_log)
+    return StatsHook(model, to, every, totals)
 
 
-def _check_logger(to: object, where: str) -> None:
+class StatsHook(RemovableHandle):
+    """The handle of a hook that `add_stats_hook` registered; it has a state for checkpoints.
+
+    Counts of tables, such as "hits", start at 0 in a new process, since checkpoints of tables do not have
+    them. Save `state_dict()` with the dense part of the model, and load it after the model: then the hook
+    writes steps and counts as if the job had not ended. `dcp.save` and `dcp.load` take the hook itself, too.
+    """
+
+    def __init__(self, model: nn.Module, to: StatsLogger | None, every: int, totals: bool) -> None:
+        self._model = weakref.ref(model)  # a handle keeps no tables in memory
+        self._totals = totals
+        self._forwards = 0
+        self._carried: dict[str, int | float] = {}  # added to the counts, by name
+
+        # A function: copies of the model share it, as they share hooks of torch's. Each call searches the
+        # collections again, because sharding after the registration replaces them.
+        def count_and_log(module: nn.Module, batch: object, output: object) -> None:
+            if module.training:
+                self._forwards += 1
+                if self._forwards % every == 0:
+                    scalars = _scalars(module, "add_stats_hook", totals)
+                    for name in scalars.keys() & self._carried.keys():
+                        scalars[name] += self._carried[name]
+                    _write(scalars, to, self._forwards)
+
+        # The state of torch's handle: its place among the model's hooks.
+        self.__setstate__(model.register_forward_hook(count_and_log).__getstate__())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of forwards, and the counts of the tables so far.
+
+        With `totals=True`, collective; the state is the same on every rank, and fits any number of ranks and
+        any plan. Otherwise the counts of a sharded model are those of this rank: each rank saves its own.
+        """
+        counts = self._counts("state_dict")
+        counts = {name: count + self._carried.get(name, 0) for name, count in counts.items()}
+        # dcp saves a list as one item: so an old checkpoint loads, though a table or a count is new.
+        return {"forwards": self._forwards, self._key(): list(counts.items())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continues from a state. Call it after the model is loaded; with `totals=True`, collective.
+
+        Counts of a table that the state does not have start at 0; those of a table that the model does not
+        have are dropped.
+
+        Args:
+            state_dict: as `state_dict` returned it.
+
+        Raises:
+            ValueError: if it is no such state, or has the counts of another rank or of another number of
+                ranks; nothing has changed then.
+        """
+        key = self._key()
+        forwards = state_dict.get("forwards")
+        if not isinstance(forwards, int) or forwards < 0 or key not in state_dict:
+            raise ValueError(
+                f"StatsHook.load_state_dict: expected a state with 'forwards' and {key!r}, got "
+                f"{sorted(state_dict)}. Without totals=True each rank loads what it saved, on as many ranks."
+            )
+        now = self._counts("load_state_dict")
+        saved = dict(state_dict[key])
+        self._carried = {name: saved[name] - now[name] for name in now if name in saved}
+        self._forwards = forwards
+
+    def _counts(self, method: str) -> dict[str, int | float]:
+        """Returns the counts of the tables by name, as they are now, without those carried."""
+        scalars = _scalars(self._live_model(), f"StatsHook.{method}", self._totals)
+        return {name: n for name, n in scalars.items() if name.rpartition("/")[2] not in _PRESENT}
+
+    def _key(self) -> str:
+        """Returns the key of the counts in a state: it names the rank whose counts they are."""
+        for _, collection in collections_of(self._live_model(), "StatsHook"):
+            if isinstance(collection, ShardedCollection) and not self._totals:
+                env = collection._env
+                if env.world_size > 1:
+                    return f"counts_of_rank_{env.rank}_of_{env.world_size}"
+        return "counts"
+
+    def _live_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ValueError(
+                "StatsHook: expected its model, got one that was deleted. Keep the model."
+            )
+        return model
+
+
+def stats_layout(model: nn.Module) -> dict[str, dict[str, list[Any]]]:
+    """Returns a layout of a model's stats for the tab "Custom Scalars" of TensorBoard.
+
+    Pass it to `SummaryWriter.add_custom_scalars`, once. Each table is a category with a few charts, such as
+    rows beside their limit. Not collective; the same for sharded and unsharded models.
+
+    Args:
+        model: a model with dynamic collections, sharded or not.
+
+    Raises:
+        ValueError: if the model has no dynamic collection.
+    """
+    # TensorBoard takes a tag for a regular expression, and matches it at the beginning of names.
+    return {
+        of_table: {
+            title: ["Multiline", [re.escape(f"{of_table}/{name}") + "$" for name in names]]
+            for title, names in _CHARTS.items()
+        }
+        for path, collection in collections_of(model, "stats_layout")
+        for of_table in (_name(path, table) for table in table_names(collection))
+    }
+
+
+def _scalars(model: nn.Module, call: str, totals: bool) -> dict[str, int | float]:
+    """Returns the stats of all tables by name. With totals, collective."""
+    return {
+        f"{_name(path, table)}/{name}": value
+        for path, collection in collections_of(model, call)
+        for table in table_names(collection)
+        for name, value in (
+            read_stats(collection, table) if totals else collection.table(table).stats()
+        ).items()
+    }
+
+
+def _name(path: str, table: str) -> str:
+    return f"{path}/{table}" if path else table
+
+
+def _write(scalars: Mapping[str, int | float], to: StatsLogger | None, step: int) -> None:
+    if to is None:
+        return
+    for name, value in scalars.items():
+        if isinstance(to, MutableMapping):
+            to[name] = value
+        else:
+            with naming(str(getattr(to, "log_dir", to))):
+                to.add_scalar(name, value, step)
+
+
+def _check_logger(to: object, where: str, totals: bool) -> None:
+    if totals and to is None:
+        return
     if not isinstance(to, MutableMapping) and not callable(getattr(to, "add_scalar", None)):
         raise ValueError(
             f"{where}.to: expected an object with add_scalar, as TensorBoard's SummaryWriter, or a "
