@@ -13,8 +13,9 @@ from setuptools import setup
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 ROOT = Path(__file__).resolve().parent
-# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out, `here` does where torch sees no GPU. simt and ptx make a library for tests (csrc/simt.h), no
-# extension: simt has the kernels of g++, ptx those of nvcc, with an emulator of PTX (csrc/sanitize/ptx).
+# TORCHREC_DYN_BUILD=cpu leaves the CUDA half out, `here` does where torch sees no GPU. simt and ptx make a
+# library for tests (csrc/simt.h), no extension: simt has the kernels of g++, ptx those of nvcc, with an
+# emulator of PTX (csrc/sanitize/ptx).
 BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
 CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 NVCC = shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")

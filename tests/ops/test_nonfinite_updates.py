@@ -176,7 +176,7 @@ def test_a_stored_weight_that_overflows_is_refused(dtype):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("columns", [1, 6])
 def test_a_weight_that_overflows_by_its_draw_is_refused_by_this_draw(columns):
-    """About a twelfth of the columns are rounded up, to infinity; a tile has lanes without columns, with draws.
+    """About a twelfth of the columns become infinite; a tile has lanes without columns, with draws, too.
 
     A float16 overflows at 65520 whatever is drawn, so the rows are of bfloat16.
     """
