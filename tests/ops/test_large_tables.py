@@ -3,6 +3,8 @@
 Their memory is a file without contents, of which few pages are ever used.
 """
 
+import math
+
 import pytest
 import torch
 from table_cases import bits, ids_of
@@ -71,14 +73,19 @@ def test_rows_are_pooled(large, weighted):
     assert torch.equal(results[1], results[3]) and results[1].all()
 
 
+@pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("optimizer", [ROWWISE_ADAGRAD, ADAM])
-def test_rows_are_updated(large, optimizer):
+def test_rows_are_updated(large, optimizer, refuses):
+    """`refuses`: a row is infinite, and stays as it was."""
     grad, results = torch.randn(3 * COLUMNS), []
     for rows, new in ((ROWS, large), (TWINS, torch.zeros)):
         limit = FIRST + 8 if new is large else 16
         width = 1 if optimizer == ROWWISE_ADAGRAD else COLUMNS
         states = [new(limit, COLUMNS), new(limit, width)]
         states += [new(limit, COLUMNS)] if optimizer == ADAM else []
+        refused = ids_of(0)
+        if refuses:
+            states[0][rows[2]] = math.inf
         ops.update_rows_(
             grad=grad,
             ids=torch.arange(15),
@@ -98,10 +105,11 @@ def test_rows_are_updated(large, optimizer):
             senders=None,
             marks=[],
             mark_layout=None,
-            on_nonfinite=[],
-            nonfinite=[],
+            on_nonfinite=[1] if refuses else [],
+            nonfinite=[refused] if refuses else [],
         )
+        assert refused.item() == refuses
         results.append(states)
     for got, expected in zip(*results, strict=True):
-        assert expected[TWINS].any(1).all()
+        assert expected[TWINS].any(1).sum() >= len(TWINS) - refuses
         assert_twins(got, expected)

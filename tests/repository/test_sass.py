@@ -106,18 +106,18 @@ def test_weighted_bags_and_rows_of_several_blocks_are_read_four_at_once(rows, ou
 )
 def test_an_update_reads_row_state_and_gradient_at_once(lanes, units, most, folder):
     """`most`: instructions of a warp, for 32 / lanes rows of one id each, by row-wise Adagrad."""
-    shape = f"unsigned int, TileShape<{lanes}, {units}, true, false>>"
+    shape = f"unsigned int, TileShape<{lanes}, {units}, true, false>"
     kernels = kernels_of("lookup/row_update", folder)
-    kernel = kernels[f"UpdateRows<float, {shape}"]
+    kernel = kernels[f"UpdateRows<float, {shape}, false>"]
     assert kernel.warps >= 32
     batches = [kernel.batch_from(place) for place in range(len(kernel.instructions))]
     head = kernel.places("LDG.E.128")[:2]  # of the table
     row = next(batch for batch in batches if len(batch) >= 4 and batch[0] > head[1])
-    assert kernel.instructions[row[0]].bits == 128
+    assert max(kernel.instructions[place].bits for place in row) == 128
     store, *_ = kernel.places("STG.E.128")
     square = [place for place in kernel.places("SHFL.BFLY") if place < store][-1]
     assert len(kernel.way((0, *head, *row, square, store))) <= most
-    pieces = kernels[f"SumPieces<{shape}"]
+    pieces = kernels[f"SumPieces<{shape}>"]
     assert pieces.warps >= 28
     terms = pieces.most_in_flight(128)
     assert len(terms) == 4 * units

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -234,16 +234,18 @@ def fault_of_number(rng: random.Random, value: int | float) -> int | float:
     return min(max(rng.choice((near, rng.choice(WILD), rng.choice(WILD))), -(2**63)), 2**63 - 1)
 
 
-def fault_of_numbers(rng: random.Random, values: list[float]) -> list[float]:
+def fault_of_numbers(
+    rng: random.Random, values: Sequence[int | float], wild: Sequence[int | float]
+) -> list[int | float]:
     spoilt = [*values]
     kind = rng.choice(("wild", "wild", "less", "more"))
     if kind == "more" or not spoilt:
-        return [*spoilt, 1.0]
+        return [*spoilt, wild[wild.index(1)]]
     place = rng.randrange(len(spoilt))
     if kind == "less":
         del spoilt[place]
     else:
-        spoilt[place] = rng.choice(WILD_FLOATS)
+        spoilt[place] = rng.choice(wild)
     return spoilt
 
 
@@ -329,7 +331,8 @@ def spoil(rng: random.Random, schema: Any, given: Arguments) -> list[str]:
         elif isinstance(value, list) and "Tensor" in str(argument.type):
             kind = fault_of_list(rng, given, name)
         elif isinstance(value, list):
-            given[name] = fault_of_numbers(rng, value)
+            wild = WILD if "int" in str(argument.type) else WILD_FLOATS
+            given[name] = fault_of_numbers(rng, value, wild)
         else:  # left out
             continue
         if kind is not None:
