@@ -76,8 +76,9 @@ def test_most_slots_bounds_old_and_new_slots_of_a_map_that_grows_at_once(batches
         patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large)
         patch.setattr(IdMap, "_grows_in_steps", lambda self, capacity: False)
         ids, peak = IdMap(limit), 0
-        for batch in batches:
+        for wanted in batches:
             before = ids.capacity
+            batch = wanted if limit is None else min(wanted, limit - ids.num_ids)
             ids.reserve(batch)
             ids.num_ids += batch
             assert ids.outgoing is None
