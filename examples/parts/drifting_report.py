@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 # Colours that colour-blind readers can distinguish, and dashes, because some lines overlap.
@@ -39,7 +40,10 @@ def runs_as_text(runs: dict[str, list[dict[str, float]]]) -> str:
     lines = [("", *(key.replace("_", " ") for key in COLUMNS))]
     for name, looks in runs.items():
         last = summarize(looks)
-        lines.append((name, *(f"{last[key]:{form}}" for key, form in COLUMNS.items())))
+        cells = (
+            "-" if math.isnan(last[key]) else f"{last[key]:{form}}" for key, form in COLUMNS.items()
+        )
+        lines.append((name, *cells))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         f"{line[0]:<{widths[0]}}"
