@@ -182,11 +182,12 @@ $(VENV)/tools.stamp: $(VENV)/packages.stamp
 
 # What training needs: without the CUDA kernels where torch sees no GPU (setup.py), unless fbgemm is the one for CUDA.
 # Both builds share their objects; the later of them has written the extension.
-extension = TORCHREC_DYN_BUILD=$(1) PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
+extension = TORCHREC_DYN_BUILD=$(or $(TORCHREC_DYN_BUILD),$(1)) PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --editable .
 compiling = compiling the extension, $(words $(filter %.cpp,$(CORE))) files of C++
 $(VENV)/trainable.stamp: $(VENV)/packages.stamp setup.py pyproject.toml $(CORE)
 	@rm -f $(VENV)/extension.stamp
 	$(call step,$(compiling),$(call extension,$(if $(filter fbgemm-gpu-cpu%,$(FBGEMM)),here)))
+	@$(if $(filter fbgemm-gpu-cpu%,$(FBGEMM)),true,$(call say_without_cuda,torchrec_dyn))
 	@touch $@
 
 $(VENV)/extension.stamp: $(VENV)/tools.stamp setup.py pyproject.toml $(CORE)
