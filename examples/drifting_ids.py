@@ -111,8 +111,7 @@ class ClickModel(nn.Module):
         """Returns the mean loss, []."""
         if self.fixed is not None:
             features = self.fixed(features)
-            if isinstance(self.fixed, ManagedCollision):
-                self.fixed.reset_evicted(self.rows)
+            self.fixed.reset_evicted(self.rows)
         logits = self.over(self.rows(features).values()).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
@@ -237,11 +236,11 @@ def work(options: argparse.Namespace) -> None:
     """Does all runs, one after another, and prints the report on rank 0."""
     stream = DriftingStream(options.seed, options.batch_size, options.living, options.lifetime)
     runs = {}
-    for name, (limit, life) in ways_to_live(options).items():
+    ways = ways_to_live(options)
+    for name, (limit, life) in ways.items():
         runs[name] = train(options, stream, make_model(options, limit, life))
-    start = dyn.DynamicTableConfig(initializer=dyn.Uniform(-0.01, 0.01), seed=options.seed)
     for name, fixed in ways_to_share(options).items():
-        runs[name] = train(options, stream, make_model(options, GENEROUS, start, fixed))
+        runs[name] = train(options, stream, make_model(options, *ways["no eviction"], fixed))
     if options.world_size > 1 and dist.get_rank() != 0:
         return
     late = [stream.batch(number) for number in range(options.steps // 2, options.steps)]

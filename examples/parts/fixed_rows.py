@@ -1,4 +1,4 @@
-"""What a table of a fixed number of rows does with raw ids: a modulo, and TorchRec's managed collision (ZCH).
+"""Raw ids in a table of a fixed number of rows: by a modulo, and by TorchRec's managed collision (ZCH).
 
 Each of them turns the ids of a batch into row numbers below `rows`. The rows themselves are in the same
 dynamic tables as in the other runs of drifting_ids.py, so only the ids differ. Their number and bytes are
@@ -46,6 +46,9 @@ class FixedRows(nn.Module):
         of_ids = sum(one.nbytes for one in self.buffers())
         counted = {"ids_seen": self.ids_seen, "hits": self.hits}
         return {"rows": rows, "bytes": of_rows + of_ids, **counted}
+
+    def reset_evicted(self, collection: dyn.DynamicEmbeddingBagCollection) -> None:
+        """Makes the rows of evicted ids fresh; without eviction there are none."""
 
 
 class Modulo(FixedRows):

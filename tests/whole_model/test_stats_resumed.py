@@ -28,7 +28,7 @@ OF_THE_MAP = {"bytes", "slots", "load", "probe_length_mean", "probe_length_max"}
 
 
 def written(writer: Writer, after: int = 0) -> list[tuple[str, float, int]]:
-    """What a writer got after a step, without the numbers of the id maps."""
+    """Returns what a writer got after a step, without the numbers of the id maps."""
     return [
         (name, value, step)
         for name, value, step in writer.scalars
