@@ -10,6 +10,7 @@ import workers
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, drifting_batch, make_batch
 from sharded_training import collection_of, outputs_by_name, shard
+from table_cases import without_probes
 
 import torchrec_dyn as dyn
 from torchrec_dyn.ranks.routing import owners
@@ -206,7 +207,10 @@ def full_case(kind: str, pieces: Any) -> Case:
 
 def states(beside: Beside) -> list[Any]:
     return [
-        ({key: value.tolist() for key, value in one.export_state().items()}, one.stats())
+        (
+            {key: value.tolist() for key, value in one.export_state().items()},
+            without_probes(one.stats()),
+        )
         for one in beside.shards
     ]
 

@@ -40,7 +40,10 @@ def with_public_keys(table: TableShard) -> TableShard:
 
 
 def without_probes(stats: dict[str, int | float]) -> dict[str, int | float]:
-    """Returns stats without the probe lengths, which differ between tables: their maps have other keys."""
+    """Returns stats without the probe lengths.
+
+    They differ between tables, whose maps have other keys, and after an id has come and gone.
+    """
     return {name: value for name, value in stats.items() if not name.startswith("probe_length")}
 
 
