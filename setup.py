@@ -67,6 +67,7 @@ def _one_file_of(sources: set[str], name: str) -> str:
 COMPILE_ARGS = [
     "-O3",
     "-fno-math-errno",  # sqrt is one instruction, with the same bits
+    "-g1",  # Python's own -g takes a third of the time of compiling; this keeps lines for a backtrace
     "-std=c++20",
     "-fvisibility=hidden",
     "-ffp-contract=off",  # the same bits on every machine, whether it has fused multiply-add or not
