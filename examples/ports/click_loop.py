@@ -14,7 +14,9 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.optim.apply_optimizer_in_backward import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
@@ -114,13 +116,13 @@ def main() -> None:
     model = DistributedModelParallel(make_model(), device=CPU, sharders=dyn.default_sharders())
     optimizer = make_optimizer(model, steps)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-    sparse = model.module.model.sparse_arch.embedding_bag_collection
+    sparse = model.module.get_submodule("model.sparse_arch.embedding_bag_collection")
     for part in range(3):
         train(pipeline, batches(part * steps // 3, steps // 3, seed=10 * part + rank))
         users = dyn.read_num_rows(sparse, "user")
         auc = evaluate(pipeline, batches(part * steps // 3, 4, seed=1000 + rank))
         assert dyn.read_num_rows(sparse, "user") == users  # evaluation gives no rows
-        rate = sparse.fused_optimizer.param_groups[0]["lr"]
+        rate = next(iter(model.fused_optimizer.param_groups))["lr"]
         if rank == 0:
             print(f"part {part}: learning rate {rate:.3f}, users {users}, AUC {auc:.3f}")
     del model, optimizer, pipeline, sparse

@@ -88,6 +88,20 @@ def step_of(
     return nn.functional.cross_entropy(scores, torch.arange(size)), float(right)
 
 
+def train(model: DistributedModelParallel, steps: int, draw: torch.Generator) -> list[float]:
+    """Trains for some steps; returns for each the part of masked items that were found."""
+    encoder = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense = torch.optim.Adam(encoder.values(), lr=0.003)
+    results = []
+    for step in range(steps):
+        loss, right = step_of(model, step, draw)
+        dense.zero_grad()
+        loss.backward()  # also updates the rows
+        dense.step()
+        results.append(right)
+    return results
+
+
 def main() -> None:
     """Runs the example on one rank of torchrun."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -100,22 +114,14 @@ def main() -> None:
     model = DistributedModelParallel(
         SequenceModel(), device=torch.device("cpu"), sharders=dyn.default_sharders(learning)
     )
-    encoder = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense = torch.optim.Adam(encoder.values(), lr=0.003)
-    results = []
-    for step in range(steps):
-        loss, right = step_of(model, step, draw)
-        dense.zero_grad()
-        loss.backward()  # also updates the rows
-        dense.step()
-        results.append(right)
+    results = train(model, steps, draw)
     model.eval()
     with torch.no_grad():
         _, right = step_of(model, steps, draw)
-    rows = dyn.read_num_rows(model.module.ec, "item")
+    rows = dyn.read_num_rows(model.module.get_submodule("ec"), "item")
     if dist.get_rank() == 0:
         print(f"right of 128 at first {results[0]:.2f}, in evaluation {right:.2f}; items {rows}")
-    del model, dense, loss
+    del model
     gc.collect()
     dist.destroy_process_group()
 

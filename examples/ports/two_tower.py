@@ -93,7 +93,7 @@ def make_index(model: DistributedModelParallel) -> tuple[Tensor, Tensor]:
 
     Each rank computes a part of the items.
     """
-    ids = dyn.read_ids(model.module.ebc, "item")
+    ids = dyn.read_ids(model.module.get_submodule("ebc"), "item")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mine = ids.tensor_split(world_size)[rank]
     vectors = model(pair_batch(mine[:0], mine))["item"]
@@ -129,7 +129,7 @@ def main() -> None:
     losses = train(model, steps, draw)
     model.eval()
     hits = hits_at_ten(model, draw)
-    rows = dyn.read_num_rows(model.module.ebc, "item")
+    rows = dyn.read_num_rows(model.module.get_submodule("ebc"), "item")
     if dist.get_rank() == 0:
         print(
             f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; items {rows}; of ten found {hits:.2f} fit"

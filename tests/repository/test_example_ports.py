@@ -1,6 +1,8 @@
 """The three ports run on two ranks and learn, and the guide shows how they differ from the originals."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,13 @@ def test_the_guide_shows_lines_of_the_port(port: Path) -> None:
     for line in filter(None, lines):
         text = re.sub(r"\s+", "", line[1:])
         assert (text in code) == (line[0] != "-"), line
+
+
+def test_pyright_accepts_the_ports_as_a_user_runs_it(tmp_path: Path) -> None:
+    settings = {"include": [str(port) for port in PORTS], "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = run_program("-m", "pyright", "--pythonpath", sys.executable, "-p", tmp_path)
+    assert "0 errors" in done.stdout, done.stdout
 
 
 @pytest.mark.deep  # mypy reads torch: a minute without its cache

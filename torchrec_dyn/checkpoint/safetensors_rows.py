@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
@@ -23,7 +23,6 @@ from torchrec_dyn.ranks import Table, agree, gather_results, run_together
 from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.whole_model import (
-    Collection,
     assign_rows,
     lookup_rows,
     read_ids,
@@ -39,7 +38,7 @@ _ROWS = ("rows", "weight")  # the names that the tensor of rows may have in a fi
 
 
 def export_rows(
-    collection: Collection, table: str, path: str | os.PathLike[str], checksum: bool = False
+    collection: nn.Module, table: str, path: str | os.PathLike[str], checksum: bool = False
 ) -> None:
     """Writes the ids and rows of one table to a .safetensors file, 32 MiB at a time.
 
@@ -142,7 +141,7 @@ def export_saved_rows(
         writer.drop()
 
 
-def import_rows(collection: Collection, table: str, path: str | os.PathLike[str]) -> int:
+def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str]) -> int:
     """Assigns the ids and rows of a .safetensors file to a table, 32 MiB at a time.
 
     Ids and rows are written as `torchrec_dyn.assign_rows` writes them; ids that are not in the file keep

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_files
@@ -22,11 +22,11 @@ from torchrec_dyn.migration.trained_collections import chunks, put_rows
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.table import TableShard
-from torchrec_dyn.whole_model import Collection, tables_in
+from torchrec_dyn.whole_model import tables_in
 
 
 def load_static(
-    collection: Collection,
+    collection: nn.Module,
     path: str | os.PathLike[str],
     fqn: str = "",
     with_optimizer: bool = True,

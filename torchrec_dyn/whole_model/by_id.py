@@ -18,13 +18,13 @@ unseen id. Frozen tables are read and edited like other tables.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_dyn.ranks import TableHandle, agree
-from torchrec_dyn.whole_model.tables import Collection, ShardedCollection
+from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection
 
 
-def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the rows of ids. Changes nothing: an unseen id stays unseen, and nothing is counted.
 
     Args:
@@ -45,7 +45,7 @@ def lookup_rows(collection: Collection, table: str, ids: Tensor) -> tuple[Tensor
     return _handle(collection, table, "lookup_rows").whole.lookup(ids)
 
 
-def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -> None:
+def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) -> None:
     """Writes rows by id. An id without a row gets a row; the admission policy is not applied.
 
     A new row has fresh optimizer state and, if the table keeps scores, the current step and count 0. If the
@@ -68,7 +68,7 @@ def assign_rows(collection: Collection, table: str, ids: Tensor, rows: Tensor) -
     _handle(collection, table, "assign_rows").assign(ids, rows)
 
 
-def erase_rows(collection: Collection, table: str, ids: Tensor) -> int:
+def erase_rows(collection: nn.Module, table: str, ids: Tensor) -> int:
     """Removes ids with their rows, optimizer state, scores and counters.
 
     After that, training treats these ids as unseen. A forward whose backward has not run yet keeps its
@@ -88,7 +88,7 @@ def erase_rows(collection: Collection, table: str, ids: Tensor) -> int:
     return _handle(collection, table, "erase_rows").erase(ids)
 
 
-def read_last_seen(collection: Collection, table: str, ids: Tensor) -> Tensor:
+def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     """Returns the step or time of each id's last occurrence in training. Changes nothing.
 
     Args:
@@ -107,7 +107,7 @@ def read_last_seen(collection: Collection, table: str, ids: Tensor) -> Tensor:
     return _handle(collection, table, "read_last_seen").whole.last_seen(ids)
 
 
-def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
+def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     """Returns the number of occurrences of each id in training, repeats in a batch included. Changes nothing.
 
     Args:
@@ -125,7 +125,7 @@ def read_counts(collection: Collection, table: str, ids: Tensor) -> Tensor:
     return _handle(collection, table, "read_counts").whole.count(ids)
 
 
-def read_ids(collection: Collection, table: str) -> Tensor:
+def read_ids(collection: nn.Module, table: str) -> Tensor:
     """Returns all ids that have a row, [R] int64 in canonical order: by mixed id, unsigned.
 
     The result is the same on every rank: each rank of a sharded collection receives all ids.
@@ -140,7 +140,7 @@ def read_ids(collection: Collection, table: str) -> Tensor:
     return _handle(collection, table, "read_ids").whole.ids()
 
 
-def read_num_rows(collection: Collection, table: str) -> int:
+def read_num_rows(collection: nn.Module, table: str) -> int:
     """Returns the number of rows of the whole table, the same on every rank.
 
     Args:
@@ -153,7 +153,7 @@ def read_num_rows(collection: Collection, table: str) -> int:
     return _handle(collection, table, "read_num_rows").whole.num_rows
 
 
-def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
+def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
     """Returns the statistics of the whole table, the same on every rank.
 
     Counts, rows, limit and slots are sums over the shards of the first columns. Bytes are the sum over
@@ -170,16 +170,12 @@ def read_stats(collection: Collection, table: str) -> dict[str, int | float]:
     return _handle(collection, table, "read_stats").whole.stats()
 
 
-def _handle(collection: Collection, table: str, call: str) -> TableHandle:
+def _handle(collection: nn.Module, table: str, call: str) -> TableHandle:
     """Returns the handle of a table. An unknown table name raises an error on every rank."""
+    collection = checked_collection(collection, call)
     try:
         return collection.table(table)
     except Exception as fault:
         if isinstance(collection, ShardedCollection):
             agree(collection._env.process_group, call, fault)
-        if not hasattr(collection, "table"):
-            raise ValueError(
-                f"{call}: expected a collection of dynamic tables, got "
-                f"{type(collection).__name__}. Pass the collection itself, not the model."
-            ) from None
         raise

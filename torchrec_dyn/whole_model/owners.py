@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import owners
-from torchrec_dyn.whole_model.tables import Collection, tables_in
+from torchrec_dyn.whole_model.tables import tables_in
 
 
 def mixed_ids(ids: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def mixed_ids(ids: Tensor) -> Tensor:
     return ops.mix64(ids.reshape(-1)).view(ids.shape)
 
 
-def owner_ranks(collection: Collection, table: str, ids: Tensor) -> Tensor:
+def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     """Returns the ranks that hold each id, whether it has a row or not. Not collective: reads only the plan.
 
     Args:

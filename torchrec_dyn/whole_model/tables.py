@@ -68,19 +68,29 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
     return tables
 
 
-def tables_in(collection: Collection, path: str = "", call: str = "tables_in") -> dict[str, Table]:
+def checked_collection(module: nn.Module, call: str) -> Collection:
+    """Returns `module`, which public functions take as any: so torch types an attribute of a model.
+
+    Raises:
+        ValueError: if it is no dynamic collection.
+    """
+    if isinstance(module, Collection):
+        return module
+    raise ValueError(
+        f"{call}: expected a collection of dynamic tables, got {type(module).__name__}. "
+        "Pass the collection itself, not the model."
+    )
+
+
+def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dict[str, Table]:
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
     The keys of the tables begin with `path`, the place of the collection in its model.
 
     Raises:
-        ValueError: if `collection` is something else, such as a whole model.
+        ValueError: if `module` is something else, such as a whole model.
     """
-    if not isinstance(collection, Collection):
-        raise ValueError(
-            f"{call}: expected a collection of dynamic tables, got {type(collection).__name__}. "
-            "Pass the collection itself, not the model."
-        )
+    collection = checked_collection(module, call)
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, ShardedCollection):
