@@ -50,7 +50,7 @@ PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
 HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
-.PHONY: train test build wheel lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
+.PHONY: train test build wheel release lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: $(VENV)/trainable.stamp
@@ -89,6 +89,15 @@ wheel: build
 	TORCH_CUDA_ARCH_LIST="$(WHEEL_GPUS)" PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip --disable-pip-version-check wheel --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude libc10.so --wheel-dir dist build/wheel/*.whl
 	@$(call say_without_cuda,build/lib*/torchrec_dyn)
+
+# Also a source package. Both are installed by the guide's commands in fresh environments, where README's program runs:
+# three minutes for each Python on 2 quiet cores.
+PYTHONS ?= python3.10 python3.11 python3.12
+release: wheel
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
+	for python in $(PYTHONS); do for package in dist/*.whl dist/*.tar.gz; do \
+		$(BIN)/python .ci/try_package.py $$package $$python || exit 1; \
+	done; done
 
 lint: build docs
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -86,8 +87,16 @@ def test_wheel_has_the_metadata_of_a_release(wheel: Path):
     assert told["License-Expression"] == "BSD-3-Clause"
     assert packed.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert told["Requires-Python"] == ">=3.10"
-    required = {re.match(r"[\w-]+", line)[0] for line in told.get_all("Requires-Dist")}
-    assert required == {"torch", "torchrec", "numpy"}
+    wanted = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in wanted} == {"torch", "torchrec", "numpy"}
+    table = (ROOT / "docs/guide/install.md").read_text().split("## Extras")[1]
+    extras = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", table, re.M))
+    assert [*extras] == told.get_all("Provides-Extra")
+    assert f"pip install {' '.join(extras.values())}\n" in table
+    for extra, package in extras.items():
+        assert any(
+            re.match(rf"{package}>=.*{extra}", line) for line in told.get_all("Requires-Dist")
+        )
     classifiers = told.get_all("Classifier")
     assert "Programming Language :: Python :: 3.10" in classifiers
     assert not [line for line in classifiers if "License ::" in line or "Private" in line]
@@ -96,6 +105,21 @@ def test_wheel_has_the_metadata_of_a_release(wheel: Path):
     assert "Hash-backed embedding tables" in shown and "```python" in shown
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert links and all(link.startswith("https://") for link in links), "PyPI has no files"
+
+
+def test_the_source_package_holds_what_a_build_reads(tmp_path: Path):
+    build = (
+        "from setuptools import build_meta; import sys; print(build_meta.build_sdist(sys.argv[1]))"
+    )
+    name = run(sys.executable, "-c", build, tmp_path, cwd=ROOT).splitlines()[-1]
+    with tarfile.open(tmp_path / name) as packed:
+        held = {one.partition("/")[2] for one in packed.getnames()}
+    tracked = run("git", "ls-files", cwd=ROOT).splitlines()
+    folders = ("csrc/", "torchrec_dyn/")
+    files = {one for one in tracked if one.startswith(folders) and "/sanitize/" not in one}
+    assert {one for one in held if one.startswith(folders) and "." in one} == files
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE"} <= held
+    assert not [one for one in held if one.startswith(("tests", "build", "examples"))]
 
 
 def test_wheel_works_without_a_compiler(wheel: Path, tmp_path: Path):
