@@ -121,7 +121,7 @@ def test_a_load(life, every):
     assert runs > 3
 
 
-@at_one_place_in(7)
+@at_one_place_in(31)
 def test_the_state_dict_of_the_optimizer(every):
     """Tensors made by an interrupted call are in no later state dict."""
     training = Training(LIVES["plain"])

@@ -80,8 +80,7 @@ def test_a_flipped_bit_of_any_number_is_found(folder: Path) -> None:
     damages = by_name(folder)
     assert damages.keys() == {"ids", "weight", "config"} | of_life | of_state
     chance = random.Random(2)
-    # Of each name in one table or two; in all of them in the soak.
-    some = [one for of in damages.values() for one in chance.sample(of, min(2, len(of)))]
+    some = [chance.choice(of) for of in damages.values()]  # all of them in the soak
     errors = check(LOADED, folder, some)
     assert say_damaged(errors), [one for one in errors if not say_damaged([one])]
 
@@ -89,14 +88,14 @@ def test_a_flipped_bit_of_any_number_is_found(folder: Path) -> None:
 def test_a_flipped_bit_of_a_checksum_is_found_or_of_no_account(folder: Path) -> None:
     # Of no account: the words of tensors that the table does not have.
     damages = flips_in_numbers(folder, random.Random(1), 1, of="checksum", but="-")
-    errors = check(LOADED, folder, damages, is_wrong=False)
+    errors = check(LOADED, folder, random.Random(2).sample(damages, 10), is_wrong=False)
     assert sum(map(bool, errors)) > 2
 
 
 @pytest.mark.parametrize("of", ["model.", "optimizer."])
 def test_an_unsharded_table_is_as_it_was_too(folder: Path, of: str) -> None:
     damages = flips_in_numbers(folder, random.Random(5), 1, of)
-    errors = check(UNSHARDED, folder, random.Random(6).sample(damages, 12))
+    errors = check(UNSHARDED, folder, random.Random(6).sample(damages, 6))
     assert say_damaged(errors), [one for one in errors if not say_damaged([one])]
 
 
