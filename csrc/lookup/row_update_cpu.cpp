@@ -458,9 +458,10 @@ Pass pass_of(OnNonfinite what, bool is_trial) {
   return what == OnNonfinite::kSkip ? Pass::kGuarded : Pass::kPlain;
 }
 
-int64_t rows_of(const std::vector<int64_t>& nonfinite, const std::vector<OnNonfinite>& tables, OnNonfinite what) {
+// Returns the number of rows because of which the call is an error.
+int64_t refused_rows(const std::vector<int64_t>& nonfinite, const std::vector<OnNonfinite>& tables) {
   int64_t rows = 0;
-  for (size_t t = 0; t < tables.size(); ++t) rows += tables[t] == what ? nonfinite[t] : 0;
+  for (size_t t = 0; t < tables.size(); ++t) rows += tables[t] == OnNonfinite::kError ? nonfinite[t] : 0;
   return rows;
 }
 
@@ -518,7 +519,7 @@ void update_rows_(const UpdateCall& call) {
     std::vector<int64_t> nonfinite;
     if (has(read.on_nonfinite, OnNonfinite::kError)) {
       nonfinite = run(true);
-      refused = rows_of(nonfinite, read.on_nonfinite, OnNonfinite::kError);
+      refused = refused_rows(nonfinite, read.on_nonfinite);
     }
     if (refused == 0) nonfinite = run(false);
     for (size_t t = 0; t < read.nonfinite.size(); ++t) *read.nonfinite[t] += nonfinite[t];
