@@ -40,7 +40,7 @@ def main() -> None:
         commands = (
             install.replace(name, str(package)),
             extras,
-            "python -c 'import matplotlib, safetensors.torch, torch.utils.tensorboard'",
+            "python -c 'import matplotlib, safetensors.torch, xxhash, torch.utils.tensorboard'",
             f"python {folder}/program.py",
             "python -m torchrec_dyn doctor",
         )

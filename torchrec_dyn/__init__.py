@@ -42,6 +42,7 @@ from torchrec_dyn.policies import (
     LeastRecentlyUsed,
     Never,
 )
+from torchrec_dyn.string_ids import hash_strings
 from torchrec_dyn.whole_model import (
     add_stats_hook,
     assign_rows,
@@ -91,6 +92,7 @@ __all__ = [
     "default_sharders",
     "erase_rows",
     "from_static",
+    "hash_strings",
     "log_stats",
     "lookup_rows",
     "make_dynamic",

@@ -239,7 +239,7 @@ def wrong_batches(case: Case) -> None:
 
     for _ in ("as the first batch", "after a good one, whose keys are remembered"):
         refused("expected feature 'a', got features", keys=["x", "y"])
-        refused("expected ids of dtype int64", values=ids.int())
+        refused("expected ids of dtype int64 or int32", values=ids.short())
         refused("lengths", lengths=torch.tensor([1, 0, 1, 0]))
         if case.weighted:
             refused("expected weights", weights=None)
@@ -253,6 +253,43 @@ def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
     plan = shard_by_hand("row_wise", [([0], 0, 8)])
     case = Case([Table("t", ["a"], plan)], pooled=pooled, weighted=weighted)
     workers.run(wrong_batches, case, world_size=1)
+
+
+def narrow_ids(case: Case) -> None:
+    """int32 on one rank trains as int64 on all: every id is widened before it is sent."""
+    rank, ends = dist.get_rank(), []
+    unsharded = collection_of(case, fused_params=case.fused_params)
+    for narrow in (None, 1, 0):
+        model = shard(case, copy.deepcopy(unsharded))
+        for step in range(3):
+            mine = batches(case, step)[0][rank]
+            ids = mine.values() % 2**20 - 5
+            features = KeyedJaggedTensor(
+                keys=mine.keys(),
+                values=ids.int() if rank == narrow else ids,
+                lengths=mine.lengths(),
+                weights=mine.weights_or_none(),
+            )
+            outputs = outputs_by_name(case, model(features))
+            torch.autograd.backward(sum(value.square().sum() for value in outputs.values()))
+        ends.append(
+            {
+                f"{shard.name}, {name}": value
+                for table in case.tables
+                for shard in model.module.collection.table(table.name).whole.shards
+                for name, value in shard.export_state().items()
+            }
+        )
+    for name, value in ends[0].items():
+        assert value.numel() and all(torch.equal(end[name], value) for end in ends), name
+
+
+@pytest.mark.parametrize(
+    "pooled, kind", [(True, "column_wise"), (True, "row_wise"), (False, "row_wise")]
+)
+def test_int32_ids_train_as_int64_ids(pooled: bool, kind: str) -> None:
+    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))], pooled=pooled, weighted=pooled)
+    workers.run(narrow_ids, case, world_size=2)
 
 
 def keys_in_another_order(case: Case) -> None:

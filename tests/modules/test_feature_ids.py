@@ -38,6 +38,15 @@ def test_offsets_and_counts_are_sums_of_lengths(lengths: list[int], dtype: torch
         assert read.feature_offsets().tolist() == [sum(read.counts[:f]) for f in range(4)]
 
 
+def test_int32_ids_are_widened_once() -> None:
+    ids = torch.tensor([-(2**31), 2**31 - 1, -1])
+    features = KeyedJaggedTensor(["a"], ids.int(), lengths=torch.tensor([1, 2]))
+    read = checked_features(features, False, "C")
+    assert torch.equal(read.ids, ids) and read.ids.dtype == torch.int64
+    features = KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 2]))
+    assert checked_features(features, False, "C").ids is features.values()  # no copy
+
+
 def test_bags_that_vary_by_feature() -> None:
     for lengths in ([1, 2, 0, 1], [1] * 4):
         features = batch("abc", lengths, stride_per_key_per_rank=[[1], [0], [3]])

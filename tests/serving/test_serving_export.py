@@ -79,6 +79,15 @@ def test_sequence_programs(served, dtype, unseen):
             assert torch.equal(seen[name].weights(), jagged.weights())
 
 
+def test_programs_of_int32_ids(served):
+    ours = serving.ServingEmbeddingBagCollection(served(torch.float32), bag_configs(A))
+    wide = batch(["f_a"], IDS, 6, seed=0)
+    narrow = KeyedJaggedTensor(["f_a"], wide.values().int(), lengths=wide.lengths())
+    run = serving.export_program(ours, narrow).module()
+    assert torch.equal(run(narrow).values(), ours(wide).values())
+    assert torch.equal(ours(narrow).values(), ours(wide).values()) and ours(wide).values().any()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_torch_export_alone(served, strict):
     ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A))
@@ -105,7 +114,7 @@ def test_what_cannot_be_traced_is_named(served):
     with pytest.raises(ValueError, match=r"expected features \['f_a'\], got \['f_b'\]"):
         serving.export_program(ours, batch(["f_b"], IDS, 6, seed=0))
     features = batch(["f_a"], IDS, 6, seed=0)
-    small = KeyedJaggedTensor(["f_a"], features.values().int(), lengths=features.lengths())
+    small = KeyedJaggedTensor(["f_a"], features.values().short(), lengths=features.lengths())
     with pytest.raises(ValueError, match="expected ids of dtype int64"):
         serving.export_program(ours, small)
     weighted = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A), True)

@@ -10,7 +10,7 @@ The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict`
 from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
 from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
-from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
+from torchrec_dyn.modules.feature_ids import FeatureReader, as_int64, checked_features
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, LearningRateGroup
 from torchrec_dyn.modules.optimizer_choice import (
     DEFAULT_FUSED_PARAMS,

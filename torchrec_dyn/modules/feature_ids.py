@@ -176,11 +176,8 @@ def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) ->
 
 def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
     """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
-    ids, weights = features.values(), features.weights_or_none() if weighted else None
-    if ids.dtype != torch.int64:
-        raise ValueError(
-            f"{where}: expected ids of dtype int64, got {ids.dtype}. Convert with ids.long()."
-        )
+    ids = as_int64(features.values(), where)
+    weights = features.weights_or_none() if weighted else None
     if weighted and weights is None:
         raise ValueError(
             f"{where}: expected weights for weighted bags, got none. "
@@ -212,6 +209,21 @@ def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> F
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
     _check_sums(where, ids.numel(), counts, (least, most))
     return FeatureIds(ids, lengths, weights, batch_sizes, counts, most if least == most else None)
+
+
+def as_int64(ids: Tensor, where: str) -> Tensor:
+    """Returns ids [N] of a batch as int64: themselves, or int32 ids in a new tensor.
+
+    Raises:
+        ValueError: if they have another dtype.
+    """
+    if ids.dtype == torch.int64:
+        return ids
+    if ids.dtype == torch.int32:
+        return ids.long()
+    raise ValueError(
+        f"{where}: expected ids of dtype int64 or int32, got {ids.dtype}. Convert with ids.long()."
+    )
 
 
 def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:

@@ -18,6 +18,8 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic_shapes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.modules import as_int64
+
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
     """Exports a module whose only input is features, such as a serving collection.
@@ -69,14 +71,10 @@ def traced_features(
     missing = [name for name in names if name not in keys]
     if missing:
         raise ValueError(f"{where}: expected features {list(names)}, got {keys}.")
-    if features.values().dtype != torch.int64:
-        raise ValueError(
-            f"{where}: expected ids of dtype int64, got {features.values().dtype}. "
-            "Convert with ids.long()."
-        )
+    ids = as_int64(features.values(), where)
     if weighted and features.weights_or_none() is None:
         raise ValueError(f"{where}: expected weights for weighted bags, got none.")
-    ids, lengths = features.values(), features.lengths().long()
+    lengths = features.lengths().long()
     weights = features.weights().float() if weighted else None
     batch = lengths.shape[0] // len(keys)
     offsets = _summed(lengths)

@@ -53,8 +53,6 @@ class BatchCheck:
         read = checked_features(
             features, self._weighted and (self.needs_weights or has_weights), self.where
         )
-        # TorchRec would add up the lengths again, and wait for a GPU.
-        features._length_per_key = read.counts
         if self._weighted and has_weights and torch.is_grad_enabled():
             self._check_weights_need_no_gradient(features.weights())
         varies = self._pooled and features.variable_stride_per_key()
@@ -63,7 +61,9 @@ class BatchCheck:
                 f"{self.where}: expected inverse_indices where the number of bags varies by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
-        features = _contiguous(features)
+        features = _sendable(features, read.ids)
+        # TorchRec would add up the lengths again, and wait for a GPU.
+        features._length_per_key = read.counts
         if is_usual:
             return features
         if self._first_keys is None:
@@ -87,15 +87,19 @@ class BatchCheck:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
 
 
-def _contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch of contiguous tensors: some backends cannot send e.g. a column of a matrix."""
-    parts = (features.values(), features.lengths(), features.weights_or_none())
-    if all(part is None or part.is_contiguous() for part in parts):
+def _sendable(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
+    """Returns a batch with these ids, int64 on every rank: ranks must not send different dtypes.
+
+    Its tensors are contiguous: some backends cannot send e.g. a column of a matrix.
+    """
+    parts = (ids, features.lengths(), features.weights_or_none())
+    is_whole = all(part is None or part.is_contiguous() for part in parts)
+    if is_whole and ids is features.values():
         return features
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=features.values().contiguous(),
+        values=ids.contiguous(),
         weights=None if parts[2] is None else parts[2].contiguous(),
         lengths=features.lengths().contiguous(),
         stride=None if varies else features.stride(),
