@@ -56,6 +56,7 @@ nitpick_ignore_regex = [
     ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),
     ("py:class", r"torchrec_dyn\.initializers\.Initializer"),
     ("py:class", r"torchrec_dyn\.ranks\.table\.Table"),
+    ("py:class", r"torchrec_dyn\.migration\.stock_collections\._Model"),
 ]
 
 # The blocks of a page are one program.

@@ -45,7 +45,7 @@ def hash_strings(strings: Iterable[Any]) -> Tensor:
         place = next(n for n, one in enumerate(listed) if type(one) in wrong)
         raise ValueError(
             f"hash_strings: expected str or bytes, got {listed[place]!r} at place {place}. "
-            "Replace what is missing, and hash numbers as ids of their own: any int64 is an id."
+            "Replace what is missing; numbers need no hash, since any int64 is an id."
         )
     try:
         encoded = (one.encode() if isinstance(one, str) else one for one in listed)
