@@ -56,7 +56,7 @@ def collection_of(*options: dyn.DynamicTableConfig, kind: str = "ADAM") -> Any:
         EmbeddingBagConfig(
             name=f"t{n}",
             embedding_dim=4,
-            num_embeddings=LIMIT if _replaces(one) else 1000,
+            num_embeddings=LIMIT if _replaces(one) else 100_000,
             feature_names=[f"f{n}"],
         )
         for n, one in enumerate(options)
