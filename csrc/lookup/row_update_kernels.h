@@ -288,11 +288,20 @@ struct Verdict<Shape, true> {
   }
 };
 
+// At eight blocks nvcc 13.0 spills two registers of UpdateRows for compute capability 10.0, and for no other.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
+constexpr bool kSpillsAtEight = true;
+#else
+constexpr bool kSpillsAtEight = false;
+#endif
+
 // An item is a place of the sorted ids: the tile of the first place of a row updates the row.
 // kIsTrial: no row is written; it writes the divisors of all rows instead.
 template <typename T, typename Key, typename Shape, bool kIsTrial>
 struct UpdateRows {
-  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2);
+  static constexpr int kLanes = Shape::kLanes;
+  static constexpr int kBlocksAtOnce =
+      (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
   static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
   using Columns = TileColumns<Shape>;
   using Looked = Verdict<Shape, kIsTrial>;
