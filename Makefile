@@ -91,7 +91,7 @@ wheel: build
 	@$(call say_without_cuda,build/lib*/torchrec_dyn)
 
 # Also a source package. Both are installed by the guide's commands in fresh environments, where README's program runs:
-# three minutes for each Python on 2 quiet cores.
+# seven minutes for each Python where pip brings torch's build for CUDA. PYTHONS may be paths.
 PYTHONS ?= python3.10 python3.11 python3.12
 release: wheel
 	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("dist")'
