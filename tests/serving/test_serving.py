@@ -131,7 +131,7 @@ def test_tensors_that_are_not_contiguous_are_read_as_they_are(served, dtype):
     ("features", "message"),
     [
         (KeyedJaggedTensor(["f9"], torch.tensor([1]), lengths=torch.tensor([1])), "feature 'f_a'"),
-        (KeyedJaggedTensor(["f_a"], torch.tensor([1]).int(), lengths=torch.tensor([1])), "int64"),
+        (KeyedJaggedTensor(["f_a"], torch.tensor([1]).short(), lengths=torch.tensor([1])), "int64"),
         (KeyedJaggedTensor(["f_a"], torch.tensor([1]), lengths=torch.tensor([2])), "add up to the 1 ids"),
         (KeyedJaggedTensor(["f_a"], torch.tensor([1]), lengths=torch.tensor([2, -1])), "not negative"),
     ],
