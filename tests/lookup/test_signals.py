@@ -1,6 +1,5 @@
 """Real signals, and exceptions from other threads, at random moments: nothing is lost."""
 
-import gc
 import inspect
 import os
 import random
@@ -19,6 +18,7 @@ from interrupt_cases import (
     contents,
     is_same,
     make_tables,
+    only_new_garbage,
 )
 from real_interrupts import INTERRUPTS, at_alarm
 from torchrec import EmbeddingBagConfig
@@ -42,10 +42,8 @@ def one_thread(threads):
 
 @pytest.fixture(autouse=True, scope="module")
 def cheap_checks():
-    gc.collect()
-    gc.freeze()  # a check collects garbage
-    yield
-    gc.unfreeze()
+    with only_new_garbage():
+        yield
 
 
 class Moments:
