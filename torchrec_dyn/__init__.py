@@ -44,8 +44,10 @@ from torchrec_dyn.policies import (
 )
 from torchrec_dyn.string_ids import hash_strings
 from torchrec_dyn.whole_model import (
+    GradScaler,
     add_stats_hook,
     assign_rows,
+    clip_grad_norm_,
     erase_rows,
     log_stats,
     lookup_rows,
@@ -73,6 +75,7 @@ __all__ = [
     "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "GradScaler",
     "KaimingNormal",
     "KaimingUniform",
     "LeastFrequentlyUsed",
@@ -89,6 +92,7 @@ __all__ = [
     "add_stats_hook",
     "assign_rows",
     "checkpoint",
+    "clip_grad_norm_",
     "default_sharders",
     "erase_rows",
     "from_static",

@@ -132,6 +132,7 @@ class RowOptimizer:
     beta2: float = 0.999
     weight_decay: float = 0.0
     weight_decay_mode: int = 0
+    defer_updates: bool = False
 
     @property
     def rule(self) -> int:
@@ -184,6 +185,12 @@ class RowOptimizer:
                 chosen[key] = _number(key, value, where)
             elif key == "weight_decay_mode":
                 chosen[key] = _decay_mode(value, where)
+            elif key == "defer_updates":
+                if not isinstance(value, bool):
+                    raise ValueError(
+                        f"fused_params of {where}: expected defer_updates as True or False, got {value!r}."
+                    )
+                chosen[key] = value
             elif key == "stochastic_rounding":
                 if not value:
                     raise ValueError(
@@ -195,7 +202,7 @@ class RowOptimizer:
             elif key != "output_dtype":
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
-                    f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. "
+                    f"{', '.join(_NUMBERS)}, weight_decay_mode, defer_updates, output_dtype, got {key!r}. "
                     f"{_REMEDIES.get(key, 'Remove it.')}"
                 )
         if chosen.get("kind") == OptimizerKind.ADAMW:

@@ -110,13 +110,13 @@ class Foreign:
         (
             {"momentum": 0.9},
             "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
-            "weight_decay_mode, output_dtype, got 'momentum'. Remove it.",
+            "weight_decay_mode, defer_updates, output_dtype, got 'momentum'. Remove it.",
         ),
         *[
             (
                 {key: 1.0},
                 "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
-                f"weight_decay_mode, output_dtype, got {key!r}. {remedy}",
+                f"weight_decay_mode, defer_updates, output_dtype, got {key!r}. {remedy}",
             )
             for key, remedy in (
                 ("lr", "Write learning_rate."),

@@ -35,7 +35,7 @@ class Group(Protocol):
 
     def _check_backward(self, forward: Forward) -> None: ...
 
-    def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
+    def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Forward:
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
         noted: `tokens_of` the logs, after scoring recorded the rows as changed.
+        begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         early: the output, if it was pooled already.
         open_forward: open until the backward has run; None without a backward.
         is_done: True as soon as the backward has updated rows.
@@ -76,6 +77,7 @@ class Forward:
     is_done: bool = False
     kept: Tensor | None = None
     repeated: Forward | None = None
+    begins: Tensor | None = None
 
 
 def pool(forward: Forward, weights: Tensor | None) -> Tensor:
@@ -166,10 +168,10 @@ class LookupFunction(torch.autograd.Function):
         if forward.trained:
             try:
                 group.lock.is_changing = True
-                group._update(forward, grad, as_float(weights))
+                group._take_gradient(forward, grad, as_float(weights))
             finally:
                 group.lock.is_changing = False
-        if forward.open_forward is not None:
+        elif forward.open_forward is not None:
             forward.open_forward.close()
         forward.is_done = True
         return None, weights_grad, None
