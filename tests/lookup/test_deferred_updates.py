@@ -220,6 +220,26 @@ def test_batches_may_be_overwritten_after_backward() -> None:
     check_same(small, large)
 
 
+def test_rows_are_recorded_as_changed_at_the_step(tmp_path: Any) -> None:
+    """A marker between two batches of a step: the delta has the rows of the first batch, too."""
+    config = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
+    model = collection(True, config=config)
+
+    def forward(*ids: int) -> None:
+        lengths = torch.tensor([len(ids), 0, 0])
+        model(
+            KeyedJaggedTensor(FEATURES, torch.tensor(ids), lengths=lengths)
+        ).values().sum().backward()
+
+    forward(1, 2, 3)
+    marker, replica = dyn.checkpoint.mark(model), copy.deepcopy(model)
+    forward(3, 4)
+    model.fused_optimizer.step()
+    dyn.checkpoint.export_delta(model, tmp_path / "delta", since=marker)
+    dyn.checkpoint.apply_delta(replica, tmp_path / "delta")
+    check_same(replica, model)
+
+
 def test_no_row_of_the_step_is_evicted() -> None:
     """A table of 8 rows; the second micro-batch needs rows, which only older steps may give."""
     config = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())

@@ -32,7 +32,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips the gradients of a model by their norm over dense parameters and dynamic rows together.
 
-    As `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm of all
+    Like `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm of all
     gradients is above `max_norm`, all are multiplied by `max_norm / (norm + 1e-6)`. The gradient of a dynamic
     row is the sum that its optimizer would take, also over micro-batches. Each row counts once, on the rank
     that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks and
