@@ -510,7 +510,7 @@ def test_importing_leaves_cuda_alone():
 # Above 500 lines think whether a file holds one idea; above 800 it does not.
 MOST_LINES = {
     "torchrec_dyn/**/*.py": 800,
-    "torchrec_dyn/**/__init__.py": 110,
+    "torchrec_dyn/**/__init__.py": 130,
     "csrc/**/*.*": 800,
     "tests/**/*.py": 800,
     "examples/**/*.py": 500,
