@@ -33,6 +33,10 @@ class Group(Protocol):
     def is_mean(self) -> bool:
         """True if each bag is divided by its length."""
 
+    @property
+    def max_gradient(self) -> float | None:
+        """The limit of the gradient of the outputs; None if it has none."""
+
     def _check_backward(self, forward: Forward) -> None: ...
 
     def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
@@ -153,6 +157,9 @@ class LookupFunction(torch.autograd.Function):
         if forward.repeated is None or wants_grad:
             group._check_backward(of_rows)
         grad = grad.to(torch.float32).contiguous()
+        limit = group.max_gradient
+        if limit is not None:
+            grad = grad.clamp(-limit, limit)
         weights_grad = None
         if wants_grad:
             assert weights is not None

@@ -116,6 +116,12 @@ class TableGroup:
         return self._bag_layout.is_mean
 
     @property
+    def max_gradient(self) -> float | None:
+        """The limit of the gradient of the outputs; None if it has none."""
+        optimizer = self.tables[0].optimizer
+        return optimizer.max_gradient if optimizer.gradient_clipping else None
+
+    @property
     def device(self) -> torch.device:
         """The device of the tables."""
         return self.tables[0].weights.device
