@@ -147,6 +147,10 @@ struct UpdateRule {
     if (optimizer == Optimizer::kRowwiseAdagrad) return named<RowwiseAdagradHyper>().max_norm > 0.0f;
     return optimizer == Optimizer::kLamb || optimizer == Optimizer::kPartialRowwiseLamb;
   }
+  // The update of rules that are not common stands apart: it would make that of the others longer.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool is_common() const {
+    return optimizer <= Optimizer::kPartialRowwiseAdam && !has_ratio();
+  }
   // The factor of these weights in the square.
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float square_decay() const { return named<RowwiseAdagradHyper>().weight_decay; }
 
@@ -265,11 +269,11 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float ratio_of(const UpdateRule& rule, flo
   return norm > 0.0f && weight_norm > 0.0f ? weight_norm / norm : 1.0f;
 }
 
-// Updates one row. `square`: row_square of the same g and w. `ratio`: of a rule that has_ratio; 1 for others.
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
-                                                      float square, float ratio, const float* __restrict__ g,
-                                                      float* __restrict__ w, float* __restrict__ m1,
-                                                      float* __restrict__ m2, int64_t n) {
+// Updates one row by a rule that is_common. `square`: row_square of the same g and w.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                             float square, const float* __restrict__ g,
+                                                             float* __restrict__ w, float* __restrict__ m1,
+                                                             float* __restrict__ m2, int64_t n) {
   switch (rule.optimizer) {
     case Optimizer::kSgd: {
       const auto hyper = rule.named<SgdHyper>();
@@ -289,8 +293,6 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
       m1[0] += square;
       const RowwiseFactors factors(hyper, m1[0]);
       for (int64_t c = 0; c < n; ++c) w[c] = factors.keep * w[c] - factors.multiplier * g[c];
-      if (ratio != 1.0f)
-        for (int64_t c = 0; c < n; ++c) w[c] *= ratio;
       return;
     }
     case Optimizer::kAdam: {
@@ -311,6 +313,23 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
         m1[c] = hyper.beta1 * m1[c] + (1.0f - hyper.beta1) * g[c];
         w[c] -= hyper.learning_rate * (m1[c] / correction.first / denominator + hyper.weight_decay * w[c]);
       }
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                           float square, float ratio, const float* __restrict__ g,
+                                                           float* __restrict__ w, float* __restrict__ m1,
+                                                           float* __restrict__ m2, int64_t n) {
+  switch (rule.optimizer) {
+    case Optimizer::kRowwiseAdagrad: {
+      m1[0] += square;
+      const RowwiseFactors factors(rule.named<RowwiseAdagradHyper>(), m1[0]);
+      for (int64_t c = 0; c < n; ++c) w[c] = ratio * (factors.keep * w[c] - factors.multiplier * g[c]);
       return;
     }
     case Optimizer::kFtrl: {
@@ -346,7 +365,20 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
       }
       return;
     }
+    default:
+      return;
   }
+}
+
+// Updates one row by any rule.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                      float square, float ratio, const float* __restrict__ g,
+                                                      float* __restrict__ w, float* __restrict__ m1,
+                                                      float* __restrict__ m2, int64_t n) {
+  if (rule.is_common())
+    update_common_row(rule, correction, square, g, w, m1, m2, n);
+  else
+    update_rare_row(rule, correction, square, ratio, g, w, m1, m2, n);
 }
 
 }  // namespace torchrec_dyn

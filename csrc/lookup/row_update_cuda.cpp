@@ -149,6 +149,13 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
     if (may_fail) simt::launch(call.stream(), 1, RefuseNonfinite{ids.wrong});
     divisors = tried;
   }
+  if (!read.rule.is_common()) {
+    simt::launch_tiles(call.stream(), n,
+                       UpdateRows<T, Key, AnyTile, Visit::kUpdateByAny>{grads(AnyTile{}), sent.tables, read.rule, facts,
+                                                                        facts.is_rowwise(), !read.marks.empty(),
+                                                                        all_ids, divisors, nullptr, ratios});
+    return;
+  }
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
     simt::launch_tiles(
         call.stream(), n,

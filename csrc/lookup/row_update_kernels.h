@@ -263,12 +263,12 @@ struct UpdatedRow {
   uint32_t number;
   T* weights;
   float* state;
-  float ratio;
 };
 
-// What tiles do with rows: they update them; they look whether an update would be finite, and write the divisors of all
-// rows; or they find the ratios of all rows. Only an update writes rows.
-enum class Visit { kUpdate, kTry, kMeasure };
+// What tiles do with rows: they update them by a common rule, or by any rule; they look whether an update would be
+// finite, and write the divisors of all rows; or they find the ratios of all rows. Only updates write rows. The kernels
+// of common rules have no code for others: with it nvcc would not keep the reads of a row together.
+enum class Visit { kUpdate, kUpdateByAny, kTry, kMeasure };
 
 // What a tile finds out of a row.
 template <typename Shape, Visit kVisit>
@@ -343,7 +343,7 @@ struct UpdateRows {
     const TileTable<T>& table = tables[t];
     const TableHead<T> head = TileTable<T>::head_of(&table);
     const auto number = static_cast<uint32_t>(key - static_cast<Key>(head.first_key));
-    UpdatedRow<T> row{table, number, nullptr, nullptr, 1.0f};
+    UpdatedRow<T> row{table, number, nullptr, nullptr};
     if (head.weights != nullptr && head.row_state != nullptr) {
       row.weights = head.weights + wide_product(number, head.columns);
       row.state = head.row_state + number;
@@ -353,11 +353,9 @@ struct UpdateRows {
     }
     if constexpr (kVisit == Visit::kTry)
       if (batch.tables[t].nonfinite == nullptr) return write_tried(k, false);
-    if constexpr (kVisit != Visit::kMeasure)
-      if (ratios != nullptr) row.ratio = ratios[k];
     float scale = head.grad_scale;
     if (divisors != nullptr) {
-      if (kVisit == Visit::kUpdate && divisors[k] == 0) return;
+      if (kVisit != Visit::kTry && divisors[k] == 0) return;
       scale /= static_cast<float>(divisors[k]);
     }
     const Slice<Shape> slice{0, head.columns};
@@ -468,13 +466,17 @@ struct UpdateRows {
     simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
     simt::each_lane<kLanes>([&](int lane) {
       LaneColumns<Shape> updated = weights[lane];
-      update_row(rule, row.table.correction, square, row.ratio, sums[lane].numbers, updated.numbers,
-                 momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+      if constexpr (kVisit == Visit::kUpdate)
+        update_common_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers,
+                          momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+      else
+        update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
+                   updated.numbers, momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
       if constexpr (kVisit == Visit::kTry) {
         look_at_weights(row, own, updated.numbers, slice, lane, looked);
         look_at_state(facts.momentum1, momentum1[lane].numbers, lane, slice, looked);
         look_at_state(facts.momentum2, momentum2[lane].numbers, lane, slice, looked);
-      } else if constexpr (kVisit == Visit::kUpdate) {
+      } else {
         store_weights(row, own, updated.numbers, slice, lane);
         store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
         store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);

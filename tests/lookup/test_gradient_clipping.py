@@ -20,22 +20,24 @@ MODES = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN, "none": PoolingMode.N
 
 
 def table_of(columns=12, **options):
-    rule = RowOptimizer(OptimizerKind.EXACT_ADAGRAD, 0.07, eps=1e-6, **options)
+    rule = RowOptimizer(OptimizerKind.EXACT_SGD, 0.07, **options)
     table = make_table(optimizer=rule, embedding_dim=columns, initializer=Normal(0.0, 0.5))
     table.find_or_insert(POOL)
     return table
 
 
-@pytest.mark.parametrize("pooling", MODES)
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_steps_are_fbgemms(pooling, is_weighted):
-    """The gradient of the bag weights is that of the clamped gradient, too."""
+@pytest.mark.parametrize("mode", ["sum", "mean", "none", "weighted"])
+def test_steps_are_fbgemms(mode):
+    """The gradient of the bag weights is that of the clamped gradient, too.
+
+    Not compared is MEAN with weights: FBGEMM's backward on the CPU does not divide it by the length.
+    """
+    pooling, is_weighted = ("sum", True) if mode == "weighted" else (mode, False)
     table = table_of(gradient_clipping=True, max_gradient=0.3)
     static = SplitTableBatchedEmbeddingBagsCodegen(
         [(40, 12, EmbeddingLocation.HOST, ComputeDevice.CPU)],
-        optimizer=EmbOptimType.EXACT_ADAGRAD,
+        optimizer=EmbOptimType.EXACT_SGD,
         learning_rate=0.07,
-        eps=1e-6,
         pooling_mode=MODES[pooling],
         gradient_clipping=True,
         max_gradient=0.3,
@@ -44,19 +46,16 @@ def test_steps_are_fbgemms(pooling, is_weighted):
     group = make_group(table, pooling=pooling)
     for step in range(4):
         ids, offsets = random_bags(50 + step, bags=12, longest=9, pool=40)
-        given = torch.rand(2, ids.numel()) if is_weighted and pooling != "none" else None
-        weights = (
-            [None, None]
-            if given is None
-            else [one.requires_grad_() for one in given[:1].repeat(2, 1)]
-        )
+        given = torch.rand(ids.numel())
+        weights = [given.clone().requires_grad_() if is_weighted else None for _ in range(2)]
         ours = group(ids, offsets, weights[0], training=True)
         theirs = static((ids + 1000) // 7919, offsets, weights[1])
         upstream = torch.randn(ours.shape)
+        kept = upstream.clone()
         ours.backward(upstream)
+        assert torch.equal(upstream, kept)
         theirs.backward(upstream)
-        assert upstream.abs().max() > 2  # neither clamps the caller's tensor
-        if given is not None:
+        if is_weighted:
             torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(
         table.lookup(POOL)[0], static.split_embedding_weights()[0], rtol=1e-4, atol=1e-5
@@ -82,4 +81,4 @@ def test_infinite_gradients_are_clamped_and_nan_is_kept():
     output.backward(torch.tensor([[float("inf"), float("nan"), -9.0]]))
     (moved,) = table.lookup(POOL[:1])[0] - before
     assert moved[1].isnan()
-    torch.testing.assert_close(moved[[0, 2]], torch.tensor([-0.07, 0.07]))
+    torch.testing.assert_close(moved[[0, 2]], torch.tensor([-0.14, 0.14]))

@@ -89,7 +89,7 @@ def ftrl(hyper: dict[str, Any], rows: tuple[np.ndarray, ...]) -> tuple[np.ndarra
     g, w, accumulator, linear = rows
     lr, l1, l2 = (hyper[name] for name in ("learning_rate", "l1", "l2"))
     total = accumulator + g * g
-    linear = linear + g - (np.sqrt(total) - np.sqrt(accumulator)) / lr * w
+    linear = linear + (g - (np.sqrt(total) - np.sqrt(accumulator)) / lr * w)
     quadratic = np.sqrt(total) / lr + type(lr)(2) * l2
     is_zero = (np.abs(linear) <= l1) | (quadratic == 0)
     kept = (np.sign(linear) * l1 - linear) / np.where(is_zero, type(lr)(1), quadratic)
