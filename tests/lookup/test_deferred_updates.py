@@ -31,11 +31,12 @@ def collection(defers: bool, **options: Any) -> Any:
     pooling = options.pop("pooling", PoolingType.SUM)
     dtype = DataType[options.pop("dtype", "FP32")]
     optimizer = options.pop("optimizer", "EXACT_ADAGRAD")
+    more = options.pop("fused", {})
     config = options.pop("config", dyn.DynamicTableConfig())
     limit = options.pop("limit", 1000)
     kinds = {"a": (["f", "g"], 8), "b": (["h"], 4 if pooling else 8)}
     shared = {"num_embeddings": limit, "data_type": dtype}
-    fused = {"optimizer": optimizer, "learning_rate": 0.1, "defer_updates": defers}
+    fused = {"optimizer": optimizer, "learning_rate": 0.1, "defer_updates": defers, **more}
     if pooling is None:
         configs = [
             EmbeddingConfig(name=name, feature_names=features, embedding_dim=width, **shared)
@@ -109,6 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mean of float16": {"pooling": PoolingType.MEAN, "dtype": "FP16", "optimizer": "ADAM"},
     "weighted": {"is_weighted": True, "optimizer": "PARTIAL_ROWWISE_ADAM"},
     "sequences": {"pooling": None, "optimizer": "EXACT_ROWWISE_ADAGRAD"},
+    "clamped": {"fused": {"gradient_clipping": True, "max_gradient": 0.5}},
     "counted": {"config": dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())},
 }
 
@@ -456,6 +458,27 @@ def test_scaled_steps_are_those_of_torch() -> None:
         assert scaler.get_scale() == of_torch.get_scale()
         assert torch.equal(states(dynamic.tables)[0]["weight"], before) == (step in (2, 3))
         check_close(dynamic, static)
+
+
+def test_clamps_after_the_scale_is_taken_off() -> None:
+    """A clamp of scaled gradients would train other rows, and hide that they are infinite."""
+    clamp = {"gradient_clipping": True, "max_gradient": 0.5}
+    torch.manual_seed(7)
+    plain, scaled = (collection(True, fused=clamp) for _ in range(2))
+    scaler = dyn.GradScaler(scaled, "cpu", init_scale=64.0)
+    for factor in (1.0, math.inf, 1.0):
+        batch = features_of([part(5)])
+        plain.fused_optimizer.zero_grad(), scaled.fused_optimizer.zero_grad()
+        scaler.scale((scaled(batch).values() * factor).sum()).backward()
+        if factor == 1.0:
+            plain(batch).values().sum().backward()
+        else:
+            plain(batch)
+        plain.fused_optimizer.step(), scaler.step(scaled.fused_optimizer)
+        scaler.update()
+        for one, other in zip(states(plain), states(scaled), strict=True):
+            assert torch.equal(one["weight"], other["weight"])
+    assert scaler.get_scale() == 32.0
 
 
 def test_scalers_that_do_not_know_rows_are_errors() -> None:

@@ -107,10 +107,12 @@ class DeferredUpdates:
         """Returns True if all gradients of outputs are finite."""
         return all(bool(update.grad.isfinite().all()) for update in self.updates)
 
-    def joined(self, layout: BagLayout) -> Update:
-        """Returns all updates as one; there is at least one."""
-        last = self.updates[-1]
+    def joined(self, layout: BagLayout, limit: float | None) -> Update:
+        """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""
         updates = self.updates
+        if limit is not None:
+            updates = [_replaced(one, grad=one.grad.clamp(-limit, limit)) for one in updates]
+        last = updates[-1]
         scales = [scale * self.scale for scale in last.reduction.scales]
         for update in updates:
             keep_in_use(update.grad, update.ids, update.rows, update.weights)

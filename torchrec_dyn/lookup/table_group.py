@@ -120,6 +120,12 @@ class TableGroup:
         return self._bag_layout.is_mean
 
     @property
+    def max_gradient(self) -> float | None:
+        """The limit of the gradient of the outputs; None if it has none."""
+        optimizer = self.tables[0].optimizer
+        return optimizer.max_gradient if optimizer.gradient_clipping else None
+
+    @property
     def device(self) -> torch.device:
         """The device of the tables."""
         return self.tables[0].weights.device
@@ -473,7 +479,7 @@ class TableGroup:
         generations = self._current().generations
         if any(update.generations != generations for update in deferred.updates):
             raise self._changed_before_step()
-        self._write(deferred.joined(self._bag_layout))
+        self._write(deferred.joined(self._bag_layout, self.max_gradient))
         for update in deferred.updates:
             if update.open_forward is not None:
                 update.open_forward.close()
@@ -507,7 +513,9 @@ class TableGroup:
         if self.deferred is None or not self.deferred.updates:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         columns = [table.columns for table in self.tables]
-        return norm(self.deferred.joined(self._bag_layout), columns, self.is_mean, power)
+        return norm(
+            self.deferred.joined(self._bag_layout, self.max_gradient), columns, self.is_mean, power
+        )
 
     @locked
     @changes

@@ -121,6 +121,8 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     rule = {"lr": float(group["lr"])}
     if trainer.kind == OptimizerKind.ADAMW:
         rule["weight_decay"] = 0.0  # the default of ADAMW is not 0
+    if group.get("initial_accumulator_value"):
+        rule["initial_accumulator_value"] = float(group["initial_accumulator_value"])
     if "eps" in group:
         rule["eps"] = float(group["eps"])
     if "betas" in group:

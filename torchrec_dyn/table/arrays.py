@@ -140,7 +140,8 @@ class TableArrays:
 
     def start_as(self, initializer: Initializer) -> None:
         """Sets the initializer of fresh rows."""
-        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
+        states = self.optimizer.initial_states
+        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column, states)
         self.initializer, self.initial_rows = initializer, rows
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
