@@ -42,6 +42,7 @@ from torchrec_dyn.policies import (
     LeastRecentlyUsed,
     Never,
 )
+from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, State
 from torchrec_dyn.string_ids import hash_strings
 from torchrec_dyn.whole_model import (
     GradScaler,
@@ -78,13 +79,17 @@ __all__ = [
     "GradScaler",
     "KaimingNormal",
     "KaimingUniform",
+    "LarsSGD",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "Lion",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
+    "RowRule",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
+    "State",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrec_dyn.row_rules import RowRule, State
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW and FTRL."""
+    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW, FTRL, and OWN for a `RowRule`."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -30,6 +32,7 @@ class OptimizerKind(enum.IntEnum):
     FTRL = 6
     LAMB = 7
     PARTIAL_ROWWISE_LAMB = 8
+    OWN = 9
 
 
 class Rule(NamedTuple):
@@ -136,6 +139,7 @@ class RowOptimizer:
         l1: of FTRL, as l2: the strengths of its regularization.
         max_norm: the greatest norm of the columns of a row that a table holds, after its update; 0: any.
         gradient_clipping: True to clamp the gradient of the outputs to [-max_gradient, max_gradient].
+        own: the rule in Python of the kind OWN.
         defer_updates: True if `step()` of the fused optimizer updates the rows, not backward.
     """
 
@@ -153,6 +157,7 @@ class RowOptimizer:
     gradient_clipping: bool = False
     max_gradient: float = 1.0
     defer_updates: bool = False
+    own: RowRule | None = None
 
     @property
     def rule(self) -> int:
@@ -160,20 +165,41 @@ class RowOptimizer:
         return RULES[self.kind].number
 
     @property
+    def saved_name(self) -> str:
+        """The name in checkpoints. Optimizers of one name have the same states."""
+        if self.own is None:
+            return self.kind.name.lower()
+        states = (
+            f"{name} ({'a number per row' if state.rowwise else 'a number per column'})"
+            for name, state in self.own.states.items()
+        )
+        return f"{self.own.name} with {', '.join(states) or 'no state'}"
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """FBGEMM's names of the optimizer states."""
-        return RULES[self.kind].states
+        return self._rule.states
 
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
         """For each of `state_names`: True if it has one number per row, False if one number per column."""
-        rule = RULES[self.kind]
+        rule = self._rule
         return tuple(name in rule.rowwise for name in rule.states)
+
+    @property
+    def _rule(self) -> Rule:
+        if self.own is None:
+            return RULES[self.kind]
+        own = dict(zip(STATE_NAMES, self.own.states.values(), strict=False))
+        rowwise = tuple(name for name, state in own.items() if state.rowwise)
+        return Rule(-1, (), tuple(own), rowwise, counts_steps=True)
 
     @property
     def initial_states(self) -> tuple[float, ...]:
         """For each of `state_names`: the number that a new row has in each column."""
-        rule = RULES[self.kind]
+        if self.own is not None:
+            return tuple(state.initial for state in self.own.states.values())
+        rule = self._rule
         return tuple(
             self.initial_accumulator_value if name in rule.sums else 0.0 for name in rule.states
         )
@@ -181,7 +207,7 @@ class RowOptimizer:
     @property
     def counts_steps(self) -> bool:
         """True if updates depend on the number of training steps so far."""
-        return RULES[self.kind].counts_steps
+        return self._rule.counts_steps
 
     def state_columns(self, columns: int) -> tuple[int, ...]:
         """Returns the width of each optimizer state for rows of `columns` columns."""
@@ -189,7 +215,7 @@ class RowOptimizer:
 
     def hyper(self, learning_rate: float) -> list[float]:
         """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
-        names = RULES[self.kind].hyper
+        names = self._rule.hyper
         return [learning_rate, *(float(getattr(self, name)) for name in names)]
 
     @classmethod
@@ -197,8 +223,8 @@ class RowOptimizer:
         """Returns the rule and hyper-parameters of TorchRec's `fused_params`.
 
         Args:
-            fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind; the
-                hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
+            fused_params: `optimizer` as an FBGEMM EmbOptimType, the name of an OptimizerKind or a RowRule;
+                the hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
                 placement of a table, which are ignored with a log line.
             where: owner of the parameters for error messages, e.g. "table 'user'".
 
@@ -207,7 +233,9 @@ class RowOptimizer:
         """
         chosen: dict[str, Any] = {}
         for key, value in fused_params.items():
-            if key == "optimizer":
+            if key == "optimizer" and isinstance(value, RowRule):
+                chosen["kind"], chosen["own"] = OptimizerKind.OWN, _checked_rule(value, where)
+            elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
             elif key in _NUMBERS:
                 chosen[key] = _number(key, value, where)
@@ -231,6 +259,7 @@ class RowOptimizer:
                 )
         chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
+        optimizer._check_own(chosen, where)
         optimizer._check_decay(where)
         optimizer._check_eps(where)
         optimizer._check_options(where)
@@ -241,8 +270,18 @@ class RowOptimizer:
             )
         return optimizer
 
+    def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
+        others = set(chosen) - {
+            *("kind", "own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
+        }
+        if self.own is not None and others:
+            raise ValueError(
+                f"fused_params of {where}: expected the hyper-parameters of {self.own!r} in its constructor, "
+                f"got {', '.join(sorted(others))}. Remove them from fused_params."
+            )
+
     def _check_options(self, where: str) -> None:
-        rule = RULES[self.kind]
+        rule = self._rule
         for key in ("initial_accumulator_value", "l1", "l2", "max_norm"):
             value = getattr(self, key)
             has_it = key in rule.hyper or (key == "initial_accumulator_value" and rule.sums)
@@ -259,7 +298,7 @@ class RowOptimizer:
 
     def _check_eps(self, where: str) -> None:
         # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
-        if "eps" in RULES[self.kind].hyper and self.eps < _LEAST_EPS:
+        if "eps" in self._rule.hyper and self.eps < _LEAST_EPS:
             raise ValueError(
                 f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
                 f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
@@ -274,7 +313,7 @@ class RowOptimizer:
             )
         if self.weight_decay == 0.0:
             return
-        if "weight_decay" not in RULES[self.kind].hyper:
+        if "weight_decay" not in self._rule.hyper:
             raise ValueError(
                 f"fused_params of {where}: expected weight_decay = 0 with {self.kind.name}, whose "
                 f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAMW."
@@ -286,15 +325,37 @@ class RowOptimizer:
             )
 
 
+_BY_NAME = {kind.name: kind for kind in RULES}
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
+def _checked_rule(rule: RowRule, where: str) -> RowRule:
+    states = rule.states
+    if not rule.name or not isinstance(rule.name, str) or len(states) > len(STATE_NAMES):
+        raise ValueError(
+            f"fused_params of {where}: expected a RowRule with a name and at most {len(STATE_NAMES)} states, "
+            f"got {type(rule).__name__} with the name {rule.name!r} and {len(states)} states."
+        )
+    wrong = [name for name, state in states.items() if not isinstance(state, State)]
+    if wrong or not all(math.isfinite(state.initial) for state in states.values()):
+        raise ValueError(
+            f"fused_params of {where}: expected a finite State(rowwise, initial) for each state of "
+            f"{type(rule).__name__}, got {dict(states)}."
+        )
+    return rule
+
+
 def _kind(value: Any, where: str) -> OptimizerKind:
+    if isinstance(value, type) and issubclass(value, RowRule):
+        raise ValueError(
+            f"fused_params of {where}: expected an object of {value.__name__}, got the class. Write "
+            f"{value.__name__}(...)."
+        )
     name = value if isinstance(value, str) else getattr(value, "name", str(value))
     try:
-        return OptimizerKind[name.upper()]
+        return _BY_NAME[name.upper()]
     except KeyError:
-        supported = ", ".join(kind.name for kind in OptimizerKind)
+        supported = ", ".join(_BY_NAME)
         raise ValueError(
             f"fused_params of {where}: expected an optimizer among {supported}, got {name}."
         ) from None

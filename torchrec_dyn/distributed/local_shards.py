@@ -316,7 +316,7 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
     state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
-    if table.shards and source.optimizer.kind != table.optimizer.kind:
+    if table.shards and source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
     mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
     if "waiting" in state and mask is not None:

@@ -20,14 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
-from torchrec_dyn.lookup.table_lists import TrainedTables, blocks_of
-from torchrec_dyn.optimizers import RULES, OptimizerKind
-from torchrec_dyn.storage import OpenForward, RowStore, keep_in_use
-
-_NUMBERS_AT_ONCE = 1 << 22  # float64 copies of them are made for a norm
+from torchrec_dyn.lookup.table_lists import TrainedTables
+from torchrec_dyn.storage import OpenForward, keep_in_use
 
 
 @dataclass
@@ -161,43 +157,3 @@ def _joined(
             for one, update in zip(of_updates, updates, strict=True)
         ]
     )
-
-
-def norm(update: Update, columns: Sequence[int], is_mean: bool, power: float) -> Tensor:
-    """Returns the norm of the row gradients of an update, [] float64 on its device.
-
-    The gradient of a row is the sum that the optimizer would take. Needs memory for these sums: 4 bytes for
-    each column of each distinct row, of one table group at a time.
-
-    columns [T], the width of each table; `power` above 0, or infinity.
-    """
-    device = update.grad.device
-    ends = update.bags.table_offsets.tolist()
-    numbers: list[Tensor] = []
-    stores: list[RowStore] = []
-    for width, begin, end in zip(columns, ends, ends[1:], strict=False):
-        # -1 is the first of the distinct rows, so that it becomes -1 again.
-        rows = torch.cat([update.rows.new_full((1,), -1), update.rows[begin:end]])
-        distinct, places = rows.unique(return_inverse=True)
-        numbers.append(places[1:] - 1)
-        shift = max(4, (distinct.numel() - 1).bit_length())
-        store = RowStore(width, shift, torch.float32, device)
-        store.reserve(distinct.numel() - 1)
-        for block in store.blocks:
-            block.zero_()
-        stores.append(store)
-    sums = blocks_of(stores)
-    # The rule of SGD at learning rate -1 adds up gradients, in the order of every update.
-    rule, learning_rate = RULES[OptimizerKind.EXACT_SGD].number, -1.0
-    ops.update_rows_(
-        update.grad, update.ids, torch.cat([update.rows[:0], *numbers]), update.bags.offsets,
-        update.weights, sums.weights, [], [], sums.layout, update.bags.segments, update.streams,
-        is_mean, rule, [learning_rate], update.reduction.scales, update.reduction.senders, (), None, [], [],
-    )  # fmt: skip
-    parts = [
-        torch.linalg.vector_norm(part, power, dtype=torch.float64)
-        for block in sums.weights
-        for part in block.flatten().split(_NUMBERS_AT_ONCE)
-    ]
-    nothing = update.grad.new_zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack([nothing, *parts]), power)

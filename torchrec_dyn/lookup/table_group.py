@@ -29,6 +29,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch import Batch, TakenStep
-from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update, norm
+from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.lookup_function import (
@@ -49,6 +50,8 @@ from torchrec_dyn.lookup.lookup_function import (
 )
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
 from torchrec_dyn.lookup.recomputation import Checkpoints, again, checkpoints_around
+from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
+from torchrec_dyn.lookup.rule_update import update_by_rule
 from torchrec_dyn.lookup.table_lists import (
     TableLists,
     TrainedTables,
@@ -68,7 +71,9 @@ from torchrec_dyn.storage import (
     keep_in_use,
     locked,
     marks_of_update,
+    note_changed,
     read,
+    run_to_end,
     tokens_of,
 )
 from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
@@ -512,10 +517,12 @@ class TableGroup:
         """Returns the norm of the deferred row gradients, [] float64; `power` above 0, or infinity."""
         if self.deferred is None or not self.deferred.updates:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        columns = [table.columns for table in self.tables]
-        return norm(
-            self.deferred.joined(self._bag_layout, self.max_gradient), columns, self.is_mean, power
+        return norm_of(
+            self._row_sums(self.deferred.joined(self._bag_layout, self.max_gradient)), power
         )
+
+    def _row_sums(self, update: Update) -> list[RowSums]:
+        return row_sums(update, [table.columns for table in self.tables], self.is_mean)
 
     @locked
     @changes
@@ -549,10 +556,19 @@ class TableGroup:
         else:  # tables were frozen in between, or are in another group
             for table in update.trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
+        optimizer = self.tables[0].optimizer
+        if optimizer.own is not None:
+            sums = self._row_sums(update)
+            written = update_by_rule(
+                optimizer.own, self.tables, sums, update.streams, self.learning_rate
+            )
+            log = partial(note_changed, self._logs(), update.rows, bags.table_offsets)
+            run_to_end(lambda _: log(), *written)
+            return
         listed_marks = (
             marks_of_update(self._logs(), update.noted) if lists.has_changes else ((), None)
         )
-        optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
+        listed, states = lists.blocks.rows()
         ops.update_rows_(
             update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights,
             states[0], states[1], listed.layout, bags.segments, update.streams,
