@@ -31,8 +31,8 @@ class Adagrad(dyn.RowRule):
         self.eps = eps
 
     def update(self, rows, grads, states, learning_rate, step):
-        squares = states["sum_of_squares"].add_(grads.square())
-        rows.sub_(learning_rate * grads / (squares.sqrt() + self.eps))
+        squares = states["sum_of_squares"].addcmul_(grads, grads)
+        rows.addcdiv_(grads, squares.sqrt().add_(self.eps), value=-learning_rate)
 
 
 class Spoils(dyn.RowRule):
