@@ -77,6 +77,8 @@ def test_training_goes_on(make: Callable[..., nn.Module], kind: str, how: str) -
         train(made.train(), features, None)
     tables = made.local_tables()
     assert {table.optimizer.kind.name for table in tables.values()} == {kind}
+    begun = {table.optimizer.initial_accumulator_value for table in tables.values()}
+    assert begun == {0.1 if kind == "EXACT_ADAGRAD" else 0.0}  # of ids to come
     assert {table.step for table in tables.values()} == {4 if kind == "EXACT_SGD" else 7}
     assert_same_rows(made, static, exact=False)
 
