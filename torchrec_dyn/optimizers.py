@@ -21,7 +21,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW, FTRL, and OWN for a `RowRule`."""
+    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW and FTRL."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -32,7 +32,6 @@ class OptimizerKind(enum.IntEnum):
     FTRL = 6
     LAMB = 7
     PARTIAL_ROWWISE_LAMB = 8
-    OWN = 9
 
 
 class Rule(NamedTuple):
@@ -139,7 +138,7 @@ class RowOptimizer:
         l1: of FTRL, as l2: the strengths of its regularization.
         max_norm: the greatest norm of the columns of a row that a table holds, after its update; 0: any.
         gradient_clipping: True to clamp the gradient of the outputs to [-max_gradient, max_gradient].
-        own: the rule in Python of the kind OWN.
+        own: a rule in Python. The core only adds up gradients for it, by EXACT_SGD, which is then `kind`.
         defer_updates: True if `step()` of the fused optimizer updates the rows, not backward.
     """
 
@@ -234,7 +233,7 @@ class RowOptimizer:
         chosen: dict[str, Any] = {}
         for key, value in fused_params.items():
             if key == "optimizer" and isinstance(value, RowRule):
-                chosen["kind"], chosen["own"] = OptimizerKind.OWN, _checked_rule(value, where)
+                chosen["own"] = _checked_rule(value, where)
             elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
             elif key in _NUMBERS:
@@ -272,7 +271,7 @@ class RowOptimizer:
 
     def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
         others = set(chosen) - {
-            *("kind", "own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
+            *("own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
         }
         if self.own is not None and others:
             raise ValueError(
@@ -325,7 +324,6 @@ class RowOptimizer:
             )
 
 
-_BY_NAME = {kind.name: kind for kind in RULES}
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
@@ -353,9 +351,9 @@ def _kind(value: Any, where: str) -> OptimizerKind:
         )
     name = value if isinstance(value, str) else getattr(value, "name", str(value))
     try:
-        return _BY_NAME[name.upper()]
+        return OptimizerKind[name.upper()]
     except KeyError:
-        supported = ", ".join(_BY_NAME)
+        supported = ", ".join(kind.name for kind in OptimizerKind)
         raise ValueError(
             f"fused_params of {where}: expected an optimizer among {supported}, got {name}."
         ) from None

@@ -6,6 +6,7 @@ You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017 (L
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ class State:
     initial: float = 0.0
 
 
-class RowRule:
+class RowRule(ABC):
     """An update rule of rows in Python. Subclass it, and give an object as `fused_params["optimizer"]`.
 
     A checkpoint has the name of the rule and of its states, never the class: a load into a model with another
@@ -42,6 +43,7 @@ class RowRule:
     name: ClassVar[str] = ""
     states: ClassVar[Mapping[str, State]] = {}
 
+    @abstractmethod
     def update(
         self,
         rows: Tensor,
@@ -63,7 +65,6 @@ class RowRule:
             learning_rate: the present one.
             step: number of training steps of the table, from 1.
         """
-        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)

@@ -216,8 +216,8 @@ def test_changes_are_recorded(tmp_path: Any) -> None:
 
 
 def test_errors_of_rules() -> None:
-    class Nameless(dyn.RowRule):
-        pass
+    class Nameless(Spoils):
+        name = ""
 
     for rule, text in (
         (dyn.Lion, "expected an object of Lion, got the class"),

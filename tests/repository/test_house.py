@@ -31,9 +31,9 @@ GROUND = (
     "initializers",
     "policies",
     "config",
+    "row_rules",
     "optimizers",
     "compilers",
-    "row_rules",
     "string_ids",
 )
 ENTRANCES = ("__init__", "__main__")  # of the package: above all rooms

@@ -65,19 +65,12 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
         lines.append([len(blocks), len(of_room), _SHIFT, width])
         blocks += of_room
         sums.append(RowSums(ids[of_table], distinct[of_table], room[:count]))
-    add_rows(update, numbers, blocks, host_numbers(lines), is_mean)
-    return sums
-
-
-def add_rows(
-    update: Update, rows: Tensor, blocks: list[Tensor], layout: Tensor, is_mean: bool
-) -> None:
-    """Adds the gradients of an update to rows [N] int64 of blocks, in the order of every update."""
     ops.update_rows_(
-        update.grad, update.ids, rows, update.bags.offsets, update.weights, blocks, [], [], layout,
-        update.bags.segments, update.streams, is_mean, *_ADD_UP,
+        update.grad, update.ids, numbers, update.bags.offsets, update.weights, blocks, [], [],
+        host_numbers(lines), update.bags.segments, update.streams, is_mean, *_ADD_UP,
         update.reduction.scales, update.reduction.senders, (), None, [], [],
     )  # fmt: skip
+    return sums
 
 
 def norm_of(sums: Sequence[RowSums], power: float) -> Tensor:

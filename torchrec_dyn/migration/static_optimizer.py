@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from torchrec_dyn.modules import matching_optimizer
-from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 # FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.
 MOMENTS = {
@@ -110,7 +110,7 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     name = type(trainer.optimizer).__name__
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
     if trainer.kind is None:
-        known = ", ".join(kind.name for kind in RULES)
+        known = ", ".join(kind.name for kind in OptimizerKind)
         raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
     for option in _WITHOUT_COUNTERPART:
         if group.get(option):
@@ -132,10 +132,11 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
 
 def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
     """Raises ValueError if the chosen rule differs from the rule that trained the rows."""
-    if trainer.kind not in (None, optimizer.kind):
+    chosen = optimizer.kind.name if optimizer.own is None else optimizer.saved_name
+    if trainer.kind is not None and trainer.kind.name != chosen:
         raise ValueError(
             f"{where}: expected fused_params with the optimizer that trained the rows, "
-            f"{trainer.kind.name}, got {optimizer.kind.name}. Choose the same optimizer, or do not "
+            f"{trainer.kind.name}, got {chosen}. Choose the same optimizer, or do not "
             "pass the old optimizer to start with fresh state."
         )
 
