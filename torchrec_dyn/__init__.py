@@ -40,6 +40,7 @@ from torchrec_dyn.policies import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    LowestScore,
     Never,
 )
 from torchrec_dyn.string_ids import hash_strings
@@ -77,6 +78,7 @@ __all__ = [
     "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "LowestScore",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",

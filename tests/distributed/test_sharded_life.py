@@ -17,13 +17,16 @@ from shards import deep_but
 import torchrec_dyn as dyn
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+FADING = dyn.LeastFrequentlyUsed(half_life_steps=4)
 
 # Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
 # have fewer each: 145 of two, 107 of three.
 LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "recent": ({"eviction": LRU}, 150, ["evicted_full"]),
-    "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), LFU)}, 150,
+    "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), FADING)}, 150,
                  ["evicted_full", "evicted_expired"]),
+    "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
+               ["refused", "evicted_full"]),
     "timed": ({"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=12), LRU)}, 1000,
               ["evicted_expired", "counters_expired"]),
     "after": ({"admission": dyn.AdmitAfter(2), "eviction": LRU}, 135,
