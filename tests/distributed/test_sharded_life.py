@@ -23,10 +23,8 @@ FADING = dyn.LeastFrequentlyUsed(half_life_steps=4)
 # have fewer each: 145 of two, 107 of three.
 LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "recent": ({"eviction": LRU}, 150, ["evicted_full"]),
-    "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), FADING)}, 150,
+    "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), LFU)}, 150,
                  ["evicted_full", "evicted_expired"]),
-    "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
-               ["refused", "evicted_full"]),
     "timed": ({"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=12), LRU)}, 1000,
               ["evicted_expired", "counters_expired"]),
     "after": ({"admission": dyn.AdmitAfter(2), "eviction": LRU}, 135,
@@ -35,7 +33,9 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
                    "eviction": dyn.ExpireAfter(steps=5)}, 1000,
                   ["refused", "waiting", "counters_dropped", "evicted_expired"]),
     "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
-                "eviction": LFU}, 135, ["refused", "evicted_full"]),
+                "eviction": FADING}, 135, ["refused", "evicted_full"]),
+    "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
+               ["refused", "evicted_full"]),
 }  # fmt: skip
 
 DIM = 6

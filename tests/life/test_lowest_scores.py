@@ -164,7 +164,7 @@ def kjt(ids, weights=None):
 
 
 def collections(eviction):
-    """Yields a pooled, a weighted and a sequence collection of a table that counts weights and one that does not."""
+    """Yields a pooled, a weighted and a sequence collection of a table with a policy and one without."""
     dynamic = {"s": dyn.DynamicTableConfig(eviction=eviction), "u": dyn.DynamicTableConfig()}
     of_tables = [
         {"name": name, "embedding_dim": 4, "num_embeddings": 9, "feature_names": [feature]}

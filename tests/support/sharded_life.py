@@ -51,7 +51,7 @@ def _features(case: Case, bags: list[list[list[int]]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=case.features(),
         values=ids,
-        # Of an id, so that a rank's batch and the global batch say the same. In units of 1/256 some are halves.
+        # By id: a rank's batch and the global batch have the same. In units of 1/256 some are halves.
         weights=(ids % 977).float() / 512 if scored else None,
         lengths=torch.tensor([len(bag) for bag in flat]),
     )

@@ -314,12 +314,15 @@ class RowLife:
         """
         share = self._row_limit // FREED_SHARE
         most, ahead = max(surplus, share), SHARES_AHEAD * share
-        scores: Scores | DecayedScores = self.scores
-        if self._decay is not None:
-            begins = self._decay.begins(step, self.clock)
-            if self._listed_in != begins[-1]:  # counts have fallen since the search
-                self._candidates, self._listed_in = self._no_candidates(), begins[-1]
-            scores = DecayedScores(self.scores, self._decay, begins)
+        if self._decay is None:
+            return (
+                yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
+            )
+        begins = self._decay.begins(step, self.clock)
+        if self._listed_in != begins[-1]:  # counts have fallen since the search
+            self._candidates, self._listed_in = self._no_candidates(), begins[-1]
+        assert isinstance(self._candidates, CountCandidates)
+        scores = DecayedScores(self.scores, self._decay, begins)
         return (yield from self._candidates.lowest(scores, id_map, high, step, most, ahead))
 
     def touched(self, rows: Tensor, times: Tensor | None, step: int) -> tuple[Tensor, Tensor]:

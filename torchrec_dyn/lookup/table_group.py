@@ -290,8 +290,8 @@ class TableGroup:
     ) -> PrefetchedStep | None:
         """Takes the training step of a batch now, for its forward; returns None if all tables are frozen.
 
-        ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table has changed
-        then.
+        ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table
+        has changed then.
         """
         lists = self._current()
         if lists.trained is None:
