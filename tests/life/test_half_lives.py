@@ -1,13 +1,16 @@
 """Counts with a half-life: when they are halved, how they are rounded, and what the ties are."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from life_cases import Stream, living_table, mixed
-from table_cases import ids_of, make_group
+from table_cases import ids_of, make_group, same_state
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark, open_checkpoint
 from torchrec_dyn.life import STEPS_WITHOUT_TIME
 
 MOST = 2**32 - 1
@@ -146,3 +149,68 @@ def test_a_frozen_table_and_evaluation_halve_nothing():
     for _ in range(9):
         group(ids_of(1, 1), torch.tensor([0, 2]), training=False)
     assert table.count(ids_of(1)).tolist() == [2]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("policy", [IN_STEPS, IN_TIME])
+def test_a_delta_has_no_rows_that_were_only_halved(policy, tmp_path):
+    """Nothing is written at the start of a half-life."""
+
+    def trained(collection, *batches):
+        for ids in batches:
+            if policy is IN_TIME:
+                collection.set_time(12 * (collection.table("t").stats()["step"] + 1))
+            lengths = torch.tensor([len(ids)])
+            collection(KeyedJaggedTensor(["f"], ids_of(*ids), lengths=lengths))
+
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=8, feature_names=["f"])
+    collection = dyn.DynamicEmbeddingBagCollection(
+        [config],
+        dynamic=dyn.DynamicTableConfig(eviction=policy),
+        fused_params={"learning_rate": 0.1},
+    )
+    trained(collection, [1] * 9, [2, 2], [3, 4, 5])
+    twin = copy.deepcopy(collection)
+    marker = mark(collection)
+    trained(collection, [2], [], [7])
+    export_delta(collection, tmp_path / "delta", marker)
+    apply_delta(twin, tmp_path / "delta")
+    assert open_checkpoint(tmp_path / "delta").tables["embedding_bags.t"].num_rows == 2
+    for _ in range(2):
+        one, two = (it.local_tables()["t"] for it in (collection, twin))
+        assert same_state(one.export_state(), two.export_state())
+        assert one.count(one.ids()).tolist() == two.count(one.ids()).tolist()
+        for each in (collection, twin):
+            trained(each, [11, 12, 13, 2])  # evicts
+
+
+def test_a_checkpoint_goes_on():
+    """Counts, steps and clock are loaded, so that the table halves on as the saved one does."""
+
+    def made():
+        config = EmbeddingBagConfig(
+            name="t", embedding_dim=4, num_embeddings=4, feature_names=["f"]
+        )
+        return dyn.DynamicEmbeddingBagCollection(
+            [config],
+            dynamic=dyn.DynamicTableConfig(eviction=dyn.LowestScore(half_life_time=10)),
+            fused_params={"learning_rate": 0.1},
+        )
+
+    def trained(collection, time, *ids):
+        collection.set_time(time)
+        weights = torch.arange(1.0, len(ids) + 1)
+        collection(KeyedJaggedTensor(["f"], ids_of(*ids), weights, torch.tensor([len(ids)])))
+
+    one, two = made(), made()
+    for time in range(3, 40, 6):
+        trained(one, time, time, time + 1, 8)
+    for saves, loads in ((one, two), (two, one)):
+        loads.load_state_dict(saves.state_dict())
+    for time in range(40, 80, 7):
+        for each in (one, two):
+            trained(each, time, time, 8)
+        states = [each.local_tables()["t"].export_state() for each in (one, two)]
+        assert same_state(*states)
+        counts = [each.table("t").count(states[0]["ids"]).tolist() for each in (one, two)]
+        assert counts[0] == counts[1] and counts[0] != states[0]["count"].tolist()

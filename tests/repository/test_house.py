@@ -56,6 +56,7 @@ PUBLIC = [
     "KaimingUniform",
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
+    "LowestScore",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",

@@ -64,7 +64,10 @@ class Decay:
         return half.add_(counts).bitwise_right_shift_(halvings)
 
     def keys(self, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
-        """Returns the order keys, [M] int64: present counts in 256ths, rounded down, below 2^32."""
+        """Returns the order keys, [M] int64: present counts in 256ths, rounded down, below 2^32.
+
+        Of scores last_seen [M] and counts [M], and `begins` as for `present`.
+        """
         halvings = _halvings(last_seen, begins)
         return (counts << _KEY_BITS).bitwise_right_shift_(halvings).clamp_(max=MOST_COUNT)
 

@@ -335,7 +335,7 @@ class RowLife:
         return self._decay.touched(self.scores, rows, times, begins)
 
     def write_touched(self, rows: Tensor, counts: Tensor, step: int) -> None:
-        """Writes what `touched` has returned for `step`; a second call changes nothing."""
+        """Writes rows [N] and counts [N] of `touched` for `step`; a second call changes nothing."""
         assert self._decay is not None
         self.scores.write(rows, torch.full_like(rows, step), counts)
         if self._age_limit is None:  # which needs the times of its own window

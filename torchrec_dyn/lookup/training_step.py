@@ -9,7 +9,8 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
    back, and no table has changed. Nothing fails after this point, and an interrupt (Ctrl-C) is raised at the
    end of the step.
 5. Count the step, free the rows of the expired ids, and drop the expired counters.
-6. Score the rows found, so that none of them is evicted by this step.
+6. Score the rows found, so that none of them is evicted by this step. Counts with a half-life are prepared
+   before 5, and written here.
 7. Drop the counters of the admitted ids, and count the refused ids.
 8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
 9. Give rows to the admitted ids.

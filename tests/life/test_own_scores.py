@@ -6,7 +6,7 @@ import pytest
 import torch
 from life_cases import living_table, mixed, model_of
 from mock_device import MockDevice
-from table_cases import ids_of, make_group
+from table_cases import ids_of, make_group, same_state
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -152,6 +152,18 @@ def test_the_host_of_a_gpu_reads_no_more_often():
         assert states[0]["count"].tolist() == states[1]["count"].tolist()
         assert states[0]["ids"].tolist() == states[1]["ids"].tolist()
         assert device.mixed == [] and max(reads) <= 4
+
+
+def test_a_step_taken_ahead_adds_the_weights_once():
+    lowest = dyn.LowestScore(unit=0.5, half_life_steps=2)
+    groups = [make_group(living_table(lowest, limit=40)) for _ in range(2)]
+    for step in range(4):
+        ids, scores = ids_of(*range(step, step + 20)), torch.arange(20.0)
+        ahead = groups[0].prefetch_step(ids, [20], scores=scores)
+        for group, given in ((groups[0], ahead), (groups[1], None)):
+            group(ids, torch.tensor([0, 20]), training=True, scores=scores, ahead=given)
+    one, two = (group.tables[0].export_state() for group in groups)
+    assert same_state(one, two) and one["count"].max() > 50
 
 
 def kjt(ids, weights=None):
