@@ -175,7 +175,8 @@ def test_a_delta_has_no_rows_that_were_only_halved(policy, tmp_path):
     trained(collection, [2], [], [7])
     export_delta(collection, tmp_path / "delta", marker)
     apply_delta(twin, tmp_path / "delta")
-    assert open_checkpoint(tmp_path / "delta").tables["embedding_bags.t"].num_rows == 2
+    [saved] = open_checkpoint(tmp_path / "delta").tables.values()
+    assert saved.num_rows == 2
     for _ in range(2):
         one, two = (it.local_tables()["t"] for it in (collection, twin))
         assert same_state(one.export_state(), two.export_state())

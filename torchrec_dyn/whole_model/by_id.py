@@ -117,7 +117,8 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
 
     Returns:
         [M] int64 in the order of `ids`: occurrences since the id got its row or began to wait for
-        admission; 0 for an id that has no row and does not wait.
+        admission; 0 for an id that has no row and does not wait. Under `LowestScore` the sum of their weights
+        in units, for an id with a row. With a half-life the present number, rounded, a half up.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
