@@ -167,12 +167,12 @@ def test_a_step_taken_ahead_adds_the_weights_once():
 
 
 def kjt(ids, weights=None):
-    """Returns bags of two features; `b` has the ids backwards."""
-    values = torch.tensor([*ids, *ids[::-1]])
+    """Returns bags of features; `b` has the ids backwards, and no table reads `c`."""
+    values = torch.tensor([*ids[::-1], 1, *ids])
     if weights is not None:
-        weights = torch.tensor([*weights, *weights[::-1]])
-    lengths = torch.tensor([len(ids), len(ids)])
-    return KeyedJaggedTensor(["a", "b"], values, weights, lengths=lengths)
+        weights = torch.tensor([*weights[::-1], 99.0, *weights])
+    lengths = torch.tensor([len(ids), 1, len(ids)])
+    return KeyedJaggedTensor(["b", "c", "a"], values, weights, lengths=lengths)
 
 
 def collections(eviction):
@@ -199,7 +199,7 @@ def test_collections_pass_the_weights_of_their_batches(dtype):
         features._weights = features.weights().to(dtype).requires_grad_()
         output = collection(features)
         if collection is pooled:
-            plain = KeyedJaggedTensor(["a", "b"], features.values(), lengths=features.lengths())
+            plain = kjt([1, 2, 1])
             assert torch.equal(output.values(), pooled.eval()(plain).values()), (
                 "pooled without them"
             )

@@ -303,7 +303,7 @@ def _decide(
     results = iter(read_together(parts))
     unseen = {number: next(results) for number in decisions}
     if added is not None and not unseen.keys().isdisjoint(trained.units):
-        scores = _summed(new_ids, new_index, added).clamp_(max=MOST_COUNT)
+        scores = _summed(new_ids, new_index, added)
         for number in unseen.keys() & trained.units.keys():
             unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
     distinct = {number: next(results) for number in counted}
