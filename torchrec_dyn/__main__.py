@@ -19,7 +19,7 @@ from torchrec_dyn.checkpoint import (
     verify_rows_file,
 )
 from torchrec_dyn.checkpoint_format import Pace
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 
 _FAILED = 1
@@ -116,7 +116,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     size.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
     size.add_argument(
         "--optimizer",
-        choices=[kind.name for kind in OptimizerKind],
+        choices=[kind.name for kind in RULES],
         default="EXACT_ROWWISE_ADAGRAD",
         help="default: EXACT_ROWWISE_ADAGRAD",
     )

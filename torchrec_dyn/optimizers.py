@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchrec_dyn.row_rules import RowRule, State
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: names of FBGEMM's EmbOptimType, and ADAMW."""
+    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW, FTRL, and OWN for a `RowRule`."""
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -27,6 +29,10 @@ class OptimizerKind(enum.IntEnum):
     ADAM = 3
     PARTIAL_ROWWISE_ADAM = 4
     ADAMW = 5
+    FTRL = 6
+    LAMB = 7
+    PARTIAL_ROWWISE_LAMB = 8
+    OWN = 9
 
 
 class Rule(NamedTuple):
@@ -39,6 +45,8 @@ class Rule(NamedTuple):
         states: FBGEMM's names of the optimizer states: the first entries of `STATE_NAMES`, in that order.
         rowwise: the states with one number per row; other states have one number per column.
         counts_steps: True if updates depend on the number of training steps so far.
+        sums: the states that are sums of squares: in a new row they are `initial_accumulator_value`, other
+            states are 0.
     """
 
     number: int
@@ -46,40 +54,42 @@ class Rule(NamedTuple):
     states: tuple[str, ...] = ()
     rowwise: tuple[str, ...] = ()
     counts_steps: bool = False
+    sums: tuple[str, ...] = ()
 
 
 # The states in the argument order of `ops.update_rows_`. Content sums are saved in this order, too.
 STATE_NAMES = ("momentum1", "momentum2")
 STATE_DTYPE = torch.float32  # for rows of any dtype
 
+_FIRST = STATE_NAMES[:1]
 _ADAM = Rule(3, ("eps", "beta1", "beta2", "weight_decay"), STATE_NAMES, counts_steps=True)
+_PARTIAL_ROWWISE_ADAM = _ADAM._replace(number=4, rowwise=("momentum2",))
 RULES = {
     OptimizerKind.EXACT_SGD: Rule(0),
-    OptimizerKind.EXACT_ADAGRAD: Rule(1, ("eps",), ("momentum1",)),
+    OptimizerKind.EXACT_ADAGRAD: Rule(1, ("eps",), _FIRST, sums=_FIRST),
     OptimizerKind.EXACT_ROWWISE_ADAGRAD: Rule(
-        2, ("eps", "weight_decay", "weight_decay_mode"), ("momentum1",), rowwise=("momentum1",)
+        2, ("eps", "weight_decay", "weight_decay_mode", "max_norm"), _FIRST, _FIRST, sums=_FIRST
     ),
     OptimizerKind.ADAM: _ADAM,
-    OptimizerKind.PARTIAL_ROWWISE_ADAM: _ADAM._replace(number=4, rowwise=("momentum2",)),
+    OptimizerKind.PARTIAL_ROWWISE_ADAM: _PARTIAL_ROWWISE_ADAM,
     OptimizerKind.ADAMW: _ADAM,
+    OptimizerKind.FTRL: Rule(5, ("l1", "l2"), STATE_NAMES, sums=_FIRST),
+    OptimizerKind.LAMB: _ADAM._replace(number=6),
+    OptimizerKind.PARTIAL_ROWWISE_LAMB: _PARTIAL_ROWWISE_ADAM._replace(number=7),
 }
 
 # FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.
 _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 
-# Defaults of ADAMW in `fused_params`, as in torch.optim.AdamW and in ReCIS.
-_ADAMW_DEFAULTS = {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2}
+# Defaults in `fused_params` that are not FBGEMM's.
+_DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
+    # as in torch.optim.AdamW and in ReCIS
+    OptimizerKind.ADAMW: {"learning_rate": 1.0e-3, "weight_decay": 1.0e-2},
+    OptimizerKind.FTRL: {"initial_accumulator_value": 0.1},  # as in TensorFlow
+}
 
 # What to do about a key that is not ours, where it is not just to remove it.
-_NO_CLIPPING = (
-    "Remove it, and clamp the gradient of the outputs in a hook: row updates do not clip."
-)
-_REMEDIES = {
-    "lr": "Write learning_rate.",
-    "betas": "Write beta1 and beta2.",
-    "gradient_clipping": _NO_CLIPPING,
-    "max_gradient": _NO_CLIPPING,
-}
+_REMEDIES = {"lr": "Write learning_rate.", "betas": "Write beta1 and beta2."}
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
@@ -123,6 +133,14 @@ class RowOptimizer:
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
     fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
     "Decoupled weight decay regularization", ICLR 2019, and torch/optim/adam.py (ADAMW).
+
+    Attributes:
+        initial_accumulator_value: the sums of squares (`Rule.sums`) of a new row.
+        l1: of FTRL, as l2: the strengths of its regularization.
+        max_norm: the greatest norm of the columns of a row that a table holds, after its update; 0: any.
+        gradient_clipping: True to clamp the gradient of the outputs to [-max_gradient, max_gradient].
+        own: the rule in Python of the kind OWN.
+        defer_updates: True if `step()` of the fused optimizer updates the rows, not backward.
     """
 
     kind: OptimizerKind = OptimizerKind.EXACT_SGD
@@ -132,6 +150,14 @@ class RowOptimizer:
     beta2: float = 0.999
     weight_decay: float = 0.0
     weight_decay_mode: int = 0
+    initial_accumulator_value: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+    max_norm: float = 0.0
+    gradient_clipping: bool = False
+    max_gradient: float = 1.0
+    defer_updates: bool = False
+    own: RowRule | None = None
 
     @property
     def rule(self) -> int:
@@ -139,20 +165,49 @@ class RowOptimizer:
         return RULES[self.kind].number
 
     @property
+    def saved_name(self) -> str:
+        """The name in checkpoints. Optimizers of one name have the same states."""
+        if self.own is None:
+            return self.kind.name.lower()
+        states = (
+            f"{name} ({'a number per row' if state.rowwise else 'a number per column'})"
+            for name, state in self.own.states.items()
+        )
+        return f"{self.own.name} with {', '.join(states) or 'no state'}"
+
+    @property
     def state_names(self) -> tuple[str, ...]:
         """FBGEMM's names of the optimizer states."""
-        return RULES[self.kind].states
+        return self._rule.states
 
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
         """For each of `state_names`: True if it has one number per row, False if one number per column."""
-        rule = RULES[self.kind]
+        rule = self._rule
         return tuple(name in rule.rowwise for name in rule.states)
+
+    @property
+    def _rule(self) -> Rule:
+        if self.own is None:
+            return RULES[self.kind]
+        own = dict(zip(STATE_NAMES, self.own.states.values(), strict=False))
+        rowwise = tuple(name for name, state in own.items() if state.rowwise)
+        return Rule(-1, (), tuple(own), rowwise, counts_steps=True)
+
+    @property
+    def initial_states(self) -> tuple[float, ...]:
+        """For each of `state_names`: the number that a new row has in each column."""
+        if self.own is not None:
+            return tuple(state.initial for state in self.own.states.values())
+        rule = self._rule
+        return tuple(
+            self.initial_accumulator_value if name in rule.sums else 0.0 for name in rule.states
+        )
 
     @property
     def counts_steps(self) -> bool:
         """True if updates depend on the number of training steps so far."""
-        return RULES[self.kind].counts_steps
+        return self._rule.counts_steps
 
     def state_columns(self, columns: int) -> tuple[int, ...]:
         """Returns the width of each optimizer state for rows of `columns` columns."""
@@ -160,7 +215,7 @@ class RowOptimizer:
 
     def hyper(self, learning_rate: float) -> list[float]:
         """Returns the hyper-parameters of `ops.update_rows_` at the current learning rate."""
-        names = RULES[self.kind].hyper
+        names = self._rule.hyper
         return [learning_rate, *(float(getattr(self, name)) for name in names)]
 
     @classmethod
@@ -168,8 +223,8 @@ class RowOptimizer:
         """Returns the rule and hyper-parameters of TorchRec's `fused_params`.
 
         Args:
-            fused_params: `optimizer` as an FBGEMM EmbOptimType or the name of an OptimizerKind; the
-                hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
+            fused_params: `optimizer` as an FBGEMM EmbOptimType, the name of an OptimizerKind or a RowRule;
+                the hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
                 placement of a table, which are ignored with a log line.
             where: owner of the parameters for error messages, e.g. "table 'user'".
 
@@ -178,12 +233,16 @@ class RowOptimizer:
         """
         chosen: dict[str, Any] = {}
         for key, value in fused_params.items():
-            if key == "optimizer":
+            if key == "optimizer" and isinstance(value, RowRule):
+                chosen["kind"], chosen["own"] = OptimizerKind.OWN, _checked_rule(value, where)
+            elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
             elif key in _NUMBERS:
                 chosen[key] = _number(key, value, where)
             elif key == "weight_decay_mode":
                 chosen[key] = _decay_mode(value, where)
+            elif key in ("gradient_clipping", "defer_updates"):
+                chosen[key] = _switch(key, value, where)
             elif key == "stochastic_rounding":
                 if not value:
                     raise ValueError(
@@ -195,19 +254,51 @@ class RowOptimizer:
             elif key != "output_dtype":
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
-                    f"{', '.join(_NUMBERS)}, weight_decay_mode, output_dtype, got {key!r}. "
-                    f"{_REMEDIES.get(key, 'Remove it.')}"
+                    f"{', '.join(_NUMBERS)}, weight_decay_mode, gradient_clipping, defer_updates, "
+                    f"output_dtype, got {key!r}. {_REMEDIES.get(key, 'Remove it.')}"
                 )
-        if chosen.get("kind") == OptimizerKind.ADAMW:
-            chosen = {**_ADAMW_DEFAULTS, **chosen}
+        chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
+        optimizer._check_own(chosen, where)
         optimizer._check_decay(where)
         optimizer._check_eps(where)
+        optimizer._check_options(where)
+        if "max_gradient" in chosen and "gradient_clipping" not in chosen:
+            raise ValueError(
+                f"fused_params of {where}: expected gradient_clipping=True with max_gradient, got "
+                f"max_gradient = {optimizer.max_gradient} alone. Add gradient_clipping=True, or remove it."
+            )
         return optimizer
+
+    def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
+        others = set(chosen) - {
+            *("kind", "own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
+        }
+        if self.own is not None and others:
+            raise ValueError(
+                f"fused_params of {where}: expected the hyper-parameters of {self.own!r} in its constructor, "
+                f"got {', '.join(sorted(others))}. Remove them from fused_params."
+            )
+
+    def _check_options(self, where: str) -> None:
+        rule = self._rule
+        for key in ("initial_accumulator_value", "l1", "l2", "max_norm"):
+            value = getattr(self, key)
+            has_it = key in rule.hyper or (key == "initial_accumulator_value" and rule.sums)
+            if value != 0.0 and not has_it:
+                raise ValueError(
+                    f"fused_params of {where}: expected {key} = 0 with {self.kind.name}, whose rule does "
+                    f"not have it, got {value}. Remove it."
+                )
+        if self.gradient_clipping and self.max_gradient == 0.0:
+            raise ValueError(
+                f"fused_params of {where}: expected max_gradient > 0, got 0.0, with which no row would "
+                "learn. Freeze the tables instead."
+            )
 
     def _check_eps(self, where: str) -> None:
         # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
-        if "eps" in RULES[self.kind].hyper and self.eps < _LEAST_EPS:
+        if "eps" in self._rule.hyper and self.eps < _LEAST_EPS:
             raise ValueError(
                 f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
                 f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
@@ -222,7 +313,7 @@ class RowOptimizer:
             )
         if self.weight_decay == 0.0:
             return
-        if "weight_decay" not in RULES[self.kind].hyper:
+        if "weight_decay" not in self._rule.hyper:
             raise ValueError(
                 f"fused_params of {where}: expected weight_decay = 0 with {self.kind.name}, whose "
                 f"rule has no weight decay, got {self.weight_decay}. Use EXACT_ROWWISE_ADAGRAD or ADAMW."
@@ -234,15 +325,37 @@ class RowOptimizer:
             )
 
 
+_BY_NAME = {kind.name: kind for kind in RULES}
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
+def _checked_rule(rule: RowRule, where: str) -> RowRule:
+    states = rule.states
+    if not rule.name or not isinstance(rule.name, str) or len(states) > len(STATE_NAMES):
+        raise ValueError(
+            f"fused_params of {where}: expected a RowRule with a name and at most {len(STATE_NAMES)} states, "
+            f"got {type(rule).__name__} with the name {rule.name!r} and {len(states)} states."
+        )
+    wrong = [name for name, state in states.items() if not isinstance(state, State)]
+    if wrong or not all(math.isfinite(state.initial) for state in states.values()):
+        raise ValueError(
+            f"fused_params of {where}: expected a finite State(rowwise, initial) for each state of "
+            f"{type(rule).__name__}, got {dict(states)}."
+        )
+    return rule
+
+
 def _kind(value: Any, where: str) -> OptimizerKind:
+    if isinstance(value, type) and issubclass(value, RowRule):
+        raise ValueError(
+            f"fused_params of {where}: expected an object of {value.__name__}, got the class. Write "
+            f"{value.__name__}(...)."
+        )
     name = value if isinstance(value, str) else getattr(value, "name", str(value))
     try:
-        return OptimizerKind[name.upper()]
+        return _BY_NAME[name.upper()]
     except KeyError:
-        supported = ", ".join(kind.name for kind in OptimizerKind)
+        supported = ", ".join(_BY_NAME)
         raise ValueError(
             f"fused_params of {where}: expected an optimizer among {supported}, got {name}."
         ) from None
@@ -258,6 +371,14 @@ def _number(key: str, value: Any, where: str) -> float:
     if key in ("beta1", "beta2") and number >= 1:
         raise ValueError(f"fused_params of {where}: expected {key} in [0, 1), got {value!r}.")
     return number
+
+
+def _switch(key: str, value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"fused_params of {where}: expected {key} as True or False, got {value!r}."
+        )
+    return value
 
 
 def _decay_mode(value: Any, where: str) -> int:

@@ -9,7 +9,15 @@
 //                      w -= lr (m1 / (1 - b1^t) / (sqrt(m2 / (1 - b2^t)) + eps) + wd w)
 //                      (torch's ADAMW is this rule: its decay is decoupled)
 //   PARTIAL_ROWWISE_ADAM  as ADAM, with one m2 for each row, from mean(g^2) in place of g^2
-// Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts).
+//   FTRL               n = m1 + g^2;  m2 += g - (sqrt(n) - sqrt(m1)) / lr w;  m1 = n
+//                      w = (sign(m2) l1 - m2) / (sqrt(n) / lr + 2 l2), or 0 where |m2| <= l1
+//   LAMB               m1 and m2 as ADAM;  d = m1 / (1 - b1^t) / (sqrt(m2 / (1 - b2^t)) + eps) + wd w
+//                      w -= lr r d, where r = |w| / |d|, or 1 where a norm is 0
+//   PARTIAL_ROWWISE_LAMB  as LAMB, with the m2 of PARTIAL_ROWWISE_ADAM
+// After ROWWISE_ADAGRAD with max_norm > 0, a row with a norm above max_norm is multiplied by max_norm / |w|.
+// Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA rules (its CPU rules leave out parts). There r is
+// 0 / 0 for a gradient of zeros. You et al., "Large batch optimization for deep learning", ICLR 2020 (LAMB). FTRL:
+// McMahan et al., "Ad click prediction", KDD 2013, as TensorFlow's ApplyFtrl computes it with lr_power -0.5.
 //
 // The gradient of a row is the sum over its ids in the batch, each gradient of a bag times the weight of the id (and
 // 1 / length for the mean). The order of additions is the same on every device (docs/decisions/0004): a piece is
@@ -44,8 +52,17 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool is_finite(float number) { return std:
 
 // A rule is told here and in `RULES` of torchrec_dyn/optimizers.py (compared by tests/ops/test_optimizer_states.py):
 // its number, its hyperparameters, its line of rule_facts, and its formula in update_row.
-enum class Optimizer : int64_t { kSgd = 0, kAdagrad = 1, kRowwiseAdagrad = 2, kAdam = 3, kPartialRowwiseAdam = 4 };
-constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseAdam;
+enum class Optimizer : int64_t {
+  kSgd = 0,
+  kAdagrad = 1,
+  kRowwiseAdagrad = 2,
+  kAdam = 3,
+  kPartialRowwiseAdam = 4,
+  kFtrl = 5,
+  kLamb = 6,
+  kPartialRowwiseLamb = 7
+};
+constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseLamb;
 
 // The hyperparameters of a rule, in the order in which Python sends them.
 struct SgdHyper {
@@ -55,13 +72,16 @@ struct AdagradHyper {
   float learning_rate, eps;
 };
 struct RowwiseAdagradHyper {
-  float learning_rate, eps, weight_decay, weight_decay_mode;
+  float learning_rate, eps, weight_decay, weight_decay_mode, max_norm;
 
   TORCHREC_DYN_BOTH bool has_l2() const { return weight_decay_mode == 1.0f; }
   TORCHREC_DYN_BOTH bool is_decoupled() const { return weight_decay_mode == 2.0f; }
 };
 struct AdamHyper {  // a rule that counts steps begins with these
   float learning_rate, eps, beta1, beta2, weight_decay;
+};
+struct FtrlHyper {
+  float learning_rate, l1, l2;
 };
 
 // The width of an optimizer state in a row: no number, one number, or one number for each column.
@@ -91,9 +111,13 @@ TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
     case Optimizer::kRowwiseAdagrad:
       return {kNumbersOf<RowwiseAdagradHyper>, StateWidth::kRow, StateWidth::kNone, false};
     case Optimizer::kAdam:
+    case Optimizer::kLamb:
       return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kColumns, true};
     case Optimizer::kPartialRowwiseAdam:
+    case Optimizer::kPartialRowwiseLamb:
       return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kRow, true};
+    case Optimizer::kFtrl:
+      return {kNumbersOf<FtrlHyper>, StateWidth::kColumns, StateWidth::kColumns, false};
   }
   return {};
 }
@@ -117,6 +141,15 @@ struct UpdateRule {
 
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool square_reads_weights() const {
     return optimizer == Optimizer::kRowwiseAdagrad && named<RowwiseAdagradHyper>().has_l2();
+  }
+  // The update multiplies a row by its ratio (ratio_of).
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool has_ratio() const {
+    if (optimizer == Optimizer::kRowwiseAdagrad) return named<RowwiseAdagradHyper>().max_norm > 0.0f;
+    return optimizer == Optimizer::kLamb || optimizer == Optimizer::kPartialRowwiseLamb;
+  }
+  // The update of rules that are not common stands apart: it would make that of the others longer.
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE bool is_common() const {
+    return optimizer <= Optimizer::kPartialRowwiseAdam && !has_ratio();
   }
   // The factor of these weights in the square.
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float square_decay() const { return named<RowwiseAdagradHyper>().weight_decay; }
@@ -142,10 +175,10 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
           static_cast<float>(1.0 - std::pow(static_cast<double>(hyper.beta2), t))};
 }
 
-// The mean of (g + decay w)^2; w is not read if kDecays is false. Sixteen partial sums in a fixed order: the loop
+// The sum of (g + decay w)^2; w is not read if kDecays is false. Sixteen partial sums in a fixed order: the loop
 // vectorises, and the bits are the same at every vector width and on both devices.
 template <bool kDecays>
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float sum_of_squares(const float* g, const float* w, float decay, int64_t n) {
   float sums[kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= n; c += kLanes)
@@ -157,7 +190,12 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
     const float value = kDecays ? g[c] + decay * w[c] : g[c];
     sums[lane] += value * value;
   }
-  return sum_of_lanes(sums) / static_cast<float>(n);
+  return sum_of_lanes(sums);
+}
+
+template <bool kDecays>
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const float* w, float decay, int64_t n) {
+  return sum_of_squares<kDecays>(g, w, decay, n) / static_cast<float>(n);
 }
 
 // The mean square with which a rule updates its row-wise state. It depends on the gradient only, except under
@@ -168,10 +206,74 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, c
   return rule_facts(rule.optimizer).is_rowwise() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
-// Updates one row. `square`: row_square of the same g and w.
-TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
-                                                      float square, const float* __restrict__ g, float* __restrict__ w,
-                                                      float* __restrict__ m1, float* __restrict__ m2, int64_t n) {
+// The factors of weight and gradient in ROWWISE_ADAGRAD, by the new state of the row.
+struct RowwiseFactors {
+  float keep, multiplier;
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE RowwiseFactors(const RowwiseAdagradHyper& hyper, float state) {
+    multiplier = hyper.learning_rate / (std::sqrt(state) + hyper.eps);
+    keep = hyper.has_l2() ? 1.0f - multiplier * hyper.weight_decay
+                          : (hyper.is_decoupled() ? 1.0f - hyper.learning_rate * hyper.weight_decay : 1.0f);
+  }
+};
+
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float moving_mean(float beta, float mean, float number) {
+  return beta * mean + (1.0f - beta) * number;
+}
+
+// The direction of LAMB in a column, by the new states.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float lamb_direction(const AdamHyper& hyper, const BiasCorrection& correction,
+                                                           float m1, float m2, float w) {
+  return m1 / correction.first / (std::sqrt(m2 / correction.second) + hyper.eps) + hyper.weight_decay * w;
+}
+
+// Writes the numbers whose norm decides the ratio of a row, for a rule that has_ratio: the direction of LAMB, and the
+// new weights for max_norm. States are those before the update. `square`: row_square of the same g and w.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void measure_columns(const UpdateRule& rule, const BiasCorrection& correction,
+                                                           float square, const float* __restrict__ g,
+                                                           const float* __restrict__ w, const float* __restrict__ m1,
+                                                           const float* __restrict__ m2, float* __restrict__ to,
+                                                           int64_t n) {
+  switch (rule.optimizer) {
+    case Optimizer::kRowwiseAdagrad: {
+      const RowwiseFactors factors(rule.named<RowwiseAdagradHyper>(), m1[0] + square);
+      for (int64_t c = 0; c < n; ++c) to[c] = factors.keep * w[c] - factors.multiplier * g[c];
+      return;
+    }
+    case Optimizer::kLamb: {
+      const auto hyper = rule.named<AdamHyper>();
+      for (int64_t c = 0; c < n; ++c)
+        to[c] = lamb_direction(hyper, correction, moving_mean(hyper.beta1, m1[c], g[c]),
+                               moving_mean(hyper.beta2, m2[c], g[c] * g[c]), w[c]);
+      return;
+    }
+    case Optimizer::kPartialRowwiseLamb: {
+      const auto hyper = rule.named<AdamHyper>();
+      const float of_row = moving_mean(hyper.beta2, m2[0], square);
+      for (int64_t c = 0; c < n; ++c)
+        to[c] = lamb_direction(hyper, correction, moving_mean(hyper.beta1, m1[c], g[c]), of_row, w[c]);
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+// The ratio of a row, by the sums of the squares of its measured columns and of its weights before the update.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float ratio_of(const UpdateRule& rule, float measured, float weights) {
+  const float norm = std::sqrt(measured), weight_norm = std::sqrt(weights);
+  if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
+    const float most = rule.named<RowwiseAdagradHyper>().max_norm;
+    return norm > most ? most / norm : 1.0f;
+  }
+  return norm > 0.0f && weight_norm > 0.0f ? weight_norm / norm : 1.0f;
+}
+
+// Updates one row by a rule that is_common. `square`: row_square of the same g and w.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                             float square, const float* __restrict__ g,
+                                                             float* __restrict__ w, float* __restrict__ m1,
+                                                             float* __restrict__ m2, int64_t n) {
   switch (rule.optimizer) {
     case Optimizer::kSgd: {
       const auto hyper = rule.named<SgdHyper>();
@@ -189,11 +291,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
     case Optimizer::kRowwiseAdagrad: {
       const auto hyper = rule.named<RowwiseAdagradHyper>();
       m1[0] += square;
-      const float multiplier = hyper.learning_rate / (std::sqrt(m1[0]) + hyper.eps);
-      const float keep = hyper.has_l2()
-                             ? 1.0f - multiplier * hyper.weight_decay
-                             : (hyper.is_decoupled() ? 1.0f - hyper.learning_rate * hyper.weight_decay : 1.0f);
-      for (int64_t c = 0; c < n; ++c) w[c] = keep * w[c] - multiplier * g[c];
+      const RowwiseFactors factors(hyper, m1[0]);
+      for (int64_t c = 0; c < n; ++c) w[c] = factors.keep * w[c] - factors.multiplier * g[c];
       return;
     }
     case Optimizer::kAdam: {
@@ -216,7 +315,70 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, co
       }
       return;
     }
+    default:
+      return;
   }
+}
+
+// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                           float square, float ratio, const float* __restrict__ g,
+                                                           float* __restrict__ w, float* __restrict__ m1,
+                                                           float* __restrict__ m2, int64_t n) {
+  switch (rule.optimizer) {
+    case Optimizer::kRowwiseAdagrad: {
+      m1[0] += square;
+      const RowwiseFactors factors(rule.named<RowwiseAdagradHyper>(), m1[0]);
+      for (int64_t c = 0; c < n; ++c) w[c] = ratio * (factors.keep * w[c] - factors.multiplier * g[c]);
+      return;
+    }
+    case Optimizer::kFtrl: {
+      const auto hyper = rule.named<FtrlHyper>();
+      for (int64_t c = 0; c < n; ++c) {
+        const float sum = m1[c] + g[c] * g[c], root = std::sqrt(sum);
+        m2[c] += g[c] - (root - std::sqrt(m1[c])) / hyper.learning_rate * w[c];
+        m1[c] = sum;
+        // 0 only before the first gradient whose square is above 0. A NaN of m2 is not 0: it must be seen.
+        const float divisor = root / hyper.learning_rate + 2.0f * hyper.l2;
+        const bool is_zero = std::fabs(m2[c]) <= hyper.l1 || divisor == 0.0f;
+        w[c] = is_zero ? 0.0f : (std::copysign(hyper.l1, m2[c]) - m2[c]) / divisor;
+      }
+      return;
+    }
+    case Optimizer::kLamb: {
+      const auto hyper = rule.named<AdamHyper>();
+      const float rate = hyper.learning_rate * ratio;
+      for (int64_t c = 0; c < n; ++c) {
+        m1[c] = moving_mean(hyper.beta1, m1[c], g[c]);
+        m2[c] = moving_mean(hyper.beta2, m2[c], g[c] * g[c]);
+        w[c] -= rate * lamb_direction(hyper, correction, m1[c], m2[c], w[c]);
+      }
+      return;
+    }
+    case Optimizer::kPartialRowwiseLamb: {
+      const auto hyper = rule.named<AdamHyper>();
+      const float rate = hyper.learning_rate * ratio, of_row = moving_mean(hyper.beta2, m2[0], square);
+      m2[0] = of_row;
+      for (int64_t c = 0; c < n; ++c) {
+        m1[c] = moving_mean(hyper.beta1, m1[c], g[c]);
+        w[c] -= rate * lamb_direction(hyper, correction, m1[c], of_row, w[c]);
+      }
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+// Updates one row by any rule.
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
+                                                      float square, float ratio, const float* __restrict__ g,
+                                                      float* __restrict__ w, float* __restrict__ m1,
+                                                      float* __restrict__ m2, int64_t n) {
+  if (rule.is_common())
+    update_common_row(rule, correction, square, g, w, m1, m2, n);
+  else
+    update_rare_row(rule, correction, square, ratio, g, w, m1, m2, n);
 }
 
 }  // namespace torchrec_dyn

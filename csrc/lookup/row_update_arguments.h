@@ -86,10 +86,13 @@ inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper)
              static_cast<int64_t>(hyper.size()));
   std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
   if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
-    const double mode = hyper.back();
+    const double mode = hyper[3];  // as it was sent, not as a float
     TORCHREC_DYN_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
                        "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
   }
+  TORCHREC_DYN_CHECK(rule.optimizer != Optimizer::kFtrl || rule.hyper[0] > 0.0f,
+                     "update_rows_: expected a learning rate above 0 with FTRL, which divides by it, got ", hyper[0],
+                     ". Begin a warm-up above 0, and freeze tables that must not learn.");
   return rule;
 }
 

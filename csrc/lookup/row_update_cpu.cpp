@@ -87,6 +87,7 @@ struct Workspace {
         sum(std::make_unique_for_overwrite<float[]>(most.columns)),
         lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : lines_of(most.columns))),
         copy(std::make_unique_for_overwrite<Line[]>(3 * lines_of(most.columns))),
+        measured(std::make_unique_for_overwrite<float[]>(most.columns)),
         last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
         senders(senders) {}
 
@@ -94,6 +95,7 @@ struct Workspace {
   std::unique_ptr<float[]> sum;   // the gradient of a row
   std::unique_ptr<Line[]> lines;  // a row shorter than float32
   std::unique_ptr<Line[]> copy;   // of a row and its two states
+  std::unique_ptr<float[]> measured;
   std::unique_ptr<uint32_t[]> last_row;
   size_t senders;
 };
@@ -119,7 +121,7 @@ class Workspaces {
   // Keeps no more than a batch of ordinary size needs.
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
-    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 5 * sizeof(float);
+    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 6 * sizeof(float);
     if (list_.size() * bytes > kKeptBytes) release();
   }
 
@@ -379,7 +381,14 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
       square = row_square(job.rule, grad, weight, columns);
       squared = grad;
     }
-    update_row(job.rule, table.correction, square, grad, weight, to.momentum1, to.momentum2, columns);
+    float ratio = 1.0f;
+    if (job.rule.has_ratio()) {
+      float* const measured = workspace.measured.get();
+      measure_columns(job.rule, table.correction, square, grad, weight, to.momentum1, to.momentum2, measured, columns);
+      ratio = ratio_of(job.rule, sum_of_squares<false>(measured, nullptr, 0.0f, columns),
+                       sum_of_squares<false>(weight, nullptr, 0.0f, columns));
+    }
+    update_row(job.rule, table.correction, square, ratio, grad, weight, to.momentum1, to.momentum2, columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);

@@ -133,19 +133,34 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
   with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
     simt::launch_tiles(call.stream(), lines, SumPieces<Key, Shape>{grads(shape)});
   });
+  float* const ratios = read.rule.has_ratio() ? call.allocate_for<float>(n) : nullptr;
+  if (ratios != nullptr)
+    simt::launch_tiles(
+        call.stream(), n,
+        UpdateRows<T, Key, AnyTile, Visit::kMeasure>{grads(AnyTile{}), sent.tables, read.rule, facts,
+                                                     facts.is_rowwise(), false, all_ids, divisors, nullptr, ratios});
   const bool may_fail = has(read.on_nonfinite, OnNonfinite::kError);
   if (may_fail || has(read.on_nonfinite, OnNonfinite::kSkip)) {
     auto* tried = call.allocate_for<int64_t>(n);
-    simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, AnyTile, true>{grads(AnyTile{}), sent.tables, read.rule, facts,
-                                                         facts.is_rowwise(), false, all_ids, divisors, tried});
+    simt::launch_tiles(
+        call.stream(), n,
+        UpdateRows<T, Key, AnyTile, Visit::kTry>{grads(AnyTile{}), sent.tables, read.rule, facts, facts.is_rowwise(),
+                                                 false, all_ids, divisors, tried, ratios});
     if (may_fail) simt::launch(call.stream(), 1, RefuseNonfinite{ids.wrong});
     divisors = tried;
   }
-  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
+  if (!read.rule.is_common()) {
     simt::launch_tiles(call.stream(), n,
-                       UpdateRows<T, Key, Shape, false>{grads(shape), sent.tables, read.rule, facts, facts.is_rowwise(),
-                                                        !read.marks.empty(), all_ids, divisors, nullptr});
+                       UpdateRows<T, Key, AnyTile, Visit::kUpdateByAny>{grads(AnyTile{}), sent.tables, read.rule, facts,
+                                                                        facts.is_rowwise(), !read.marks.empty(),
+                                                                        all_ids, divisors, nullptr, ratios});
+    return;
+  }
+  with_tile<Key>(sent.width, [&]<typename Shape>(Shape shape) {
+    simt::launch_tiles(
+        call.stream(), n,
+        UpdateRows<T, Key, Shape, Visit::kUpdate>{grads(shape), sent.tables, read.rule, facts, facts.is_rowwise(),
+                                                  !read.marks.empty(), all_ids, divisors, nullptr, ratios});
   });
 }
 

@@ -5,8 +5,9 @@
 //   KeyIds       the key of each id, and the gradient that it has (update_keys_kernels.h)
 //   sort_pairs   by key. The ids of a row then are side by side, in the order of the batch
 //   SumPieces    the sum of each piece but the first of its row: so the ids of a popular row are shared by many tiles
-//   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update. Before it, as a
-//                trial, where a table refuses updates that are not finite
+//   UpdateRows   for each row the sum of its first piece, plus the sums of the others; then its update. Before it, to
+//                measure the rows, where the rule has a ratio; and as a trial, where a table refuses updates that are
+//                not finite
 //
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
 //
@@ -264,12 +265,24 @@ struct UpdatedRow {
   float* state;
 };
 
-// Whether a lane has a number that is not finite, in a trial.
-template <typename Shape, bool kIsTrial>
+// What tiles do with rows: they update them by a common rule, or by any rule; they look whether an update would be
+// finite, and write the divisors of all rows; or they find the ratios of all rows. Only updates write rows. The kernels
+// of common rules have no code for others: with it nvcc would not keep the reads of a row together.
+enum class Visit { kUpdate, kUpdateByAny, kTry, kMeasure };
+
+// What a tile finds out of a row.
+template <typename Shape, Visit kVisit>
 struct Verdict {};
 
+// The sums that decide the ratio.
 template <typename Shape>
-struct Verdict<Shape, true> {
+struct Verdict<Shape, Visit::kMeasure> {
+  SumOfSquares<Shape> measured, weights;
+};
+
+// Whether a lane has a number that is not finite.
+template <typename Shape>
+struct Verdict<Shape, Visit::kTry> {
   simt::PerLane<bool, Shape::kLanes> is_wrong;
 
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE Verdict() {
@@ -296,15 +309,14 @@ constexpr bool kSpillsAtEight = false;
 #endif
 
 // An item is a place of the sorted ids: the tile of the first place of a row updates the row.
-// kIsTrial: no row is written; it writes the divisors of all rows instead.
-template <typename T, typename Key, typename Shape, bool kIsTrial>
+template <typename T, typename Key, typename Shape, Visit kVisit>
 struct UpdateRows {
   static constexpr int kLanes = Shape::kLanes;
   static constexpr int kBlocksAtOnce =
       (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
   static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
   using Columns = TileColumns<Shape>;
-  using Looked = Verdict<Shape, kIsTrial>;
+  using Looked = Verdict<Shape, kVisit>;
 
   SortedGrads<Key, Shape> grads;
   const TileTable<T>* tables;
@@ -316,6 +328,7 @@ struct UpdateRows {
   // By the place where a row begins the divisor of its sum: its distinct senders. 0: the row stays as it was.
   const int64_t* divisors;  // null: 1 for all rows
   int64_t* tried;           // divisors that a trial writes
+  float* ratios;            // by the same places; null: 1 for all rows. Measuring writes them
 
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
     const UpdatedIds& batch = grads.sorted.ids;
@@ -338,11 +351,11 @@ struct UpdateRows {
       row.weights = table.weights.row(number);
       if (is_rowwise) row.state = table.row_state.row(number);
     }
-    if constexpr (kIsTrial)
+    if constexpr (kVisit == Visit::kTry)
       if (batch.tables[t].nonfinite == nullptr) return write_tried(k, false);
     float scale = head.grad_scale;
     if (divisors != nullptr) {
-      if (!kIsTrial && divisors[k] == 0) return;
+      if (kVisit != Visit::kTry && divisors[k] == 0) return;
       scale /= static_cast<float>(divisors[k]);
     }
     const Slice<Shape> slice{0, head.columns};
@@ -352,8 +365,10 @@ struct UpdateRows {
       update_at_once(row, own, slice, scale, looked);
     else if constexpr (Shape::kHasSlices)
       update_by_slices(row, own, slice, scale, looked);
-    if constexpr (kIsTrial)
+    if constexpr (kVisit == Visit::kTry)
       judge(batch.tables[t], k, looked);
+    else if constexpr (kVisit == Visit::kMeasure)
+      write_ratio(k, looked);
     else if (has_marks)
       mark(table, number);
   }
@@ -438,12 +453,26 @@ struct UpdateRows {
       load_state(facts.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
       load_state(facts.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
     });
+    if constexpr (kVisit == Visit::kMeasure) {
+      Columns measured;
+      simt::each_lane<kLanes>([&](int lane) {
+        measure_columns(rule, row.table.correction, square, sums[lane].numbers, weights[lane].numbers,
+                        momentum1[lane].numbers, momentum2[lane].numbers, measured[lane].numbers, Shape::kLaneColumns);
+      });
+      looked.measured.add(measured, slice);
+      looked.weights.add(weights, slice);
+      return;
+    }
     simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
     simt::each_lane<kLanes>([&](int lane) {
       LaneColumns<Shape> updated = weights[lane];
-      update_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers, momentum1[lane].numbers,
-                 momentum2[lane].numbers, Shape::kLaneColumns);
-      if constexpr (kIsTrial) {
+      if constexpr (kVisit == Visit::kUpdate)
+        update_common_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers,
+                          momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+      else
+        update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
+                   updated.numbers, momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+      if constexpr (kVisit == Visit::kTry) {
         look_at_weights(row, own, updated.numbers, slice, lane, looked);
         look_at_state(facts.momentum1, momentum1[lane].numbers, lane, slice, looked);
         look_at_state(facts.momentum2, momentum2[lane].numbers, lane, slice, looked);
@@ -530,6 +559,13 @@ struct UpdateRows {
       if (lane != 0 || !is_refused) return;
       simt::atomic_add(table.nonfinite, 1);
       if (table.on_nonfinite == OnNonfinite::kError) simt::atomic_add(&grads.sorted.ids.wrong->nonfinite, 1);
+    });
+  }
+
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void write_ratio(int64_t k, Looked& looked) const {
+    const float measured = looked.measured.total(), weights = looked.weights.total();
+    simt::each_lane<kLanes>([&](int lane) {
+      if (lane == 0) ratios[k] = ratio_of(rule, measured, weights);
     });
   }
 

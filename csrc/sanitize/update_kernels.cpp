@@ -88,8 +88,8 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     simt::launch(kStream, kIds, CountSenders{sender_keys.data(), distinct.data()});
     simt::launch_tiles(kStream, kLines, SumPieces<Key, Shape>{grads});
     simt::launch_tiles(kStream, kIds,
-                       UpdateRows<float, Key, Shape>{grads, &table, rule, rule_facts(rule.optimizer), true, true,
-                                                     names.data(), distinct.data()});
+                       UpdateRows<float, Key, Shape, Visit::kUpdate>{grads, &table, rule, rule_facts(rule.optimizer),
+                                                                     true, true, names.data(), distinct.data()});
     simt::launch(kStream, 1, ReportWrongUpdate{ids, {error, 1}});
   };
   run();
@@ -116,7 +116,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     float state = 0.0f;
     if (count > 0) {
       for (float& number : total) number *= 0.5f / static_cast<float>(sent.size());
-      update_row(rule, table.correction, row_square(rule, total.data(), expected.data(), columns), total.data(),
+      update_row(rule, table.correction, row_square(rule, total.data(), expected.data(), columns), 1.0f, total.data(),
                  expected.data(), &state, nullptr, columns);
     }
     check(std::equal(expected.begin(), expected.end(), row_blocks.row(row)), "a row is updated by its gradients");

@@ -209,3 +209,34 @@ def test_collections_pass_the_weights_of_their_batches(dtype):
             collection(kjt([1, 2]))
     assert weighted.eval()(kjt([1], [1.0])).values().shape == (1, 8)
     assert len(sequences.eval()(kjt([1]))) == 2, "evaluation needs no weights"
+
+
+def test_the_micro_batches_of_a_step_count_as_one_batch():
+    """With deferred updates a half-life begins with a step, not with a micro-batch."""
+
+    def made():
+        config = EmbeddingBagConfig(
+            name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"]
+        )
+        return dyn.DynamicEmbeddingBagCollection(
+            [config],
+            dynamic=dyn.DynamicTableConfig(eviction=dyn.LowestScore(unit=1.0, half_life_steps=2)),
+            fused_params={"learning_rate": 0.1, "defer_updates": True},
+        )
+
+    def batch(ids, weights):
+        lengths = torch.tensor([len(ids)])
+        return KeyedJaggedTensor(["f"], ids_of(*ids), weights_of(*weights), lengths)
+
+    whole, parts = made(), made()
+    for step in range(7):
+        ids, weights = [1, 2, 1, 10 + step % 3, 2, 1], [1, 2, 3, 4, 5, 6]
+        whole(batch(ids, weights)).values().sum().backward()
+        for some in (slice(2), slice(2, 6)):
+            parts(batch(ids[some], weights[some])).values().sum().backward()
+        for collection in (whole, parts):
+            collection.fused_optimizer.step()
+        asked = ids_of(1, 2, 10, 11, 12)
+        expected = whole.table("t").count(asked).tolist()
+        assert parts.table("t").count(asked).tolist() == expected
+    assert parts.table("t").stats()["step"] == 7 and expected[:2] == [37, 26]

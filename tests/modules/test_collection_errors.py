@@ -8,7 +8,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, NoEvictionPolicy, PoolingType
-from torchrec.optim import LAMB, Adagrad, RowWiseAdagrad
+from torchrec.optim import Adagrad, LarsSGD, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import torchrec_dyn as dyn
@@ -107,7 +107,7 @@ def test_impossible_collections() -> None:
 @pytest.mark.parametrize(
     ("fused_params", "message"),
     [
-        ({"optimizer": EmbOptimType.LAMB}, "expected an optimizer among EXACT_SGD"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, "expected an optimizer among EXACT_SGD"),
         ({"learning_rte": 0.1}, "got 'learning_rte'"),
         ({"learning_rate": -1.0}, "learning_rate"),
     ],
@@ -125,7 +125,7 @@ def test_impossible_optimizers_on_the_parameter() -> None:
     with pytest.raises(ValueError, match=r"one optimizer.*\['RowWiseAdagrad', 'Adagrad'\]"):
         ebc(batch())
     for optimizer, message in (
-        (LAMB, "expected an optimizer among"),
+        (LarsSGD, "expected an optimizer among"),
         (torch.optim.SparseAdam, "fuse"),
     ):
         ebc = dyn.DynamicEmbeddingBagCollection([GOOD])

@@ -270,7 +270,7 @@ WRONG = [
     ("update_rows_", {"hyper": []}, "the number of hyper-parameters = 1, got 0"),
     (
         "update_rows_",
-        {"optimizer": 2, "hyper": [0.1, 0.1, 0.1, 3.0]},
+        {"optimizer": 2, "hyper": [0.1, 0.1, 0.1, 3.0, 0.0]},
         r"weight_decay_mode in \[0, 2\], got 3",
     ),
     ("update_rows_", {"rows": whole(0, 8, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
@@ -316,8 +316,10 @@ WRONG = [
     ("update_rows_", {"streams": streams(column=FAR)}, r"first column in \[0, 2\^31\) .*, got 92"),
     ("update_rows_", adam(streams=streams(step=0)), "a step of at least 1 in streams, got 0"),
     ("update_rows_", adam(streams=streams(step=-1)), "a step of at least 1 in streams, got -1"),
-    ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 0.5]}, r"weight_decay_mode in \[0, 2\], got 0.5"),
-    ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 1e300]}, r"weight_decay_mode in \[0, 2\], got 1e"),
+    ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 0.5, 0]}, r"decay_mode in \[0, 2\], got 0.5"),
+    ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 1e300, 0]}, r"decay_mode in \[0, 2\], got 1e"),
+    *[("update_rows_", update(5) | {"hyper": [rate, 0, 0]}, f"learning rate above 0 with FTRL, .* {rate:g}")
+      for rate in (0.0, -0.5, 1e-50)],
     ("fill_new_", {"rows": ids_of(0, -1, -1), "new_index": ids_of(0, 0, 1)}, "new_index < 1"),
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4)}, "got one outside"),
     # the first invalid number is named, and before a row outside

@@ -203,7 +203,7 @@ def test_the_last_column_and_the_state_of_the_row_count():
     for column in (0, 63, 64, 129):
         given = drawn_update(5, 2, torch.float32, [130], ids=30)
         given |= {"on_nonfinite": [SKIP], "nonfinite": [ids_of(0)], "bag_weights": None}
-        given |= {"hyper": [0.0, 1e-8, 0.0, 0.0], "senders": None, "mean": False}
+        given |= {"hyper": [0.0, 1e-8, 0.0, 0.0, 0.0], "senders": None, "mean": False}
         given["grad"].view(-1, 130)[:, column] = 1e30  # its square overflows; the rate is 0
         before = copies(given)
         ops.update_rows_(**given)

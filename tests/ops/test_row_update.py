@@ -28,8 +28,21 @@ WITH_DECAY = [
     RowOptimizer(OptimizerKind.ADAMW, 0.1, weight_decay=0.05),
     RowOptimizer(OptimizerKind.PARTIAL_ROWWISE_ADAM, 0.1, weight_decay=0.05),
 ]
-ALL_RULES = [RowOptimizer(kind, 0.1) for kind in KINDS] + WITH_DECAY
+WITH_OPTIONS = [
+    RowOptimizer(OptimizerKind.EXACT_ADAGRAD, 0.1, initial_accumulator_value=0.3),
+    RowOptimizer(
+        OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, initial_accumulator_value=0.3, max_norm=1.5
+    ),
+    RowOptimizer(OptimizerKind.FTRL, 0.1, initial_accumulator_value=0.1, l1=0.2, l2=0.05),
+    RowOptimizer(OptimizerKind.LAMB, 0.1, weight_decay=0.05),
+    RowOptimizer(OptimizerKind.PARTIAL_ROWWISE_LAMB, 0.1, weight_decay=0.05),
+]
+ALL_RULES = [RowOptimizer(kind, 0.1) for kind in KINDS] + WITH_DECAY + WITH_OPTIONS
 POOL = torch.arange(40) * 7919 - 1000
+
+
+def shown(rule):
+    return f"{rule.kind.name}-{rule.weight_decay_mode}{'-options' * (rule in WITH_OPTIONS)}"
 
 
 def learning_table(optimizer, dim=13, **options):
@@ -56,7 +69,7 @@ def dense_step(rows, ids, offsets, mode, weights, upstream):
 
 @on_devices
 @pytest.mark.parametrize(("mode", "columns"), [("sum", 13), ("mean", 32), ("weighted", 33)])
-@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: f"{r.kind.name}-{r.weight_decay_mode}")
+@pytest.mark.parametrize("rule", ALL_RULES, ids=shown)
 def test_twelve_steps_are_the_formulas(rule, columns, mode):
     table = learning_table(rule, columns)
     group = make_group(table, pooling="mean" if mode == "mean" else "sum")
@@ -183,8 +196,8 @@ def test_the_learning_rate_is_read_at_the_backward():
 @every_kind
 def test_column_shards_learn_as_the_whole(kind):
     """Bit-equal if the columns of a row share no moment."""
-    if RowOptimizer(kind).state_is_rowwise.count(True):
-        pytest.skip("one moment per shard, as in TorchRec")
+    if RowOptimizer(kind).state_is_rowwise.count(True) or kind == OptimizerKind.LAMB:
+        pytest.skip("one moment or one norm per shard, as in TorchRec")
     rule = RowOptimizer(kind, 0.1)
     for dtype in (torch.float32, torch.bfloat16):
         whole = learning_table(rule, 20, dtype=dtype)
@@ -256,9 +269,7 @@ SHARED_RULES = [
     for rule in ALL_RULES
     if not rule.weight_decay or rule.kind not in (OptimizerKind.ADAM, OptimizerKind.ADAMW)
 ]
-every_rule = pytest.mark.parametrize(
-    "rule", SHARED_RULES, ids=lambda r: f"{r.kind.name}-{r.weight_decay_mode}"
-)
+every_rule = pytest.mark.parametrize("rule", SHARED_RULES, ids=shown)
 
 
 def empty_table(rule, columns, dtype=torch.float32):

@@ -16,7 +16,7 @@ from update_rules import hyper_of
 from torchrec_dyn import ops
 
 CPU = torch.ops.torchrec_dyn
-ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM = 2, 3, 4
+ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, FTRL, LAMB, PARTIAL_ROWWISE_LAMB = range(2, 8)
 EDGES = (63, 64, 65, 124, 127, 128, 129, 132, 256)  # of tiles, of units, of slices
 
 
@@ -40,7 +40,10 @@ def test_rows_of_each_width(columns):
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("widths", [[16], [32, 4], [64, 20, 8], [128], [256, 16]])
-@pytest.mark.parametrize("optimizer", [ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM])
+@pytest.mark.parametrize(
+    "optimizer",
+    [ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, FTRL, LAMB, PARTIAL_ROWWISE_LAMB],
+)
 def test_each_tile_has_each_rule_and_pieces(optimizer, widths, dtype):
     """Two rows of a table have a fifth of its ids each: two pieces."""
     assert_bits_are_the_cpus(drawn_update(7, optimizer, dtype, widths, ids=1600))

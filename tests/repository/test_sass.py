@@ -108,7 +108,7 @@ def test_an_update_reads_row_state_and_gradient_at_once(lanes, units, most, fold
     """`most`: instructions of a warp, for 32 / lanes rows of one id each, by row-wise Adagrad."""
     shape = f"unsigned int, TileShape<{lanes}, {units}, true, false>"
     kernels = kernels_of("lookup/row_update", folder)
-    kernel = kernels[f"UpdateRows<float, {shape}, false>"]
+    kernel = kernels[f"UpdateRows<float, {shape}, (Visit)0>"]
     assert kernel.warps >= 32
     batches = [kernel.batch_from(place) for place in range(len(kernel.instructions))]
     head = kernel.places("LDG.E.128")[:2]  # of the table

@@ -7,6 +7,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import (
     EVERY_PLAN,
+    FUSED_PARAMS,
     POOLED,
     SEQUENCE,
     WHOLE_ROWS,
@@ -23,6 +24,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},
     "adam": {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02},
     "adamw": {"optimizer": "ADAMW", "learning_rate": 0.02, "weight_decay": 0.4},
+    "ftrl": {"optimizer": "FTRL", "learning_rate": 0.1, "l1": 0.01, "l2": 0.1},
+    "clipped": {**FUSED_PARAMS, "gradient_clipping": True, "max_gradient": 0.01},
+    "begun": {**FUSED_PARAMS, "initial_accumulator_value": 0.5},
 }
 
 
@@ -58,7 +62,9 @@ def test_optimizer_does_not_depend_on_plan(plans: str, optimizer: str) -> None:
     run(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=5))
 
 
-@pytest.mark.parametrize("name", ["EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM"])
+@pytest.mark.parametrize(
+    "name", ["EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"]
+)
 @pytest.mark.parametrize(
     "kinds, exact, pooled",
     [
@@ -71,6 +77,8 @@ def test_rowwise_optimizer_where_rows_are_whole(
     kinds: list[str], exact: bool, pooled: bool, name: str
 ) -> None:
     fused_params = {"optimizer": EmbOptimType[name], "learning_rate": 0.05}
+    if name == "EXACT_ROWWISE_ADAGRAD":
+        fused_params |= {"max_norm": 0.1, "initial_accumulator_value": 0.2}
     tables = three_tables(kinds, 2, 2)
     run(Case(tables, exact=exact, pooled=pooled, fused_params=fused_params), 2, 2)
 

@@ -315,7 +315,7 @@ def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
 def test_copies_of_a_store_are_stores_of_their_own():
     store = filled(RowStore(5, 12, torch.float32, CPU), 300)
     copies = copy.deepcopy(store), pickle.loads(pickle.dumps(store))
-    store.zero(torch.arange(300))
+    store.fill(torch.arange(300), 0.0)
     for one in copies:
         assert holds(one, 300)
         assert holds(filled(one, 3000), 3000)

@@ -34,7 +34,7 @@ from op_cases import (
 from torch import Tensor
 from update_rules import KINDS, NUMBERS, hyper_of, state_widths, update
 
-from torchrec_dyn.optimizers import RULES, STATE_NAMES
+from torchrec_dyn.optimizers import RULES, STATE_NAMES, OptimizerKind
 
 # Valid arguments
 
@@ -155,7 +155,13 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
     streams = [(rng.randrange(-(2**63), 2**63), rng.choice((0, 3, 64)), rng.choice((1, 2, 9, 2**31)))
                for _ in range(tables)]  # fmt: skip
     senders = torch.tensor([rng.randrange(-1, 4) for _ in range(batch.ids)], dtype=torch.int32)
-    weight_decay = rng.choice((0.0, 0.01))
+    options = {
+        "weight_decay": rng.choice((0.0, 0.01)),
+        "weight_decay_mode": rng.randrange(3),
+        "max_norm": rng.choice((0.0, 0.0, 1.0)),
+        "l1": rng.choice((0.0, 0.5)),
+        "l2": rng.choice((0.0, 0.1)),
+    }
     return {
         "grad": numbers_of(rng, (batch.elements,), torch.float32),
         "ids": whole(*some_ids(rng, batch.ids)),
@@ -168,7 +174,7 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         "streams": torch.tensor(streams, dtype=I64).reshape(-1, 3),
         "mean": batch.given["mean"],
         "optimizer": optimizer,
-        "hyper": hyper_of(optimizer, weight_decay=weight_decay, weight_decay_mode=rng.randrange(3)),
+        "hyper": hyper_of(optimizer, **options),
         "grad_scales": [rng.choice((1.0, 2.0, 0.3)) for _ in range(tables)],
         "senders": rng.choice((None, senders)),
         **draw_marks(rng, batch),
@@ -362,7 +368,8 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     need(len(before["hyper"]) == len(names), "the hyper-parameters of the optimizer")
     hyper = dict(zip(names, map(np.float32, before["hyper"]), strict=True))
     if "weight_decay_mode" in hyper:
-        need(before["hyper"][-1] in (0.0, 1.0, 2.0), "a weight decay mode")
+        need(before["hyper"][3] in (0.0, 1.0, 2.0), "a weight decay mode")
+    need(kind != OptimizerKind.FTRL or hyper["learning_rate"] > 0, "a learning rate above 0")
     need(len(before["grad_scales"]) == len(bags.tables), "a scale for each table")
     senders = before["senders"]
     if senders is not None:
@@ -404,7 +411,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
             step = streams[3 * table + 2]
             if step < 1:
                 raise Unjudged("a step below 1")
-            after_row = update(kind, hyper, step, mean_square, (total, weight, *own))
+            after_row = update(kind, hyper, step, mean_square, sum_square, (total, weight, *own))
             if refusals and refusals[table]:
                 stored = np.abs(after_row[0]).max(initial=0)
                 if before["weights"][0].dtype == torch.float16 and 65504 <= stored < np.inf:
@@ -470,13 +477,18 @@ def sum_gradients(
 
 
 def mean_square(values: np.ndarray) -> np.float32:
-    """Returns the mean square, added up in 16 lanes as csrc/lookup/row_update.h does."""
+    """Returns the mean square, as csrc/lookup/row_update.h computes it."""
+    return sum_square(values) / np.float32(len(values))
+
+
+def sum_square(values: np.ndarray) -> np.float32:
+    """Returns the sum of squares, added up in 16 lanes as csrc/lookup/row_update.h does."""
     lanes = np.zeros(16, np.float32)
     for begin in range(0, len(values), 16):
         part = values[begin : begin + 16]
         lanes[: len(part)] += part * part
     four = (lanes[:4] + lanes[8:12]) + (lanes[4:8] + lanes[12:])
-    return ((four[0] + four[2]) + (four[1] + four[3])) / np.float32(len(values))
+    return (four[0] + four[2]) + (four[1] + four[3])
 
 
 def check_rounded(got: Tensor, exact: Tensor, updated: list[int]) -> None:

@@ -171,8 +171,10 @@ class DenseRows:
         self.weight = weight.double().clone()
         rows, columns = weight.shape
         widths = state_widths(optimizer.rule, columns)
+        starts = (*optimizer.initial_states, 0.0, 0.0)
         self.momentum1, self.momentum2 = (
-            torch.zeros(rows, width, dtype=torch.float64) for width in widths
+            torch.full((rows, width), start, dtype=torch.float64)
+            for width, start in zip(widths, starts, strict=False)
         )
         self.step = 0
 
@@ -190,6 +192,9 @@ class DenseRows:
             for name in ("learning_rate", *RULES[kind].hyper)
         }
         before = (grad.double().numpy(), *(state[rows].numpy() for state in states))
-        after = update(kind, hyper, self.step, lambda g: (g**2).mean(1, keepdims=True), before)
+        of_columns = (
+            (lambda x, how=how: how(x**2, axis=1, keepdims=True)) for how in (np.mean, np.sum)
+        )
+        after = update(kind, hyper, self.step, *of_columns, before)
         for state, new in zip(states, after, strict=True):
             state[rows] = torch.from_numpy(new)

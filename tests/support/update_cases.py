@@ -43,7 +43,12 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         "mean": rng.random() < 0.5,
         "optimizer": optimizer,
         "hyper": hyper_of(
-            optimizer, weight_decay=rng.choice((0.0, 0.01)), weight_decay_mode=rng.randrange(3)
+            optimizer,
+            weight_decay=rng.choice((0.0, 0.01)),
+            weight_decay_mode=rng.randrange(3),
+            max_norm=rng.choice((0.0, 2.0)),
+            l1=0.1,
+            l2=0.01,
         ),
         "grad_scales": [rng.choice((1.0, 0.3)) for _ in widths],
         "senders": torch.randint(-1, 5, (ids * len(widths),), generator=draw).int(),

@@ -76,6 +76,18 @@ def test_initializers(make, text):
     refuses(text, make)
 
 
+KEYS = (
+    "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
+    "initial_accumulator_value, l1, l2, max_norm, max_gradient, weight_decay_mode, gradient_clipping, "
+    "defer_updates, output_dtype"
+)
+
+
+DIVIDE_BY_EPS = (
+    "EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM", "ADAMW", "LAMB",
+)  # fmt: skip
+
+
 class Foreign:
     name = "LARS_SGD"
 
@@ -86,14 +98,14 @@ class Foreign:
         (
             {"optimizer": Foreign},
             "expected an optimizer among EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, "
-            "PARTIAL_ROWWISE_ADAM, ADAMW, got LARS_SGD.",
+            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, got LARS_SGD.",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
         ({"eps": NAN}, "expected a finite eps >= 0, got nan."),
         ({"eps": "small"}, "expected a finite eps >= 0, got 'small'."),
         *[
             ({"optimizer": name, "eps": eps}, f"expected eps of at least 1.2e-38 with {name}, got {eps}")
-            for name in ("EXACT_ADAGRAD", "EXACT_ROWWISE_ADAGRAD", "ADAM", "PARTIAL_ROWWISE_ADAM", "ADAMW")
+            for name in DIVIDE_BY_EPS
             for eps in (0.0, 1e-50)
         ],
         ({"weight_decay": None}, "expected a finite weight_decay >= 0, got None."),
@@ -109,20 +121,16 @@ class Foreign:
         ({"stochastic_rounding": False}, "expected stochastic_rounding=True, got False. Rows"),
         (
             {"momentum": 0.9},
-            "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
-            "weight_decay_mode, output_dtype, got 'momentum'. Remove it.",
+            f"{KEYS}, got 'momentum'. Remove it.",
         ),
         *[
             (
                 {key: 1.0},
-                "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
-                f"weight_decay_mode, output_dtype, got {key!r}. {remedy}",
+                f"{KEYS}, got {key!r}. {remedy}",
             )
             for key, remedy in (
                 ("lr", "Write learning_rate."),
                 ("betas", "Write beta1 and beta2."),
-                ("gradient_clipping", "Remove it, and clamp the gradient of the outputs in a hook: row"),
-                ("max_gradient", "Remove it, and clamp the gradient of the outputs in a hook: row"),
             )
         ],
         (
@@ -137,6 +145,25 @@ class Foreign:
             {"optimizer": "EXACT_ROWWISE_ADAGRAD", "weight_decay": 0.1},
             "expected a weight_decay_mode of L2 or DECOUPLE with weight_decay = 0.1, got NONE",
         ),
+        ({"optimizer": "FTRL", "weight_decay": 0.1}, "expected weight_decay = 0 with FTRL, whose rule"),
+        *[
+            (
+                {"optimizer": name, key: 0.5},
+                f"expected {key} = 0 with {name}, whose rule does not have it, got 0.5. Remove it.",
+            )
+            for name, key in (
+                ("ADAM", "initial_accumulator_value"),
+                ("LAMB", "max_norm"),
+                ("EXACT_ADAGRAD", "l1"),
+                ("EXACT_SGD", "l2"),
+            )
+        ],
+        ({"max_norm": -1}, "expected a finite max_norm >= 0, got -1."),
+        ({"initial_accumulator_value": NAN}, "expected a finite initial_accumulator_value >= 0, got nan."),
+        ({"gradient_clipping": 1.0}, "expected gradient_clipping as True or False, got 1.0."),
+        ({"max_gradient": 2}, "expected gradient_clipping=True with max_gradient, got max_gradient = 2.0 "),
+        ({"gradient_clipping": True, "max_gradient": -1}, "expected a finite max_gradient >= 0, got -1."),
+        ({"gradient_clipping": True, "max_gradient": 0}, "expected max_gradient > 0, got 0.0, with"),
     ],
 )  # fmt: skip
 def test_fused_params(given, rule):

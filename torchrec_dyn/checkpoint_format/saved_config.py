@@ -34,7 +34,7 @@ def table_config(
 
 def optimizer_config(optimizer: RowOptimizer, cuts: list[int]) -> dict[str, Any]:
     """Returns the config of the optimizer state of a table; the cuts are saved if some state is row-wise."""
-    config = {"format": FORMAT, "optimizer": optimizer.kind.name.lower()}
+    config = {"format": FORMAT, "optimizer": optimizer.saved_name}
     return {**config, "cuts": cuts} if any(optimizer.state_is_rowwise) else config
 
 

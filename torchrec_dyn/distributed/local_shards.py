@@ -16,7 +16,9 @@ from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NOT_BY_ROW, time_fault
+from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
@@ -231,7 +233,15 @@ class LocalShards:
 
     def drive_by(self, optimizer: ShardedOptimizer) -> None:
         """Connects an optimizer, which then sets the learning rates of all shards on this rank."""
-        optimizer.drive([kernel.group for kernel in self._kernels])
+        optimizer.drive(self.groups())
+
+    def groups(self) -> list[TableGroup]:
+        """Returns the table groups on this rank."""
+        return [kernel.group for kernel in self._kernels]
+
+    def optimizers(self) -> list[RowOptimizer]:
+        """Returns the optimizer of each table of the collection, in order, also of those on other ranks."""
+        return [self._optimizers[name] for name in self._configs]
 
     def _share(self, lock: TableLock) -> None:
         self.lock = lock
@@ -306,7 +316,7 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
     state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
-    if table.shards and source.optimizer.kind != table.optimizer.kind:
+    if table.shards and source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
     mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
     if "waiting" in state and mask is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import LearningRateGroup, check_not_scaled, saved_states
+from torchrec_dyn.modules import LearningRateGroup, check_step, saved_states
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_state
@@ -60,18 +60,19 @@ class ShardedOptimizer(KeyedOptimizer):
             rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
 
     def step(self, closure: Any = None) -> None:
-        """Writes learning rates to the tables; the rows were updated in backward.
+        """Writes learning rates and deferred updates; other rows were updated in backward.
 
         Raises:
-            ValueError: GradScaler calls this method: it has scaled the gradients.
+            ValueError, RuntimeError: as `DynamicOptimizer.step`.
         """
-        check_not_scaled(type(self).__name__)
+        check_step(type(self).__name__)
         for rates in self._rates.values():
-            rates.push()
+            rates.write_updates()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Writes learning rates to the tables; there are no gradients to clear."""
-        self.step()
+        """Writes learning rates to the tables, and drops deferred updates."""
+        for rates in self._rates.values():
+            rates.drop_updates()
 
 
 def _save(table_of: Callable[[str], Table], name: str) -> Mapping[str, Tensor]:

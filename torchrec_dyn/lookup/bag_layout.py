@@ -1,6 +1,7 @@
 """BagLayout: the ids of each bag, and the place of its pooled row in the output.
 
-Legend: T tables, F features (in table order), N ids, S segments (a segment is a run of bags of one table).
+Legend: T tables, F features (in table order), N ids, k batches, S segments (a segment is a run of bags of one
+table).
 """
 
 from __future__ import annotations
@@ -125,6 +126,64 @@ class BagLayout:
         # Not waited for: the copy is in the order of the stream.
         return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
 
+    def begins_of_features(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Returns the begin of each feature's ids, and the end of the last, [F + 1] int64.
+
+        offsets [bags + 1] int64 on any device, checked; batch_sizes as in `table_offsets`.
+        """
+        if batch_sizes is None:
+            batch = (offsets.numel() - 1) // self._features
+            first_bags = torch.arange(self._features + 1, device="cpu") * batch
+        else:
+            sizes = (sum(sizes) for sizes in batch_sizes)
+            first_bags = torch.tensor(list(accumulate(sizes, initial=0)), device="cpu")
+        return offsets[first_bags.to(offsets.device, non_blocking=True)]
+
+    def joined(self, batches: Sequence[Bags], begins: Sequence[Tensor]) -> tuple[Bags, Tensor]:
+        """Returns the description of several batches as one, and the places of its ids in the batches.
+
+        The ids of a feature come one batch after another, as in one large batch. The outputs of the batches
+        follow each other: those of the joined batch are not in the order of a large one. For sequences the
+        outputs are in the order of the ids.
+
+        Args:
+            batches: k descriptions, whose ids follow each other.
+            begins: `begins_of_features` of each.
+
+        Returns:
+            The description, whose shape is that of all outputs one after another, and [N] int64.
+        """
+        table_offsets = torch.stack([one.table_offsets for one in batches]).sum(0)
+        ids = int(table_offsets[-1])
+        runs = torch.stack(list(begins))  # [k, F + 1]
+        sizes = runs.diff(dim=1)
+        before = sizes.sum(1).cumsum(0) - sizes.sum(1)
+        places = _places_of_runs(runs[:, :-1] + before[:, None], sizes, ids)
+        if self._is_sequence:
+            return self._sequence(table_offsets, ids), places
+        segments = [one.segments.view(-1, self._features, 5) for one in batches]  # ranks, F
+        counts = torch.stack([of_batch[:, :, 2].sum(0) for of_batch in segments])  # [k, F] bags
+        bags, first_bags = int(counts.sum()), counts.t().flatten().cumsum(0).roll(1)
+        first_bags[0] = 0
+        lines: list[Tensor] = []
+        first_output = 0
+        for one, of_batch, first_bag in zip(
+            batches, segments, first_bags.view(-1, len(batches)).t(), strict=True
+        ):
+            of_ranks, moved = of_batch[:, :, 2], of_batch.clone()
+            moved[:, :, 1] = first_bag + of_ranks.cumsum(0) - of_ranks
+            moved[:, :, 3] += first_output
+            first_output += one.elements
+            lines.append(moved.flatten(0, 1))
+        lengths = torch.cat([one.offsets.diff() for one in batches if one.offsets is not None])
+        firsts = (counts.cumsum(1) - counts) + (counts.sum(1).cumsum(0) - counts.sum(1))[:, None]
+        order = _places_of_runs(firsts, counts, bags).to(lengths.device, non_blocking=True)
+        offsets = torch.cat([lengths.new_zeros(1), lengths[order].cumsum(0)])
+        all_lines = torch.cat(lines)
+        return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
+
     def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
         begins = list(accumulate(counts, initial=0))
@@ -226,3 +285,14 @@ class BagLayout:
                 next_bag[feature] += bags
                 place += bags * columns
         return Bags(table_offsets, offsets, torch.tensor(lines, device="cpu"), place, (place,))
+
+
+def _places_of_runs(begins: Tensor, sizes: Tensor, total: int) -> Tensor:
+    """Returns the places of k * F runs, by feature and then by batch, [total] int64.
+
+    begins [k, F] and sizes [k, F] int64, the first place and the number of places of each run.
+    """
+    begins, sizes = begins.t().flatten(), sizes.t().flatten()
+    moves = begins - (sizes.cumsum(0) - sizes)
+    places = torch.arange(total, device=begins.device)
+    return places + moves.repeat_interleave(sizes, output_size=total)

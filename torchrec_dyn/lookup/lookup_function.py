@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
+from torchrec_dyn.lookup.deferred_updates import DeferredUpdates
 from torchrec_dyn.lookup.first_read import EarlyOutput
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TableBlocks, TrainedTables
@@ -24,6 +25,7 @@ class Group(Protocol):
     """The parts of a table group that a lookup uses."""
 
     output_dtype: torch.dtype
+    deferred: DeferredUpdates | None
 
     @property
     def lock(self) -> TableLock:
@@ -33,9 +35,13 @@ class Group(Protocol):
     def is_mean(self) -> bool:
         """True if each bag is divided by its length."""
 
+    @property
+    def max_gradient(self) -> float | None:
+        """The limit of the gradient of the outputs; None if it has none."""
+
     def _check_backward(self, forward: Forward) -> None: ...
 
-    def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
+    def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Forward:
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
         noted: `tokens_of` the logs, after scoring recorded the rows as changed.
+        begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         early: the output, if it was pooled already.
         open_forward: open until the backward has run; None without a backward.
         is_done: True as soon as the backward has updated rows.
@@ -76,6 +83,7 @@ class Forward:
     is_done: bool = False
     kept: Tensor | None = None
     repeated: Forward | None = None
+    begins: Tensor | None = None
 
 
 def pool(forward: Forward, weights: Tensor | None) -> Tensor:
@@ -153,6 +161,9 @@ class LookupFunction(torch.autograd.Function):
         if forward.repeated is None or wants_grad:
             group._check_backward(of_rows)
         grad = grad.to(torch.float32).contiguous()
+        limit, whole = group.max_gradient, grad
+        if limit is not None:
+            grad = grad.clamp(-limit, limit)
         weights_grad = None
         if wants_grad:
             assert weights is not None
@@ -166,10 +177,12 @@ class LookupFunction(torch.autograd.Function):
         if forward.trained:
             try:
                 group.lock.is_changing = True
-                group._update(forward, grad, as_float(weights))
+                # Deferred gradients may have a loss scale: they are clamped when it is taken off.
+                taken = grad if group.deferred is None else whole
+                group._take_gradient(forward, taken, as_float(weights))
             finally:
                 group.lock.is_changing = False
-        if forward.open_forward is not None:
+        elif forward.open_forward is not None:
             forward.open_forward.close()
         forward.is_done = True
         return None, weights_grad, None

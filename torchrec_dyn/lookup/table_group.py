@@ -17,7 +17,8 @@ A forward that activation checkpointing runs again takes no step: it repeats the
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
 2. Compute the gradient of the bag weights, if it is needed.
-3. Sum the gradients of each distinct row and apply the optimizer in place.
+3. Sum the gradients of each distinct row and apply the optimizer in place. If updates are deferred, the
+   optimizer's `step()` does this (deferred_updates.py).
 
 Between forward and backward, the forward is open (storage/row_numbers.py), and the rows of removed
 ids are not reused.
@@ -28,6 +29,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.lookup_function import (
@@ -47,6 +50,8 @@ from torchrec_dyn.lookup.lookup_function import (
 )
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
 from torchrec_dyn.lookup.recomputation import Checkpoints, again, checkpoints_around
+from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
+from torchrec_dyn.lookup.rule_update import update_by_rule
 from torchrec_dyn.lookup.table_lists import (
     TableLists,
     TrainedTables,
@@ -66,7 +71,9 @@ from torchrec_dyn.storage import (
     keep_in_use,
     locked,
     marks_of_update,
+    note_changed,
     read,
+    run_to_end,
     tokens_of,
 )
 from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
@@ -78,6 +85,7 @@ class TableGroup:
     Attributes:
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
+        deferred: the updates that wait for `write_updates`; None if each backward writes its own.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class TableGroup:
             [table.columns for table in self.tables], features_per_table, pooling
         )
         self.has_life = any(table.life is not None for table in self.tables)
+        self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
@@ -114,6 +123,12 @@ class TableGroup:
     def is_mean(self) -> bool:
         """True if each bag is divided by its length."""
         return self._bag_layout.is_mean
+
+    @property
+    def max_gradient(self) -> float | None:
+        """The limit of the gradient of the outputs; None if it has none."""
+        optimizer = self.tables[0].optimizer
+        return optimizer.max_gradient if optimizer.gradient_clipping else None
 
     @property
     def device(self) -> torch.device:
@@ -221,6 +236,8 @@ class TableGroup:
             self, batch.ids, step.learning, rows, bags, blocks, trained, step.streams,
             lists.generations, step.noted, reduction, early,
         )  # fmt: skip
+        if self.deferred is not None and trained is not None:
+            forward.begins = self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes)
         weights = batch.weights
         keeps = around is not None and len(around.first_runs) > 0
         if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
@@ -288,13 +305,16 @@ class TableGroup:
         times: Tensor | None = None,
         scores: Tensor | None = None,
     ) -> PrefetchedStep | None:
-        """Takes the training step of a batch now, for its forward; returns None if all tables are frozen.
+        """Takes the training step of a batch now, for its forward, and returns it.
+
+        Returns None, and takes no step, if all tables are frozen, or if updates are deferred: then the
+        forward belongs to the step that is present when it runs.
 
         ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table
         has changed then.
         """
         lists = self._current()
-        if lists.trained is None:
+        if lists.trained is None or self.deferred is not None:
             return None
         keep_in_use(ids, times, scores)
         batch = Batch(ids.contiguous(), times=times, scores=scores)
@@ -383,7 +403,12 @@ class TableGroup:
         if trained is None:
             rows, absent = first[:2] if first else find_rows(lists.maps, batch.ids, table_offsets)
             return TakenStep(rows, sum(absent.tolist()))
+        if self.deferred is not None:
+            trained.shared.earlier = self.deferred.sizes
         step = take_step(trained, batch, first)
+        if self.deferred is not None:
+            self.deferred.begin(table_offsets)
+            trained.shared.earlier = self.deferred.sizes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
         return step._replace(
@@ -398,11 +423,14 @@ class TableGroup:
     def __getstate__(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use. A copy does not hold them: it lists its own tables. And
         # it has no graphs.
-        return {**self.__dict__, "_lists": None, "_anchor": None, "_forwards": None}
+        return {
+            **self.__dict__, "_lists": None, "_anchor": None, "_forwards": None, "deferred": None
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forwards = OpenForwards()
+        self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
 
     def _current(self) -> TableLists:
         """Returns the tables, listed again if one of them has changed other than by training."""
@@ -424,38 +452,139 @@ class TableGroup:
                 "loaded or converted in between, or moved. Run backward first."
             )
 
-    def _update(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
-        """Sums the gradients of each distinct row of the forward and applies the optimizer."""
+    def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
+        """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
-        lists, bags = self._current(), forward.bags
         assert forward.trained is not None
         assert forward.rows is not None and forward.streams is not None
+        update = Update(
+            grad, forward.ids, forward.rows, forward.bags, weights, forward.trained,
+            forward.streams, forward.reduction, forward.noted, forward.generations,
+            forward.begins, forward.open_forward,
+        )  # fmt: skip
+        if self.deferred is not None:
+            self.deferred.add(update)
+            return
+        try:
+            self._write(update)
+        except RuntimeError as error:
+            if not self._current().nonfinite:
+                raise
+            raise_after_backward(error)
+        if forward.open_forward is not None:
+            forward.open_forward.close()
+
+    @locked
+    @changes
+    def write_updates(self) -> None:
+        """Writes the deferred updates and ends the step; does nothing if updates are not deferred.
+
+        Raises:
+            RuntimeError: the tables were loaded, converted or moved since a backward; the updates are
+                dropped. Or an update that is not finite was refused with an error; no row has changed.
+        """
+        if self.deferred is None:
+            return
+        deferred, self.deferred = self.deferred, DeferredUpdates()
+        self._end_step()
+        if not deferred.updates:
+            return
+        generations = self._current().generations
+        if any(update.generations != generations for update in deferred.updates):
+            raise self._changed_before_step()
+        self._write(deferred.joined(self._bag_layout, self.max_gradient))
+        for update in deferred.updates:
+            if update.open_forward is not None:
+                update.open_forward.close()
+
+    @locked
+    @changes
+    def drop_updates(self) -> None:
+        """Forgets the deferred updates and ends the step; does nothing if updates are not deferred."""
+        if self.deferred is not None:
+            self.deferred = DeferredUpdates()
+            self._end_step()
+
+    def check_written(self) -> None:
+        """Raises the error of `write_updates` if updates wait, and drops them: the tables have changed."""
+        deferred = self.deferred
+        self.drop_updates()
+        if deferred is not None and deferred.updates:
+            raise self._changed_before_step()
+
+    def _changed_before_step(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self._where}: expected the tables of the backward at the optimizer's step(), got tables that "
+            "were loaded or converted in between, or moved. The gradients are dropped. Call step() or "
+            "zero_grad() first."
+        )
+
+    @locked
+    @changes
+    def norm_of_updates(self, power: float) -> Tensor:
+        """Returns the norm of the deferred row gradients, [] float64; `power` above 0, or infinity."""
+        if self.deferred is None or not self.deferred.updates:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return norm_of(
+            self._row_sums(self.deferred.joined(self._bag_layout, self.max_gradient)), power
+        )
+
+    def _row_sums(self, update: Update) -> list[RowSums]:
+        return row_sums(update, [table.columns for table in self.tables], self.is_mean)
+
+    @locked
+    @changes
+    def scale_updates(self, factor: float) -> None:
+        """Multiplies the deferred row gradients by a factor."""
+        if self.deferred is not None:
+            self.deferred.scale *= factor
+
+    @locked
+    @changes
+    def unscale_updates(self, factor: float) -> bool:
+        """Divides the deferred gradients by a loss scale, 1 / `factor`; returns True if they are finite."""
+        if self.deferred is None:
+            return True
+        self.deferred.multiply(factor)
+        return self.deferred.are_finite()
+
+    def _end_step(self) -> None:
+        for shared in {table.own.shared for table in self.tables}:
+            shared.earlier = None
+
+    def _write(self, update: Update) -> None:
+        """Sums the gradients of each distinct row of an update and applies the optimizer."""
+        lists, bags = self._current(), update.bags
         withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.deferred]
         if withheld:
             tables = {t: self.tables[t] for t in withheld}
-            count_late_grads(tables, forward.rows, bags.table_offsets)
-        if lists.trained is not None and lists.trained.shared is forward.trained.shared:
+            count_late_grads(tables, update.rows, bags.table_offsets)
+        if lists.trained is not None and lists.trained.shared is update.trained.shared:
             lists.trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
-            for table in forward.trained.tables.values():
+            for table in update.trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
+        optimizer = self.tables[0].optimizer
+        if optimizer.own is not None:
+            sums = self._row_sums(update)
+            written = update_by_rule(
+                optimizer.own, self.tables, sums, update.streams, self.learning_rate
+            )
+            log = partial(note_changed, self._logs(), update.rows, bags.table_offsets)
+            run_to_end(lambda _: log(), *written)
+            return
         listed_marks = (
-            marks_of_update(self._logs(), forward.noted) if lists.has_changes else ((), None)
+            marks_of_update(self._logs(), update.noted) if lists.has_changes else ((), None)
         )
-        optimizer, (listed, states) = self.tables[0].optimizer, lists.blocks.rows()
-        try:
-            ops.update_rows_(
-                grad, forward.ids, forward.rows, bags.offsets, weights, listed.weights, states[0],
-                states[1], listed.layout, bags.segments, forward.streams,
-                self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
-                forward.reduction.scales, forward.reduction.senders, *listed_marks,
-                lists.on_nonfinite, lists.nonfinite,
-            )  # fmt: skip
-        except RuntimeError as error:
-            if not lists.nonfinite:
-                raise
-            raise_after_backward(error)
+        listed, states = lists.blocks.rows()
+        ops.update_rows_(
+            update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights,
+            states[0], states[1], listed.layout, bags.segments, update.streams,
+            self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
+            update.reduction.scales, update.reduction.senders, *listed_marks,
+            lists.on_nonfinite, lists.nonfinite,
+        )  # fmt: skip
 
 
 def _has_backward(forward: Forward, weights: Tensor | None) -> bool:

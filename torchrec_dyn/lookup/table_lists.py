@@ -162,7 +162,9 @@ class TrainedTables:
             sizes = occurrences.diff()[self._is_trained]
             occurrences = torch.cat([occurrences[:1], sizes.cumsum(0)])
             absent = None if absent is None else absent[self._is_trained]
-        return self.shared.counted.after(occurrences, absent)
+        return self.shared.counted.after(
+            occurrences, absent, 1 if self.shared.earlier is None else 0
+        )
 
     def num_absent(self, absent: Tensor) -> tuple[int, int]:
         """Returns the numbers of absent ids of trained and of frozen tables; absent [T] int64, of each."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
 from torchrec_dyn.modules import matching_optimizer
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
 
 # FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.
 MOMENTS = {
@@ -110,7 +110,7 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     name = type(trainer.optimizer).__name__
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
     if trainer.kind is None:
-        known = ", ".join(kind.name for kind in OptimizerKind)
+        known = ", ".join(kind.name for kind in RULES)
         raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
     for option in _WITHOUT_COUNTERPART:
         if group.get(option):
@@ -121,6 +121,8 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     rule = {"lr": float(group["lr"])}
     if trainer.kind == OptimizerKind.ADAMW:
         rule["weight_decay"] = 0.0  # the default of ADAMW is not 0
+    if group.get("initial_accumulator_value"):
+        rule["initial_accumulator_value"] = float(group["initial_accumulator_value"])
     if "eps" in group:
         rule["eps"] = float(group["eps"])
     if "betas" in group:

@@ -177,7 +177,7 @@ def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str
         table: one column shard.
         ids: [M] int64, distinct ids without a row; they, rows and states may be on any device.
         weight: [M, C].
-        states: optimizer state by name, [M, C] or one number per row; missing states start at 0.
+        states: optimizer state by name, [M, C] or one number per row; missing states are those of new rows.
     """
     table.reserve(ids.numel())
     rows = table.row_numbers.take(ids.numel())
@@ -189,7 +189,7 @@ def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str
             values = states[one.name].reshape(ids.numel(), one.store.columns)
             one.store.write(rows, values.to(table.device))
         else:
-            one.store.zero(rows)
+            one.store.fill(rows, one.initial)
     if table.life is not None:
         table.life.add_rows(ids, rows, table.step, None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules.wrapper_checks import check_not_scaled
+from torchrec_dyn.modules.wrapper_checks import check_step
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -35,6 +35,18 @@ class LearningRateGroup(dict[str, Any]):
         """Sets `lr` as the learning rate of these table groups, now and after each change of `lr`."""
         self._groups = tuple(groups)
         self.push()
+
+    def write_updates(self) -> None:
+        """Writes `lr` and the deferred updates to the tables."""
+        self.push()
+        for group in self._groups:
+            group.write_updates()
+
+    def drop_updates(self) -> None:
+        """Writes `lr` to the tables and forgets their deferred updates."""
+        self.push()
+        for group in self._groups:
+            group.drop_updates()
 
     def push(self) -> None:
         """Writes `lr` to the tables. Needed after a tensor `lr` was changed in place."""
@@ -66,14 +78,16 @@ class DynamicOptimizer(FusedOptimizer):
         group.drive(groups)
 
     def step(self, closure: Any = None) -> None:
-        """Writes the learning rate to the tables; the rows were updated in backward.
+        """Writes the learning rate and the deferred updates; other rows were updated in backward.
 
         Raises:
-            ValueError: GradScaler calls this method: it has scaled the gradients.
+            ValueError: torch's GradScaler calls this method, which has scaled the gradients, or TorchRec's
+                GradientClippingOptimizer, which does not clip rows.
+            RuntimeError: the tables were loaded, converted or moved since a deferred update.
         """
-        check_not_scaled(type(self).__name__)
-        self._rates.push()
+        check_step(type(self).__name__)
+        self._rates.write_updates()
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Writes the learning rate to the tables; there are no gradients to clear."""
-        self._rates.push()
+        """Writes the learning rate to the tables, and drops deferred updates."""
+        self._rates.drop_updates()

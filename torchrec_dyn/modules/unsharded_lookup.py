@@ -140,6 +140,11 @@ class UnshardedLookup:
                 outputs[position] = part
         return outputs
 
+    @locked
+    def table_groups(self) -> list[TableGroup]:
+        """Returns the table groups, as the next forward uses them."""
+        return [group.tables for group in self._current_groups()]
+
     @property
     @locked
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -177,7 +182,10 @@ class UnshardedLookup:
         if state != self._grouped_for:
             with self.lock:
                 if state != self._grouped_for:
-                    self._groups, self._grouped_for = self._group_tables(state), state
+                    former, self._groups = self._groups, self._group_tables(state)
+                    self._grouped_for = state
+                    for group in former:
+                        group.tables.check_written()
         return self._groups
 
     def _group_tables(self, state: list[tuple[TableShard, torch.dtype]]) -> list[_Group]:

@@ -149,7 +149,7 @@ class UnshardedTable(nn.Module):
             table.start_as(before.initializer)  # a loaded checkpoint may have set it
         if before is not None and (before.num_rows or before.life is not None):
             state = state_for_copy(before, on_host=True)
-            if before.optimizer.kind != optimizer.kind:
+            if before.optimizer.saved_name != optimizer.saved_name:
                 state = without_optimizer(state, before.optimizer)
             table.load_state(state)
         if before is not None and before.changes is not None:

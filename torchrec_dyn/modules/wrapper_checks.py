@@ -9,8 +9,9 @@ No wrapper has a hook for modules inside the model. So the members that their co
 call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
 plan without a sharder DistributedModelParallel reads nothing but the hash of the type.
 
-Three tools of torch know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
-the rows behind; `GradScaler` multiplies gradients that backward applies at once. These are errors, too.
+Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
+the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
+GradientClippingOptimizer clips nothing if some parameters are on the meta device. These are errors, too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
@@ -48,6 +50,7 @@ _GET_MODEL_STATE_DICT = _code(dcp_state_dict._get_model_state_dict)
 _AVERAGED = _code(AveragedModel.__init__)
 _SHARE_MEMORY = _code(nn.Module.share_memory)
 _SCALED = _code(GradScaler._maybe_opt_step)
+_CLIPPED = _code(GradientClippingOptimizer.step)
 _STATIC = (
     _code(ShardedEmbeddingBagCollection.__init__),
     _code(ShardedEmbeddingCollection.__init__),
@@ -190,17 +193,29 @@ def check_not_shared(where: str) -> None:
         )
 
 
-def check_not_scaled(where: str) -> None:
-    """Checks that the optimizer of the rows is not called by a GradScaler that is enabled.
+def check_step(where: str) -> None:
+    """Checks what calls the optimizer of the rows.
 
     Raises:
-        ValueError: if it is.
+        ValueError: torch's GradScaler calls, which has scaled the gradients of rows, or a
+            GradientClippingOptimizer that clips.
     """
-    if _running(_SCALED) is not None:
+    frame = _running(_SCALED, _CLIPPED)
+    if frame is None:
+        return
+    if frame.f_code is _SCALED and not hasattr(frame.f_locals["self"], "unscales_rows"):
         raise ValueError(
-            f"{where}.step: expected gradients without a scale, got a step of GradScaler: backward has "
-            "updated the rows with scaled gradients. Train with bfloat16 autocast, which needs no scaler, or "
-            "with GradScaler(enabled=False)."
+            f"{where}.step: expected gradients without a scale, got a step of GradScaler: the gradients of "
+            "the rows are scaled. Train with bfloat16 autocast, which needs no scaler, with "
+            "fused_params={'defer_updates': True} and torchrec_dyn.GradScaler, or with "
+            "GradScaler(enabled=False)."
+        )
+    if frame.f_code is _CLIPPED and frame.f_locals["self"]._clipping != GradientClipping.NONE:
+        raise ValueError(
+            f"{where}.step: expected a step without clipping, got one of GradientClippingOptimizer, which "
+            "clips nothing beside tables that update their own rows. Put it around the dense optimizer only, "
+            "or call torchrec_dyn.clip_grad_norm_(model, max_norm) before step(), with "
+            "fused_params={'defer_updates': True}."
         )
 
 

@@ -368,8 +368,8 @@ def _swap(
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     table.row_numbers.free(torch.cat([nothing, *staged.others]))
     states = [RowStore(state.columns, shift, state.dtype, device) for state in table.states]
-    for state in states:
-        state.reserve_zeros(rows)
+    for state, number in zip(states, table.optimizer.initial_states, strict=True):
+        state.reserve_filled(rows, number)
     table.states = tuple(states)
     table.step = 0
     if table.life is not None:

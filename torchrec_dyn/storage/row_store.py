@@ -248,16 +248,33 @@ class RowStore:
         BLOCKS.renew()
         self.blocks = list(together.split(1 << self.shift)) if blocks else []
 
-    def zero(self, rows: Tensor) -> None:
-        """Fills rows [M] int64 with zeros."""
-        constant = [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    def reserve_filled(self, rows: int, number: float) -> None:
+        """Fills an empty store with `rows` rows of a number."""
+        if number == 0.0:
+            self.reserve_zeros(rows)
+            return
+        self.reserve(rows)
+        for first, block in zip(range(0, rows, 1 << self.shift), self.blocks, strict=False):
+            block[: rows - first].fill_(number)
+
+    def fill(self, rows: Tensor, number: float) -> None:
+        """Fills rows [M] int64 with a number."""
+        constant = [number, 0.0, 0.0, 1.0, 0.0, 1.0]
         ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
 
 
 class InitialRows:
     """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
 
-    def __init__(self, initializer: Initializer, seed: int, name: str, first_column: int) -> None:
+    def __init__(
+        self,
+        initializer: Initializer,
+        seed: int,
+        name: str,
+        first_column: int,
+        initial_states: Sequence[float] = (),
+    ) -> None:
+        self._states = initial_states
         self._kind, self._parameters = initializer.parameters()
         self._key = table_key(seed, name, "initial row")
         self._first_column = first_column
@@ -267,11 +284,12 @@ class InitialRows:
     ) -> None:
         """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights.
 
-        The same rows of `states`, the stores of optimizer state, become zeros.
+        The same rows of `states`, the stores of optimizer state, get the numbers of a new row.
         """
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,
             self._kind, self._parameters, self._key,
         )  # fmt: skip
-        for state in states:
-            state.zero(rows)
+        if states:
+            for state, number in zip(states, self._states, strict=True):
+                state.fill(rows, number)

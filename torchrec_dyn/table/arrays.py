@@ -107,7 +107,7 @@ class TableArrays:
 
     @property
     def step(self) -> int:
-        """Number of training forwards so far, without forwards of the frozen table."""
+        """Number of training steps so far, without those of the frozen table."""
         own = self.own  # read once: without the lock, a table may move to other counters in between
         return own.step + own.shared.counted.steps
 
@@ -115,6 +115,12 @@ class TableArrays:
     def step(self, step: int) -> None:
         TABLES.renew()
         self.own = self.own._replace(step=step - self.own.shared.counted.steps)
+
+    @property
+    def next_step(self) -> int:
+        """The step of the next training forward: the present one as long as deferred updates keep it open."""
+        own = self.own
+        return own.step + own.shared.counted.steps + (own.shared.earlier is None)
 
     @property
     def edits(self) -> int:
@@ -134,7 +140,8 @@ class TableArrays:
 
     def start_as(self, initializer: Initializer) -> None:
         """Sets the initializer of fresh rows."""
-        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column)
+        states = self.optimizer.initial_states
+        rows = InitialRows(initializer, self.config.seed, self.name, self.first_column, states)
         self.initializer, self.initial_rows = initializer, rows
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:

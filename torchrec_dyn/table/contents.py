@@ -31,12 +31,19 @@ class NamedState(NamedTuple):
     name: str  # FBGEMM's
     store: RowStore  # of its numbers, by row
     is_rowwise: bool  # True if it has one number per row
+    initial: float  # the number that a new row has in each column
 
 
 def named_states(table: TableArrays) -> list[NamedState]:
     """Returns the optimizer states of a table with their names."""
     optimizer = table.optimizer
-    named = zip(optimizer.state_names, table.states, optimizer.state_is_rowwise, strict=True)
+    named = zip(
+        optimizer.state_names,
+        table.states,
+        optimizer.state_is_rowwise,
+        optimizer.initial_states,
+        strict=True,
+    )
     return [NamedState(*fields) for fields in named]
 
 
@@ -161,7 +168,7 @@ def write_state(table: TableArrays, contents: Contents) -> None:
         if named.name in contents.rows:
             _write_rows(named.store, rows, contents.rows[named.name])
         else:
-            named.store.zero(rows)
+            named.store.fill(rows, named.initial)
     if table.life is not None:
         table.life.load(contents.life, rows, table.step)
 

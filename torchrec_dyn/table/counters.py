@@ -27,23 +27,26 @@ class Counted(NamedTuple):
     """Training forwards of tables that share counters.
 
     Attributes:
-        steps: number of forwards.
+        steps: number of steps.
+        forwards: number of forwards; a step of deferred updates may have several.
         ids: [T + 1] int64; the occurrences of table t are ids[t + 1] - ids[t].
         absent: [T] int64, occurrences of ids that had no row at the lookup.
     """
 
     steps: int
+    forwards: int
     ids: Tensor
     absent: Tensor
 
-    def after(self, table_offsets: Tensor, absent: Tensor | None) -> Counted:
-        """Returns the numbers after one more forward.
+    def after(self, table_offsets: Tensor, absent: Tensor | None, steps: int = 1) -> Counted:
+        """Returns the numbers after one more forward, which begins `steps` steps: 1, or 0 within a step.
 
         table_offsets [T + 1] int64: the first occurrence of each table, and the end of the last.
         absent [T] int64: occurrences without a row; None if there were none.
         """
         all_absent = self.absent if absent is None else self.absent + absent
-        return Counted(self.steps + 1, self.ids + table_offsets, all_absent)
+        ids = self.ids + table_offsets
+        return Counted(self.steps + steps, self.forwards + 1, ids, all_absent)
 
 
 class SharedCounters:
@@ -51,14 +54,18 @@ class SharedCounters:
 
     Attributes:
         counted: the forwards. Replaced as a whole, so that an interrupt finds all of a step or nothing.
-        edits: number of backwards.
+        edits: number of updates.
+        earlier: [tables of the group] int64, ids of each table in the earlier forwards of the present step,
+            to which the next forward belongs since updates are deferred to its end; None if that forward
+            begins a step.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         zeros = torch.zeros(size + 1, dtype=torch.int64, device="cpu")
-        self.counted = Counted(0, zeros, zeros[1:])
+        self.counted = Counted(0, 0, zeros, zeros[1:])
         self.edits = 0
+        self.earlier: Tensor | None = None
 
 
 class TableCounters(NamedTuple):
@@ -81,12 +88,12 @@ class TableCounters(NamedTuple):
     def total_counters(self) -> dict[str, int]:
         """Returns the counters with the forwards of the shared counters."""
         counted, line, counters = self.shared.counted, self.line, self.counters
-        if not counted.steps:
+        if not counted.forwards:
             return dict(counters)
         begin, end = counted.ids[line : line + 2].tolist()
         return {
             **counters,
-            "forwards": counters["forwards"] + counted.steps,
+            "forwards": counters["forwards"] + counted.forwards,
             "ids_seen": counters["ids_seen"] + end - begin,
             "hits": counters["hits"] + end - begin - int(counted.absent[line]),
         }

@@ -171,7 +171,7 @@ class TableShard(TableArrays):
         if fault := time_fault(time, self.time):
             raise ValueError(f"{self.where}.set_time: {fault}")
         if self.life is not None and self.life.is_timed:
-            self.life.clock.set(time, self.step + 1)
+            self.life.clock.set(time, self.next_step)
 
     @locked
     def stats(self) -> dict[str, int | float]:

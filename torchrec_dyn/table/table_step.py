@@ -44,7 +44,7 @@ def expired_of(table: TableArrays) -> HostRead[Expired]:
             stacklevel=2,
         )
     high = table.row_numbers.high_water_mark
-    expired = yield from table.life.expired(table.step + 1, table.id_map, high)
+    expired = yield from table.life.expired(table.next_step, table.id_map, high)
     return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
 
 
@@ -62,14 +62,14 @@ def touched_of(table: TableArrays, rows: Tensor, times: Tensor | None) -> tuple[
             UserWarning,
             stacklevel=2,
         )
-    return table.life.touched(rows, times, table.step + 1)
+    return table.life.touched(rows, times, table.next_step)
 
 
 def admission(table: TableArrays, ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
     """Decides the admission of ids [M] int64. As `RowLife.admit`; without a life a table admits all ids."""
     if table.life is None:
         return _all_admitted(ids, occurrences)
-    return table.life.admit(ids, occurrences, table.step + 1)
+    return table.life.admit(ids, occurrences, table.next_step)
 
 
 def _all_admitted(ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
@@ -138,7 +138,7 @@ class TableStep:
         self.number = number
         self._table = table
         self._unseen = unseen
-        self._step = table.step + 1
+        self._step = table.next_step
         has_expired = expired is not None and expired.ids.numel() > 0
         self.expired = expired if has_expired else None
         self.removal: Removal | None = None

@@ -1,0 +1,247 @@
+"""Rules of rows in Python: against formulas, against the kernel, under plans, saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import workers
+from sharded_cases import Case, three_tables
+from sharded_training import train_beside
+from table_cases import bits
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
+
+import torchrec_dyn as dyn
+
+IDS = torch.arange(8)
+
+
+class Adagrad(dyn.RowRule):
+    """EXACT_ADAGRAD, in Python."""
+
+    name = "own_adagrad"
+    states: ClassVar = {"sum_of_squares": dyn.State(initial=0.25)}
+
+    def __init__(self, eps: float = 1e-8) -> None:
+        self.eps = eps
+
+    def update(self, rows, grads, states, learning_rate, step):
+        squares = states["sum_of_squares"].add_(grads.square())
+        rows.sub_(learning_rate * grads / (squares.sqrt() + self.eps))
+
+
+class Spoils(dyn.RowRule):
+    """Makes the rows of large gradients NaN, and raises an error for larger ones."""
+
+    name = "spoils"
+    states: ClassVar = {"steps": dyn.State(rowwise=True), "last": dyn.State()}
+
+    def update(self, rows, grads, states, learning_rate, step):
+        if grads.max() > 90:
+            raise KeyError("too large")
+        rows.sub_(torch.where(grads > 9, math.nan, grads))
+        states["steps"].fill_(step)
+        states["last"].copy_(grads)
+
+
+def collection(rule: Any, dtype: str = "FP32", **options: Any) -> Any:
+    kinds = {"a": (["f", "g"], 8), "b": (["h"], 4)}
+    configs = [
+        EmbeddingBagConfig(
+            name=name,
+            feature_names=features,
+            embedding_dim=width,
+            num_embeddings=100,
+            data_type=DataType[dtype],
+        )
+        for name, (features, width) in kinds.items()
+    ]
+    dynamic = dyn.DynamicTableConfig(**options)
+    fused = {"learning_rate": 0.1, **(rule if isinstance(rule, dict) else {"optimizer": rule})}
+    return dyn.DynamicEmbeddingBagCollection(configs, fused_params=fused, dynamic=dynamic)
+
+
+def batch() -> KeyedJaggedTensor:
+    lengths = torch.randint(4, (15,))
+    return KeyedJaggedTensor(
+        ["f", "g", "h"], torch.randint(8, (int(lengths.sum()),)), lengths=lengths
+    )
+
+
+def train(models: list[Any], steps: int = 4) -> None:
+    for _ in range(steps):
+        features, grad = batch(), torch.randn(5, 20)
+        for model in models:
+            output = model(features).values()
+            output.backward(grad.to(output.dtype))
+
+
+def state(model: Any, table: str) -> dict[str, torch.Tensor]:
+    return model.table(table).whole.shards[0].export_state()
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_adagrad_in_python_trains_as_the_kernel(defers: bool) -> None:
+    torch.manual_seed(0)
+    own = collection({"optimizer": Adagrad(), "defer_updates": defers})
+    kernel = collection({"optimizer": "EXACT_ADAGRAD", "initial_accumulator_value": 0.25})
+    for _ in range(4):
+        train([own, kernel], 1)
+        own.fused_optimizer.step()
+    for table in ("a", "b"):
+        one, other = state(own, table), state(kernel, table)
+        assert torch.equal(one["ids"], other["ids"])
+        for name in ("weight", "momentum1"):
+            torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
+    assert own.table("a").stats()["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "rule", [dyn.Lion(0.9, 0.99, 0.1), dyn.LarsSGD(0.02, 0.9, 0.1)], ids=["lion", "lars"]
+)
+def test_examples_follow_their_papers(rule: Any) -> None:
+    """Row by row, with gradients summed by torch."""
+    torch.manual_seed(1)
+    model = collection(rule)
+    with torch.no_grad():
+        model(KeyedJaggedTensor(["f", "g", "h"], IDS.repeat(3), lengths=torch.full((3,), 8)))
+    rows = model.table("b").lookup(IDS)[0].double()
+    momentum = torch.zeros(8, 4, dtype=torch.float64)
+    for _ in range(5):
+        features, grad = batch(), torch.randn(5, 20)
+        model(features).values().backward(grad)
+        jagged = features.to_dict()["h"]
+        of_ids = grad[:, 16:].double().repeat_interleave(jagged.lengths(), 0)
+        grads = torch.zeros(8, 4, dtype=torch.float64).index_add(0, jagged.values(), of_ids)
+        for i in jagged.values().unique().tolist():
+            g, w, m = grads[i], rows[i], momentum[i]
+            if isinstance(rule, dyn.Lion):
+                rows[i] = w - 0.1 * ((0.9 * m + 0.1 * g).sign() + 0.1 * w)
+                momentum[i] = 0.99 * m + 0.01 * g
+            else:
+                trust = 0.02 * w.norm() / (g.norm() + 0.1 * w.norm())
+                momentum[i] = 0.9 * m + 0.1 * trust * (g + 0.1 * w)
+                rows[i] = w - momentum[i]
+    torch.testing.assert_close(model.table("b").lookup(IDS)[0].double(), rows, rtol=1e-4, atol=1e-6)
+
+
+def test_half_rows_are_rounded_stochastically() -> None:
+    """A change of a 64th of the spacing of float16 moves some numbers by a whole one, on average right."""
+
+    class Moves(dyn.RowRule):
+        name = "moves"
+
+        def update(self, rows, grads, states, learning_rate, step):
+            rows.add_(2.0**-16)
+
+    model = collection(Moves(), "FP16", initializer=dyn.Constant(1.0))
+    for _ in range(64):
+        features = KeyedJaggedTensor(["f", "g", "h"], IDS, lengths=torch.tensor([8, 0, 0]))
+        model(features).values().sum().backward()
+    rows = model.table("a").lookup(IDS)[0].float()
+    assert rows.unique().numel() > 2
+    assert float(rows.mean()) == pytest.approx(1 + 64 * 2.0**-16, abs=3e-4)
+
+
+@pytest.mark.parametrize("choice", ["skip", "error"])
+def test_rows_that_are_not_finite_are_refused(choice: str) -> None:
+    model = collection(Spoils(), on_nonfinite=choice)
+    features = KeyedJaggedTensor(["f", "g", "h"], IDS[:3], lengths=torch.ones(3, dtype=torch.long))
+    grad = torch.ones(1, 20)
+    model(features).values().backward(grad)
+    before = [state(model, table) for table in ("a", "b")]
+    grad[0, 3] = 10.0  # of id 0 in a
+    out = model(features).values()
+    if choice == "error":
+        with pytest.raises(RuntimeError, match=r"expected finite rows and states after Spoils\(\)"):
+            out.backward(grad)
+    else:
+        out.backward(grad)
+    after = [state(model, table) for table in ("a", "b")]
+    place = before[0]["ids"].tolist().index(0)
+    for name in ("weight", "momentum1", "momentum2"):
+        assert torch.equal(after[0][name][place], before[0][name][place])
+        changed = not torch.equal(after[1][name], before[1][name])
+        assert changed == (choice == "skip" and name != "momentum2"), name
+    assert model.table("a").stats()["nonfinite"] == 1
+
+
+def test_an_error_of_a_rule_changes_no_row() -> None:
+    model = collection(Spoils())
+    features = KeyedJaggedTensor(["f", "g", "h"], IDS[:3], lengths=torch.ones(3, dtype=torch.long))
+    out = model(features).values()
+    before = [state(model, table)["weight"] for table in ("a", "b")]
+    grad = torch.ones(1, 20)
+    grad[0, 19] = 100.0  # in the second table
+    with pytest.raises(KeyError, match="too large"):
+        out.backward(grad)
+    assert all(torch.equal(state(model, t)["weight"], w) for t, w in zip("ab", before, strict=True))
+
+
+def test_saved_by_name_and_states(tmp_path: Any) -> None:
+    torch.manual_seed(2)
+    model = collection(Adagrad())
+    train([model])
+    saved, optimizer = io.BytesIO(), model.fused_optimizer.state_dict()
+    torch.save(model.state_dict(), saved)
+    saved.seek(0)
+    other = collection(Adagrad())
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    other.fused_optimizer.load_state_dict(optimizer)
+    train([model, other])
+    for name, numbers in state(model, "a").items():
+        assert torch.equal(bits(numbers), bits(state(other, "a")[name])), name
+    for wrong in ("EXACT_ADAGRAD", dyn.Lion()):
+        with pytest.raises(ValueError, match="got that of own_adagrad with sum_of_squares"):
+            another = collection(wrong)
+            another.load_state_dict(model.state_dict())
+            another.fused_optimizer.load_state_dict(optimizer)
+
+
+def test_changes_are_recorded(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    model = collection(dyn.Lion())
+    train([model])
+    marker, replica = dyn.checkpoint.mark(model), copy.deepcopy(model)
+    train([model])
+    dyn.checkpoint.export_delta(model, tmp_path / "delta", since=marker)
+    dyn.checkpoint.apply_delta(replica, tmp_path / "delta")
+    for name, numbers in state(model, "a").items():
+        assert torch.equal(bits(numbers), bits(state(replica, "a")[name])), name
+
+
+def test_errors_of_rules() -> None:
+    class Nameless(dyn.RowRule):
+        pass
+
+    for rule, text in (
+        (dyn.Lion, "expected an object of Lion, got the class"),
+        (Nameless(), "expected a RowRule with a name and at most 2 states"),
+        ({"optimizer": dyn.Lion(), "eps": 0.1}, "in its constructor, got eps"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            collection(rule)(batch())
+    assert dyn.Lion() == copy.deepcopy(dyn.Lion()) != dyn.Lion(0.8)
+
+
+PLANS = {
+    "tables and columns": Case(
+        three_tables(("table_wise", "column_wise"), 2, 2, (8, 4, 12)),
+        fused_params={"optimizer": dyn.Lion(), "learning_rate": 0.01},
+    ),
+    "sequences": Case(
+        three_tables(("table_wise", "row_wise", "column_wise"), 2, 2),
+        pooled=False,
+        fused_params={"optimizer": dyn.Lion(), "learning_rate": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_under_plans_bit_for_bit(name: str) -> None:
+    workers.run(train_beside, PLANS[name], world_size=2)

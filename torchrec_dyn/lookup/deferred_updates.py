@@ -1,0 +1,159 @@
+"""DeferredUpdates: the gradients of a step, kept from backward to the optimizer's `step()`.
+
+torch has a moment between backward and `step()`, in which gradients are added up over micro-batches, clipped
+by their norm, or divided by a loss scale. Row updates in backward leave none. A group with deferred updates
+keeps the gradient of each lookup's output with its ids. `step()` writes all of them in one update, in which
+the ids of a feature stand in the order of one large batch: so each row's sum has the bits of that batch
+(docs/decisions/0036).
+
+The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
+of `step()` or `zero_grad()` belong to one step of the tables, and no eviction takes a row seen in it.
+
+Legend: T tables, F features, N ids, k batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.lookup.bag_layout import BagLayout, Bags
+from torchrec_dyn.lookup.gradient_reduction import Reduction
+from torchrec_dyn.lookup.table_lists import TrainedTables
+from torchrec_dyn.storage import OpenForward, keep_in_use
+
+
+@dataclass
+class Update:
+    """The arguments of one update of rows.
+
+    Attributes:
+        grad: the gradient of the output, float32, contiguous.
+        ids: [N] int64.
+        rows: [N] int64, -1 for an id without an update.
+        bags: description of the batch.
+        weights: [N] float32 weights of the ids in their bags, or None.
+        trained: the tables that were not frozen at the forward.
+        streams: of `ops.update_rows_`.
+        noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
+        generations: [T], generation of each table at the forward.
+        begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
+        open_forward: the forward, open as long as this object is kept.
+    """
+
+    grad: Tensor
+    ids: Tensor
+    rows: Tensor
+    bags: Bags
+    weights: Tensor | None
+    trained: TrainedTables
+    streams: Tensor
+    reduction: Reduction
+    noted: list[object] | None
+    generations: list[int]
+    begins: Tensor | None = None
+    open_forward: OpenForward | None = None
+
+
+class DeferredUpdates:
+    """The updates of the present step, as long as nobody has written them.
+
+    Attributes:
+        updates: one for each backward.
+        sizes: [T] int64, ids of each table in the forwards of the step so far; None before the first.
+        scale: the factor of all gradients, from clipping.
+    """
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+        self.sizes: Tensor | None = None
+        self.scale = 1.0
+
+    def begin(self, table_offsets: Tensor) -> None:
+        """Counts a training forward; table_offsets [T + 1] int64, where the ids of each table begin."""
+        sizes = table_offsets.diff()
+        self.sizes = sizes if self.sizes is None else self.sizes + sizes
+
+    def add(self, update: Update) -> None:
+        """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
+        if self.scale != 1.0:  # gradients after a clipping are not clipped by it
+            self.multiply(self.scale)
+            self.scale = 1.0
+        keep_in_use(update.grad, update.rows)
+        update.ids = update.ids.clone()
+        if update.weights is not None:
+            update.weights = update.weights.clone()
+        if update.bags.offsets is not None:
+            offsets = update.bags.offsets.clone()
+            update.bags = Bags(
+                update.bags.table_offsets, offsets, update.bags.segments,
+                update.bags.elements, update.bags.shape,
+            )  # fmt: skip
+        self.updates.append(update)
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all gradients so far before they are summed: scaled sums may be infinite."""
+        for update in self.updates:
+            update.grad = update.grad * factor
+
+    def are_finite(self) -> bool:
+        """Returns True if all gradients of outputs are finite."""
+        return all(bool(update.grad.isfinite().all()) for update in self.updates)
+
+    def joined(self, layout: BagLayout, limit: float | None) -> Update:
+        """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""
+        updates = self.updates
+        if limit is not None:
+            updates = [_replaced(one, grad=one.grad.clamp(-limit, limit)) for one in updates]
+        last = updates[-1]
+        scales = [scale * self.scale for scale in last.reduction.scales]
+        for update in updates:
+            keep_in_use(update.grad, update.ids, update.rows, update.weights)
+        if len(updates) == 1:
+            reduction = Reduction(scales, last.reduction.senders)
+            return _replaced(last, reduction=reduction)
+        begins = [update.begins for update in updates if update.begins is not None]
+        bags, places = layout.joined([update.bags for update in updates], begins)
+        places = places.to(last.ids.device, non_blocking=True)
+        if bags.offsets is None:
+            columns = last.bags.shape[1]
+            grad = torch.cat([update.grad.view(-1, columns) for update in updates])[places]
+        else:
+            grad = torch.cat([update.grad.flatten() for update in updates])
+        weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
+        senders = [update.reduction.senders for update in updates]
+        of_ids = _joined(senders, updates, -1, torch.int32)
+        return _replaced(
+            last,
+            grad=grad,
+            ids=torch.cat([update.ids for update in updates])[places],
+            rows=torch.cat([update.rows for update in updates])[places],
+            bags=bags,
+            weights=None if weights is None else weights[places],
+            reduction=Reduction(scales, None if of_ids is None else of_ids[places]),
+            noted=None,
+        )
+
+
+def _replaced(update: Update, **changes: object) -> Update:
+    return Update(**{**update.__dict__, **changes})
+
+
+def _joined(
+    of_updates: Sequence[Tensor | None],
+    updates: Sequence[Update],
+    missing: float,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Returns numbers of the ids of all updates, `missing` for an update without; None if none has them."""
+    if all(one is None for one in of_updates):
+        return None
+    return torch.cat(
+        [
+            torch.full_like(update.ids, missing, dtype=dtype) if one is None else one
+            for one, update in zip(of_updates, updates, strict=True)
+        ]
+    )

@@ -1,0 +1,92 @@
+"""Row sums: the gradient of each distinct row of an update, as its optimizer would take it.
+
+Legend: T tables, N ids, M distinct rows of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.lookup.deferred_updates import Update
+from torchrec_dyn.optimizers import RULES, OptimizerKind
+from torchrec_dyn.storage import host_numbers
+from torchrec_dyn.table import ranges_of
+
+_SHIFT = 10  # of the blocks in which rows are summed
+_NUMBERS_AT_ONCE = 1 << 22  # float64 copies of them are made for a norm
+_ADD_UP = RULES[OptimizerKind.EXACT_SGD].number, [-1.0]  # SGD at learning rate -1
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """The summed gradients of one table.
+
+    Attributes:
+        ids: [M] int64.
+        rows: [M] int64, without -1.
+        grads: [M, columns] float32.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    grads: Tensor
+
+
+def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowSums]:
+    """Returns the row sums of each table, [T]. A GPU's host waits for the numbers of rows.
+
+    columns [T], the width of each table.
+    """
+    offsets = update.bags.table_offsets
+    # Rows stand in for ids: the op lists the distinct ones that have no row.
+    is_used = update.rows >= 0
+    distinct, _, begins, places = ops.collect_new(update.rows, -is_used.long(), offsets)
+    sizes, firsts = (
+        of_tables.to(places.device, non_blocking=True)
+        for of_tables in (offsets.diff(), begins[:-1])
+    )
+    first_of_id = firsts.repeat_interleave(sizes, output_size=places.numel())
+    numbers = torch.where(is_used, places - first_of_id, -1)
+    ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, update.ids)[1:]
+    sums: list[RowSums] = []
+    blocks: list[Tensor] = []
+    lines: list[list[int]] = []
+    ranges = ranges_of(begins)
+    for number, width in enumerate(columns):
+        of_table = ranges.get(number, slice(0, 0))
+        count = of_table.stop - of_table.start
+        room = update.grad.new_zeros(-(-count >> _SHIFT) << _SHIFT, width)
+        of_room = room.split(1 << _SHIFT) if count else ()
+        lines.append([len(blocks), len(of_room), _SHIFT, width])
+        blocks += of_room
+        sums.append(RowSums(ids[of_table], distinct[of_table], room[:count]))
+    add_rows(update, numbers, blocks, host_numbers(lines), is_mean)
+    return sums
+
+
+def add_rows(
+    update: Update, rows: Tensor, blocks: list[Tensor], layout: Tensor, is_mean: bool
+) -> None:
+    """Adds the gradients of an update to rows [N] int64 of blocks, in the order of every update."""
+    ops.update_rows_(
+        update.grad, update.ids, rows, update.bags.offsets, update.weights, blocks, [], [], layout,
+        update.bags.segments, update.streams, is_mean, *_ADD_UP,
+        update.reduction.scales, update.reduction.senders, (), None, [], [],
+    )  # fmt: skip
+
+
+def norm_of(sums: Sequence[RowSums], power: float) -> Tensor:
+    """Returns the norm of all row sums, [] float64 on their device; `power` above 0, or infinity."""
+    parts = [
+        torch.linalg.vector_norm(part, power, dtype=torch.float64)
+        for of_table in sums
+        for part in of_table.grads.flatten().split(_NUMBERS_AT_ONCE)
+        if part.numel()
+    ]
+    nothing = sums[0].grads.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack([nothing, *parts]), power)

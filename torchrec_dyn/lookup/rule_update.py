@@ -1,0 +1,119 @@
+"""Updates of rows by a rule in Python (row_rules.py), in place of the kernel.
+
+The rows and states of all tables are copied, updated, checked, and then written: an error of a rule
+changes no row. Rows below float32 are rounded stochastically, by the kernel and its numbers.
+
+Legend: T tables, M distinct rows of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.lookup.row_sums import RowSums
+from torchrec_dyn.optimizers import RULES, OptimizerKind
+from torchrec_dyn.row_rules import RowRule
+from torchrec_dyn.storage import host_numbers
+from torchrec_dyn.table import TableShard
+
+_SUBTRACT = RULES[OptimizerKind.EXACT_SGD].number, [1.0]  # SGD at learning rate 1
+
+
+@dataclass(frozen=True)
+class _Updated:
+    """The rows and states of one table after a rule; `is_refused` [M] bool, None if all are written."""
+
+    table: TableShard
+    rows: Tensor
+    weights: Tensor
+    states: list[Tensor]
+    is_refused: Tensor | None
+
+
+def update_by_rule(
+    rule: RowRule,
+    tables: Sequence[TableShard],
+    sums: Sequence[RowSums],
+    streams: Tensor,
+    learning_rate: float,
+) -> list[Callable[[bool], object]]:
+    """Runs a rule on the row sums of T tables; returns the actions of `run_to_end` that write the rows.
+
+    streams [T, 3] int64, as of `ops.update_rows_`.
+
+    Raises:
+        RuntimeError: a table with `on_nonfinite="error"` would have numbers that are not finite; no row has
+            changed.
+        ValueError: the rule has replaced a tensor's shape or dtype.
+    """
+    updated = [
+        _run(rule, table, of_table, stream, learning_rate)
+        for table, of_table, stream in zip(tables, sums, streams, strict=True)
+        if of_table.rows.numel()
+    ]
+    for one in updated:
+        if one.is_refused is not None and one.table.nonfinite is not None:
+            refused = one.is_refused.count_nonzero()
+            one.table.nonfinite += refused
+            if one.table.config.on_nonfinite == "error" and int(refused):
+                raise RuntimeError(
+                    f"{one.table.where}: expected finite rows and states after {rule!r}, got NaN or "
+                    f"infinity in {int(refused)} rows. No row has changed. Look for the loss or the input "
+                    'that is not finite, or set on_nonfinite="skip".'
+                )
+    return [partial(_write, one) for one in updated]
+
+
+def _run(
+    rule: RowRule, table: TableShard, sums: RowSums, stream: Tensor, learning_rate: float
+) -> _Updated:
+    before = table.weights.read(sums.rows)
+    former = [store.read(sums.rows) for store in table.states]
+    checks = table.nonfinite is not None
+    weights = before.to(torch.float32, copy=checks)
+    states = {
+        name: one.clone() if checks else one for name, one in zip(rule.states, former, strict=True)
+    }
+    with torch.no_grad():
+        rule.update(weights, sums.grads, states, learning_rate, int(stream[2]))
+    after = [states[name] for name in rule.states]
+    if weights.dtype != before.dtype:
+        weights = _rounded(before, weights, sums.ids, stream)
+    is_refused = None
+    if checks:
+        is_finite = weights.isfinite().all(1)
+        for one in after:
+            is_finite &= one.isfinite().all(1)
+        is_refused = ~is_finite
+        weights = torch.where(is_refused[:, None], before, weights)
+        after = [
+            torch.where(is_refused[:, None], old, new)
+            for old, new in zip(former, after, strict=True)
+        ]
+    return _Updated(table, sums.rows, weights, after, is_refused)
+
+
+def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tensor:
+    """Returns `after` [M, columns] in the dtype of `before`: before - (before - after) by the kernel."""
+    count, columns = before.shape
+    rounded, shift = before.clone(), max(4, (count - 1).bit_length())
+    blocks = [torch.cat([rounded, rounded.new_empty((1 << shift) - count, columns)])]
+    rows = torch.arange(count, device=ids.device)
+    ops.update_rows_(
+        (before.float() - after).flatten(), ids, rows, None, None, blocks, [], [],
+        host_numbers([[0, 1, shift, columns]]), host_numbers([[0, 0, count, 0, columns]]), stream[None],
+        False, *_SUBTRACT, [1.0], None, (), None, [], [],
+    )  # fmt: skip
+    return blocks[0][:count]
+
+
+def _write(one: _Updated, _: bool) -> None:
+    one.table.weights.write(one.rows, one.weights)
+    for store, state in zip(one.table.states, one.states, strict=True):
+        store.write(one.rows, state)

@@ -1,0 +1,136 @@
+"""RowRule: an update rule of one's own, in Python, for `fused_params["optimizer"]`.
+
+Sources of the examples: Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion);
+You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017 (LARS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """An optimizer state of a `RowRule`.
+
+    Attributes:
+        rowwise: True for one number per row, False for one number per column.
+        initial: the number with which a new row begins.
+    """
+
+    rowwise: bool = False
+    initial: float = 0.0
+
+
+class RowRule:
+    """An update rule of rows in Python. Subclass it, and give an object as `fused_params["optimizer"]`.
+
+    A checkpoint has the name of the rule and of its states, never the class: a load into a model with another
+    rule is an error. Two objects are the same rule if their classes and attributes are equal; attributes are
+    plain numbers.
+
+    Attributes:
+        name: name in checkpoints and messages.
+        states: the optimizer states by name, at most two.
+    """
+
+    name: ClassVar[str] = ""
+    states: ClassVar[Mapping[str, State]] = {}
+
+    def update(
+        self,
+        rows: Tensor,
+        grads: Tensor,
+        states: Mapping[str, Tensor],
+        learning_rate: float,
+        step: int,
+    ) -> None:
+        """Updates rows and states in place, without autograd.
+
+        Called once a step for each table, or column shard of one, whose rows have gradients. All ranks run
+        it for their own rows, so it must not communicate. A rule that treats each element alike has
+        the same bits under every plan; one that uses a whole row sees the columns of a column shard only.
+
+        Args:
+            rows: [M, columns] float32, the distinct rows of the step, in no particular order.
+            grads: [M, columns] float32, the sum of each row's gradients.
+            states: [M, columns] float32, or [M, 1] for a row-wise state, by name.
+            learning_rate: the present one.
+            step: number of training steps of the table, from 1.
+        """
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(sorted(vars(self)))))
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(self).items()))
+        return f"{type(self).__name__}({numbers})"
+
+
+class Lion(RowRule):
+    """Lion: the sign of a momentum, with decoupled weight decay. Trains with a tenth of Adam's learning rate.
+
+    Source: Chen et al., "Symbolic discovery of optimization algorithms", algorithm 2.
+    """
+
+    name = "lion"
+    states: ClassVar[Mapping[str, State]] = {"momentum": State()}
+
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0) -> None:
+        self.beta1, self.beta2, self.weight_decay = beta1, beta2, weight_decay
+
+    def update(
+        self,
+        rows: Tensor,
+        grads: Tensor,
+        states: Mapping[str, Tensor],
+        learning_rate: float,
+        step: int,
+    ) -> None:
+        """Updates rows and momentum."""
+        momentum = states["momentum"]
+        direction = (momentum * self.beta1).add_(grads, alpha=1 - self.beta1).sign_()
+        rows.mul_(1 - learning_rate * self.weight_decay).sub_(direction, alpha=learning_rate)
+        momentum.mul_(self.beta2).add_(grads, alpha=1 - self.beta2)
+
+
+class LarsSGD(RowRule):
+    """SGD with momentum, each row at a rate relative to its norm (FBGEMM's LARS_SGD).
+
+    The norms are those of the columns of a column shard.
+
+    Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", equations 6 and 7.
+    """
+
+    name = "lars_sgd"
+    states: ClassVar[Mapping[str, State]] = {"momentum": State()}
+
+    def __init__(
+        self, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0
+    ) -> None:
+        self.eta, self.momentum, self.weight_decay = eta, momentum, weight_decay
+
+    def update(
+        self,
+        rows: Tensor,
+        grads: Tensor,
+        states: Mapping[str, Tensor],
+        learning_rate: float,
+        step: int,
+    ) -> None:
+        """Updates rows and momentum."""
+        of_rows, of_grads = (one.norm(dim=1, keepdim=True) for one in (rows, grads))
+        rate = self.eta * of_rows / (of_grads + self.weight_decay * of_rows)
+        rate = torch.where((of_rows > 0) & (of_grads > 0), rate, 1.0)
+        change = (grads + self.weight_decay * rows) * (rate * learning_rate)
+        momentum = states["momentum"].mul_(self.momentum).add_(change)
+        rows.sub_(momentum)

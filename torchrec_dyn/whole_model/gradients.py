@@ -1,0 +1,212 @@
+"""Gradients of a whole model between backward and `step()`: clipping by norm, and loss scaling.
+
+For tables with deferred updates (`fused_params={"defer_updates": True}`): their gradients wait for `step()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler as TorchGradScaler
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardedModule, ShardingType
+
+from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.ranks import gather_results
+from torchrec_dyn.whole_model.tables import Collection, ShardedCollection, collections_of
+
+_Groups = list[tuple[dist.ProcessGroup | None, list[TableGroup]]]
+
+
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients of a model by their norm over dense parameters and dynamic rows together.
+
+    Like `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm of all
+    gradients is above `max_norm`, all are multiplied by `max_norm / (norm + 1e-6)`. The gradient of a dynamic
+    row is the sum that its optimizer would take, also over micro-batches. Each row counts once, on the rank
+    that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks and
+    count once. Static sharded tables update their rows in backward, so they are not counted, as with torch.
+
+    Collective: all ranks call it. Needs memory for the row sums of one table group at a time, 4 bytes a
+    column of each distinct row, and reads the result on the host.
+
+    Args:
+        model: DistributedModelParallel, or any module with dynamic collections. All of its dynamic tables
+            have `fused_params={"defer_updates": True}`.
+        max_norm: the largest norm.
+        norm_type: p of the norm, above 0; may be infinity.
+        error_if_nonfinite: True to raise an error if the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping, [] float32 on the CPU.
+
+    Raises:
+        ValueError: updates are not deferred, the model has static tables of the compute kernel "dense" that
+            are not replicated, or an argument is not valid.
+        RuntimeError: with `error_if_nonfinite`, the norm is NaN or infinite; no gradient has changed.
+    """
+    where = "clip_grad_norm_"
+    power, most = float(norm_type), float(max_norm)
+    if not power > 0 or math.isnan(most) or most < 0:
+        raise ValueError(
+            f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type} and {max_norm}."
+        )
+    grouped = _deferring_groups(model, where)
+    _check_no_sharded_gradients(model, where)
+    grads = [one.grad for one in model.parameters() if one.grad is not None and one.grad.numel()]
+    parts = [float(_whole(torch.linalg.vector_norm(grad, power))) for grad in grads]
+    for process_group, groups in grouped:
+        parts += gather_results(process_group, where, partial(_norm, groups, power))
+    total = _combined(parts, power)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(
+            f"{where}: expected a finite norm of the gradients, got {total}. Look for the loss or the input "
+            "that is not finite, or pass error_if_nonfinite=False."
+        )
+    factor = most / (total + 1e-6)
+    if not factor >= 1.0:
+        for grad in grads:
+            grad.mul_(factor)
+        for _, groups in grouped:
+            for group in groups:
+                group.scale_updates(factor)
+    return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+
+def _unscaled(groups: list[TableGroup], factor: float, is_infinite: bool) -> bool:
+    """Multiplies the gradients of the groups; returns True if one is not finite, or `is_infinite`."""
+    are_finite = [group.unscale_updates(factor) for group in groups]
+    return is_infinite or not all(are_finite)
+
+
+def _norm(groups: list[TableGroup], power: float) -> float:
+    return _combined([float(group.norm_of_updates(power)) for group in groups], power)
+
+
+def _combined(norms: list[float], power: float) -> float:
+    """Returns the norm of all numbers from norms of parts; NaN if one is."""
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    largest = max(norms, default=0.0)
+    if math.isinf(power) or largest in (0.0, math.inf):
+        return largest
+    # Divided first: a power of a large norm may be too large for a float.
+    return largest * math.fsum((norm / largest) ** power for norm in norms) ** (1.0 / power)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """Returns the norm of a whole DTensor, which torch gives as one DTensor; other norms as they are."""
+    full: Callable[[], Tensor] | None = getattr(norm, "full_tensor", None)
+    return norm if full is None else full()
+
+
+def _deferring_groups(model: nn.Module, where: str) -> _Groups:
+    """Returns the table groups of each collection, with its ranks.
+
+    Raises:
+        ValueError: updates of a collection are not deferred.
+    """
+    grouped: _Groups = []
+    for path, collection in collections_of(model, where):
+        group, groups = _groups_of(collection)
+        optimizers = (
+            collection._shards.optimizers()
+            if isinstance(collection, ShardedCollection)
+            else [table.tables[0].optimizer for table in groups]
+        )
+        if not all(optimizer.defer_updates for optimizer in optimizers):
+            raise ValueError(
+                f"{where}: expected deferred updates of the tables of {path or type(collection).__name__}, "
+                "got tables that backward updates: their gradients are gone. Set "
+                "fused_params={'defer_updates': True, ...}."
+            )
+        grouped.append((group, groups))
+    return grouped
+
+
+def _groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
+    if isinstance(collection, ShardedCollection):
+        return collection._env.process_group, collection._shards.groups()
+    return None, collection.unsharded_lookup.table_groups()
+
+
+def _check_no_sharded_gradients(model: nn.Module, where: str) -> None:
+    for path, module in model.named_modules():
+        if not isinstance(module, ShardedModule) or isinstance(module, ShardedCollection):
+            continue
+        plan: Any = getattr(module, "module_sharding_plan", None) or {}
+        for name, sharding in plan.items():
+            is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+            if is_dense and sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
+                raise ValueError(
+                    f"{where}: expected static tables that are fused or data_parallel, got {path}.{name} "
+                    "with the kernel dense, whose gradients are spread over ranks. Use another kernel."
+                )
+
+
+class GradScaler(TorchGradScaler):
+    """torch's GradScaler for a model with deferred row updates.
+
+    Gradients of rows are divided by the scale with those of the dense parameters. If any gradient of the
+    optimizer is NaN or infinite on any rank, `step` skips the rows and the dense part on every rank.
+    bfloat16 needs no scaler.
+
+    Pass the optimizer of rows and dense parameters as one, e.g. a CombinedOptimizer, and call `zero_grad()`
+    after each step, which drops what a skipped step has left. All ranks call `unscale_` and `step`, which are
+    collective.
+
+    Args:
+        model: the model with dynamic collections, all with `fused_params={"defer_updates": True}`.
+        device, **options: those of `torch.amp.GradScaler`.
+
+    Raises:
+        ValueError: if it is enabled and updates are not deferred.
+    """
+
+    unscales_rows = True  # read by the optimizers of rows (modules/wrapper_checks.py)
+
+    def __init__(self, model: nn.Module, device: str = "cuda", **options: Any) -> None:
+        super().__init__(device, **options)
+        self._model = model
+        if self._enabled:
+            _deferring_groups(model, "GradScaler")
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        where = "GradScaler.unscale_"
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        is_infinite, is_ours = False, False
+        of_dense = any(bool(one) for one in found.values())
+        for _, collection in collections_of(self._model, where):
+            params = collection.fused_optimizer.params.values()
+            if not any(id(param) in held for param in params):
+                continue
+            is_ours = True
+            process_group, groups = _groups_of(collection)
+            factor = float(inv_scale)
+            of_ranks = gather_results(
+                process_group, where, partial(_unscaled, groups, factor, of_dense)
+            )
+            is_infinite |= any(of_ranks)
+        if is_ours:
+            for one in found.values():
+                one.fill_(float(is_infinite))
+            found.setdefault(found_inf.device, found_inf).fill_(float(is_infinite))
+        return found
