@@ -40,6 +40,7 @@ from torchrec_dyn.policies import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    LowestScore,
     Never,
 )
 from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, State
@@ -83,6 +84,7 @@ __all__ = [
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Lion",
+    "LowestScore",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",

@@ -13,7 +13,15 @@ from torchrec_dyn.initializers import (
     TruncatedNormal,
     Uniform,
 )
-from torchrec_dyn.policies import Admission, AdmitAfter, Eviction, check_admission, check_eviction
+from torchrec_dyn.policies import (
+    Admission,
+    AdmitAfter,
+    Eviction,
+    LowestScore,
+    check_admission,
+    check_eviction,
+    replacement_of,
+)
 
 OnNonfinite = Literal["write", "skip", "error"]  # numbered as in csrc/lookup/row_update.h
 GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
@@ -32,9 +40,9 @@ class DynamicTableConfig:
             "zeros", or "initial" for the initial row that the id would get.
         admission: policy for unseen ids in training: AdmitAfter, AdmitWithProbability or Never;
             None: every unseen id gets a row.
-        eviction: policy for removing rows: LeastRecentlyUsed or LeastFrequentlyUsed when the table is
-            full, ExpireAfter by age, or a pair (ExpireAfter, LeastRecentlyUsed or
-            LeastFrequentlyUsed); None: no row is evicted, and a full table is an error.
+        eviction: policy for removing rows: LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore when the
+            table is full, ExpireAfter by age, or a pair (ExpireAfter, and one of the others); None: no row
+            is evicted, and a full table is an error.
         gradient: reduction of an id's gradients over W ranks. Each rank sends the sum over its own
             occurrences of the id. "mean_over_ranks": sum over ranks / W, as in TorchRec;
             "mean_over_senders": sum / number of ranks whose batch has the id; "sum": the sum. Without
@@ -84,6 +92,11 @@ class DynamicTableConfig:
     def has_life(self) -> bool:
         """True if any policy is set; such a table keeps a score (last_seen, count) for each row."""
         return self.admission is not None or self.eviction is not None
+
+    @property
+    def scores_weights(self) -> bool:
+        """True if a training batch must have weights, by which the table scores its ids (LowestScore)."""
+        return isinstance(replacement_of(self.eviction), LowestScore)
 
     @property
     def counts_waiting(self) -> bool:

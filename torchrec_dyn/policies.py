@@ -6,7 +6,8 @@ A step is one training forward of the table, also with an empty batch. An evalua
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
@@ -21,6 +22,25 @@ _MOST_TIME = 2**63 - 1
 def _check_integer(where: str, value: object, most: int, remedy: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ValueError(f"{where}: expected an integer from 1 to {most}, got {value!r}.{remedy}")
+
+
+def _check_half_life(where: str, steps: int | None, time: int | None) -> None:
+    if steps is not None and time is not None:
+        raise ValueError(
+            f"{where}: expected at most one half-life, got half_life_steps={steps!r} and "
+            f"half_life_time={time!r}. Count in training steps, or by your own clock."
+        )
+    if steps is not None:
+        _check_integer(f"{where}.half_life_steps", steps, _MOST_STEPS)
+    if time is not None:
+        _check_integer(f"{where}.half_life_time", time, _MOST_TIME)
+
+
+def _changed_fields(policy: LeastFrequentlyUsed | LowestScore) -> str:
+    """Returns the expression of a policy, without the fields that have their default."""
+    given = ((one.name, one.default, getattr(policy, one.name)) for one in fields(policy))
+    changed = [f"{name}={value!r}" for name, default, value in given if value != default]
+    return f"{type(policy).__name__}({', '.join(changed)})"
 
 
 @dataclass(frozen=True)
@@ -103,14 +123,71 @@ class LeastRecentlyUsed:
     """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LeastFrequentlyUsed:
     """Eviction policy: a full table evicts the ids with the fewest occurrences.
 
     Order: the number of all occurrences of an id in training since it got its row, then its mixed id,
     unsigned. The order is exact over all rows of this rank. A full table frees the number of rows that
     the batch needs or a 64th of its limit, whichever is more. Ids of the batch are not evicted.
+
+    With a half-life the order is by the present number, in 256ths rounded down, which numbers from 2^24 on
+    share. An id's number is halved at the start of each half-life: at the steps, or the times, that are
+    multiples of it. When the id occurs again, the occurrences are added to its present number, rounded to
+    the nearest integer, a half up. Set at most one half-life.
+
+    Attributes:
+        half_life_steps: half-life in training steps; None: no decay by steps.
+        half_life_time: half-life in the unit of the clock that `collection.set_time(t)` sets; None: no decay
+            by time. Nothing is halved before the first time is set.
     """
+
+    half_life_steps: int | None = None
+    half_life_time: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_half_life("LeastFrequentlyUsed", self.half_life_steps, self.half_life_time)
+
+    def __repr__(self) -> str:
+        return _changed_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LowestScore:
+    """Eviction policy: a full table evicts the ids with the lowest scores, sums of the user's weights.
+
+    In training each occurrence of an id adds its weight in the batch to the id's score: the weights of the
+    KeyedJaggedTensor, also where the collection does not pool by them; in a weighted collection these are
+    the weights of its bags. A training batch must have weights, and they must be finite and not negative.
+
+    Scores are integers, so that sums are exact and do not depend on an order: a weight adds weight / unit,
+    rounded to the nearest integer, a half to even, and at least 1. A score stays at 2^32 - 1 units. `count`
+    of a table returns it in units. With AdmitAfter the first score is the sum of the step that admits the id.
+
+    Order: the score, then the mixed id, unsigned. The order is exact over all rows of this rank. A full table
+    frees the number of rows that the batch needs or a 64th of its limit, whichever is more. Ids of the batch
+    are not evicted. A half-life is that of `LeastFrequentlyUsed`.
+
+    Attributes:
+        unit: the weight of one unit, above 0.
+        half_life_steps: half-life in training steps; None: no decay by steps.
+        half_life_time: half-life in the unit of the clock; None: no decay by time.
+    """
+
+    unit: float = 1 / 256
+    half_life_steps: int | None = None
+    half_life_time: int | None = None
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.unit, (int, float)) and not isinstance(self.unit, bool)
+        if not is_number or not 0 < self.unit < math.inf:
+            raise ValueError(
+                f"LowestScore.unit: expected a finite number above 0, got {self.unit!r}."
+            )
+        _check_half_life("LowestScore", self.half_life_steps, self.half_life_time)
+
+    def __repr__(self) -> str:
+        return _changed_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -152,7 +229,7 @@ class ExpireAfter:
 
 
 Admission = AdmitAfter | AdmitWithProbability | Never
-Replacement = LeastRecentlyUsed | LeastFrequentlyUsed
+Replacement = LeastRecentlyUsed | LeastFrequentlyUsed | LowestScore
 Eviction = Replacement | ExpireAfter | tuple[ExpireAfter, Replacement]
 
 
@@ -169,13 +246,12 @@ def check_eviction(eviction: object, where: str) -> None:
     if eviction is None or isinstance(eviction, Replacement | ExpireAfter):
         return
     match eviction:
-        case (ExpireAfter(), LeastRecentlyUsed() | LeastFrequentlyUsed()) if isinstance(
-            eviction, tuple
-        ):
-            return
+        case (ExpireAfter(), replacement) if isinstance(eviction, tuple):
+            if isinstance(replacement, Replacement):
+                return
     raise ValueError(
-        f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, ExpireAfter, "
-        "a pair (ExpireAfter, LeastRecentlyUsed or LeastFrequentlyUsed) or None, "
+        f"{where}: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, ExpireAfter, "
+        "a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore) or None, "
         f"got {eviction!r}. Write a pair as a tuple in this order."
     )
 
@@ -197,3 +273,10 @@ def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int
     if not isinstance(admission, AdmitAfter):
         return 0
     return admission.counters or min(row_limit, max(LEAST_COUNTERS, COUNTERS_A_ROW * rows))
+
+
+def decays(replacement: Replacement | None) -> bool:
+    """Returns True if a policy for a full table has a half-life."""
+    if not isinstance(replacement, LeastFrequentlyUsed | LowestScore):
+        return False
+    return (replacement.half_life_steps or replacement.half_life_time) is not None

@@ -17,6 +17,7 @@ from shards import deep_but
 import torchrec_dyn as dyn
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+FADING = dyn.LeastFrequentlyUsed(half_life_steps=4)
 
 # Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
 # have fewer each: 145 of two, 107 of three.
@@ -32,7 +33,9 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
                    "eviction": dyn.ExpireAfter(steps=5)}, 1000,
                   ["refused", "waiting", "counters_dropped", "evicted_expired"]),
     "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
-                "eviction": LFU}, 135, ["refused", "evicted_full"]),
+                "eviction": FADING}, 135, ["refused", "evicted_full"]),
+    "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
+               ["refused", "evicted_full"]),
 }  # fmt: skip
 
 DIM = 6

@@ -13,9 +13,10 @@ from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.storage import read
 
 LIMIT, SHARE = 640, 10  # a list has 80 rows
+LISTS = ["lru", "steps, lru", "time, lru", "lfu", "steps, lfu"]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "steps, lru", "time, lru", "lfu", "steps, lfu"])
+@pytest.mark.parametrize("eviction", [*LISTS, "half, lfu"])
 def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
     """Listed rows are seen, erased, assigned or reused before their turn; most evictions do not search."""
     table = living_table(EVICTIONS[eviction], None, LIMIT)
@@ -29,7 +30,7 @@ def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
     )
     newest = 0
     for step in range(330):
-        if model.time_kept is not None:
+        if model.is_timed:
             time = step // 3
             table.set_time(time)
             model.set_time(time)

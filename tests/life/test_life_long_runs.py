@@ -29,7 +29,7 @@ def run(eviction, admission, limit, size, steps, seed=0):
     for step in range(steps):
         near = torch.randn(size, generator=draw).mul(size * 0.9).add(step * size / 5).long()
         ids = (near * 7919 * 2**40).tolist()[: int(torch.randint(size + 1, (), generator=draw))]
-        if side.model.time_kept is not None and step % 3 == 0:
+        if side.model.is_timed and step % 3 == 0:
             side.model.set_time(3 * step)
             table.set_time(3 * step)
         try:

@@ -179,11 +179,11 @@ class LifeMachine(RuleBasedStateMachine):
             side.held[side.model.rows[number].born].weight = row.double()
         self.asked |= set(ids)
 
-    @precondition(lambda self: any(side.model.time_kept for side in self.sides))
+    @precondition(lambda self: any(side.model.is_timed for side in self.sides))
     @rule(hours=st.sampled_from([0, 1, 9, 10, 11]))
     def set_time(self, hours) -> None:
         for side in self.sides:
-            if side.model.time_kept is None:
+            if not side.model.is_timed:
                 continue
             clock = side.model.clock or 0
             before = seen(self.tables)

@@ -14,6 +14,7 @@ from torchrec_dyn import (
     ExpireAfter,
     LeastFrequentlyUsed,
     LeastRecentlyUsed,
+    LowestScore,
     Never,
 )
 from torchrec_dyn.policies import age_limit_of, replacement_of
@@ -26,6 +27,14 @@ LRU, LFU, STEPS, TIME = (
 )
 ADMISSIONS = [None, AdmitAfter(2), AdmitAfter(2, 5), AdmitWithProbability(0.5), Never()]
 EVICTIONS = [None, LRU, LFU, STEPS, TIME, (STEPS, LRU), (STEPS, LFU), (TIME, LRU), (TIME, LFU)]
+HALVED = [
+    LeastFrequentlyUsed(half_life_steps=9),
+    LeastFrequentlyUsed(half_life_time=9),
+    LowestScore(),
+    LowestScore(unit=0.5),
+    LowestScore(unit=0.5, half_life_steps=1),
+    LowestScore(half_life_time=2**63 - 1),
+]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,23 @@ EVICTIONS = [None, LRU, LFU, STEPS, TIME, (STEPS, LRU), (STEPS, LFU), (TIME, LRU
         ),
         (lambda: ExpireAfter(time=1.5), "9223372036854775807, got 1.5."),
         (lambda: ExpireAfter(time=2**63), "9223372036854775807, got 9223372036854775808."),
+        (
+            lambda: LeastFrequentlyUsed(half_life_steps=0),
+            "LeastFrequentlyUsed.half_life_steps: expected an integer from 1 to 4294967294, got 0.",
+        ),
+        (
+            lambda: LowestScore(half_life_time=1.5),
+            "LowestScore.half_life_time: expected an integer from 1 to 9223372036854775807, got 1.5.",
+        ),
+        (
+            lambda: LowestScore(half_life_steps=1, half_life_time=2),
+            "LowestScore: expected at most one half-life, got half_life_steps=1 and half_life_time=2. "
+            "Count in training steps, or by your own clock.",
+        ),
+        (lambda: LowestScore(unit=0), "LowestScore.unit: expected a finite number above 0, got 0."),
+        (lambda: LowestScore(unit=float("inf")), "a finite number above 0, got inf."),
+        (lambda: LowestScore(unit=float("nan")), "a finite number above 0, got nan."),
+        (lambda: LowestScore(unit=True), "a finite number above 0, got True."),
     ],
 )
 def test_impossible_policies(call, text):
@@ -100,8 +126,8 @@ ADMISSION_RULE = (
     "DynamicTableConfig.admission: expected AdmitAfter, AdmitWithProbability, Never or None, got "
 )
 EVICTION_RULE = (
-    "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, ExpireAfter, "
-    "a pair (ExpireAfter, LeastRecentlyUsed or LeastFrequentlyUsed) or None, got "
+    "DynamicTableConfig.eviction: expected LeastRecentlyUsed, LeastFrequentlyUsed, LowestScore, "
+    "ExpireAfter, a pair (ExpireAfter, LeastRecentlyUsed, LeastFrequentlyUsed or LowestScore) or None, got "
 )
 
 
@@ -143,7 +169,18 @@ def test_every_combination_is_a_value(admission, eviction):
     assert one.has_life == (admission is not None or eviction is not None)
 
 
-@pytest.mark.parametrize("policy", [*ADMISSIONS[1:], *EVICTIONS[1:5]])
+def test_half_lives_and_units_make_policies_of_their_own():
+    each = [*EVICTIONS[1:3], *HALVED]
+    for one in each:
+        assert [other == one for other in each].count(True) == 1
+        for eviction in (one, (STEPS, one)):
+            assert replacement_of(DynamicTableConfig(eviction=eviction).eviction) is one
+        assert DynamicTableConfig(eviction=one).scores_weights == isinstance(one, LowestScore)
+        assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    assert repr(LFU) == "LeastFrequentlyUsed()" and repr(LowestScore()) == "LowestScore()"
+
+
+@pytest.mark.parametrize("policy", [*ADMISSIONS[1:], *EVICTIONS[1:5], *HALVED])
 def test_policies_are_frozen_and_written_as_they_print(policy):
     assert eval(repr(policy), vars(dyn)) == policy
     with pytest.raises(AttributeError):

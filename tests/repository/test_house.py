@@ -60,6 +60,7 @@ PUBLIC = [
     "LeastFrequentlyUsed",
     "LeastRecentlyUsed",
     "Lion",
+    "LowestScore",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",

@@ -1,11 +1,15 @@
 """Batches of all shapes: a size per feature, a size per rank, weighted, empty."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import workers
 from sharded_cases import EVERY_PLAN, POOLED, Case, Table, case_of_plans, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
 from torchrec import KeyedJaggedTensor
+
+import torchrec_dyn as dyn
 
 every_plan = pytest.mark.parametrize("plans", EVERY_PLAN)
 
@@ -95,3 +99,44 @@ def weights_that_ask(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_weights_that_ask_for_a_gradient_are_refused(kind):
     workers.run(weights_that_ask, kind, world_size=2)
+
+
+def scores_travel(case: Case) -> None:
+    """Scores are those of an unsharded collection; wrong weights are refused before they are sent."""
+    lowest = dyn.DynamicTableConfig(eviction=dyn.LowestScore(unit=2**-6, half_life_steps=2))
+    case = replace(case, tables=[replace(table, config=lowest) for table in case.tables])
+    unsharded = collection_of(case, fused_params=case.fused_params)
+    model = shard(case, collection_of(case, fused_params=case.fused_params))
+    for step in range(3):
+        mine, together = batches(case, step)
+        mine = mine[torch.distributed.get_rank()]
+        outputs_by_name(case, model(mine))
+        outputs_by_name(case, unsharded(together))
+    for table in case.tables:
+        ids = unsharded.table(table.name).ids()
+        expected = unsharded.table(table.name).count(ids)
+        assert torch.equal(dyn.read_counts(model.module.collection, table.name, ids), expected)
+        assert expected.max() > 64
+    without = KeyedJaggedTensor(
+        mine.keys(), mine.values(), lengths=mine.lengths(), stride=mine.stride()
+    )
+    if case.variable:
+        return
+    wrong = KeyedJaggedTensor(
+        mine.keys(), mine.values(), -1 - mine.weights(), lengths=mine.lengths()
+    )
+    with pytest.raises(ValueError, match=r"Collection.*finite weights from 0 on for Lo"):
+        model(wrong)
+    with pytest.raises(ValueError, match="expected weights"):
+        model(without)
+    if not case.pooled:
+        model.eval()(without)
+        with pytest.raises(ValueError, match=r"use_index_dedup=False with LowestScore, as in tabl"):
+            shard(replace(case, dedup=True), collection_of(case))
+
+
+@every_plan
+@pytest.mark.parametrize("variable", [False, True])
+def test_scores_travel_with_the_ids(plans: str, variable: bool) -> None:
+    case = case_of_plans(plans, weighted=True, variable=variable)
+    workers.run(scores_travel, case, world_size=4, local_size=2)

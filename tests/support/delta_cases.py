@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import DataType
 import torchrec_dyn as dyn
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 
-LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+LRU, FADING = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed(half_life_time=4)
 # Table -> num_embeddings and options.
 TABLES = {
     "plain": (1000, dyn.DynamicTableConfig()),
@@ -20,7 +20,7 @@ TABLES = {
         1000,
         dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=3), admission=dyn.AdmitAfter(2)),
     ),
-    "timed": (8, dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(time=10), LFU))),
+    "timed": (8, dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(time=10), FADING))),
 }
 NAMES = list(TABLES)
 MOST = 4  # ids per feature in a batch, so that they fit into every table

@@ -36,6 +36,7 @@ LIVES = {
     "plain": (PLAIN, PLAIN),
     "lru": (dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed()), PLAIN),
     "lfu": (dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed()),),
+    "half": (dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed(half_life_steps=2)),),
     "steps": (dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=3)),),
     "time": (dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=3)),),
     "count": (dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2, counters=20)),),

@@ -30,6 +30,8 @@ EVICTIONS = {
     "steps, lfu": (STEPS, LFU),
     "time, lru": (TIME, LRU),
     "time, lfu": (TIME, LFU),
+    "half, lfu": dyn.LeastFrequentlyUsed(half_life_steps=3),
+    "half by time, lfu": (dyn.ExpireAfter(steps=9), dyn.LeastFrequentlyUsed(half_life_time=7)),
 }
 ADMISSIONS = {
     "all": None,

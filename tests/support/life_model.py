@@ -7,9 +7,11 @@ ids and the draws of AdmitWithProbability are taken from other code.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from oracle import mix64
 
@@ -46,12 +48,17 @@ class LifeModel:
     ) -> None:
         eviction = config.eviction
         policies = eviction if isinstance(eviction, tuple) else (eviction,)
-        self.steps_kept = self.time_kept = None
+        self.steps_kept = self.time_kept = self.half_steps = self.half_time = None
         for policy in policies:
             if isinstance(policy, dyn.ExpireAfter):
                 self.steps_kept, self.time_kept = policy.steps, policy.time
+            if isinstance(policy, dyn.LeastFrequentlyUsed | dyn.LowestScore):
+                self.half_steps, self.half_time = policy.half_life_steps, policy.half_life_time
+        self.is_timed = self.time_kept is not None or self.half_time is not None
         self.drops_oldest = any(isinstance(p, dyn.LeastRecentlyUsed) for p in policies)
-        self.drops_rarest = any(isinstance(p, dyn.LeastFrequentlyUsed) for p in policies)
+        lowest = [p for p in policies if isinstance(p, dyn.LeastFrequentlyUsed | dyn.LowestScore)]
+        self.drops_rarest = bool(lowest)
+        self.unit = next((p.unit for p in lowest if isinstance(p, dyn.LowestScore)), None)
         self.makes_room = self.drops_oldest or self.drops_rarest
         self.admission, self.is_drawn = config.admission, is_drawn
         self.counts_first = isinstance(config.admission, dyn.AdmitAfter)
@@ -101,8 +108,14 @@ class LifeModel:
         if (self.makes_room or new) and len(held) + len(new) > self.limit:
             raise TooFew(len(held), len(new))
 
-    def train(self, ids: list[int]) -> list[int | None]:
-        """Runs one training forward; returns `born` of each occurrence's row, None without a row."""
+    def train(self, ids: list[int], weights: list[float] = ()) -> list[int | None]:
+        """Runs one training forward; returns `born` of each occurrence's row, None without a row.
+
+        `weights`: of each occurrence, if the table adds them up.
+        """
+        adds = [1] * len(ids)
+        if self.unit is not None:
+            adds = [min(max(round(one / self.unit), 1), MOST) for one in weights]
         self.check(ids)
         new = self.admitted(ids)
         rows_before = len(self.rows)
@@ -113,13 +126,16 @@ class LifeModel:
             self.causes["counters_expired"] += 1
         self.step += 1
         self.is_new_time = False
-        for number in ids:
+        first = dict.fromkeys(new, 0)
+        for number, added in zip(ids, adds, strict=True):
+            if number in first:
+                first[number] += added
             self.causes["ids_seen"] += 1
             self.causes["hits" if number in self.rows else "unseen"] += 1
             if number in self.rows:
                 row = self.rows[number]
+                row.count = min(self.present(row) + added, MOST)
                 row.last_seen, row.time = self.step, self.clock
-                row.count = min(row.count + 1, MOST)
             elif number not in new:
                 self.causes["refused"] += 1
                 if self.counts_first:
@@ -129,7 +145,7 @@ class LifeModel:
             self._make_room(len(new), set(ids))
         for number, count in new.items():
             self.waiting.pop(number, None)
-            self._start(number, self.step, count)
+            self._start(number, self.step, count if self.unit is None else first[number])
         self._drop_counters(rows_before)
         return [self.rows[number].born if number in self.rows else None for number in ids]
 
@@ -142,7 +158,24 @@ class LifeModel:
 
     def _score(self, number: int) -> tuple[int, int]:
         row = self.rows[number]
-        return (row.last_seen if self.drops_oldest else row.count, mix64(number))
+        if self.drops_oldest:
+            return (row.last_seen, mix64(number))
+        if self.half_steps is None and self.half_time is None:
+            return (row.count, mix64(number))
+        return (min(math.floor(256 * self._decayed(row)), MOST), mix64(number))
+
+    def _decayed(self, row: Row) -> Fraction:
+        """Returns the count of a row, halved once for each half-life that has begun since it was seen."""
+        begun = 0
+        if self.half_steps is not None:
+            begun = self.step // self.half_steps - row.last_seen // self.half_steps
+        elif self.half_time is not None:
+            begun = (self.clock or 0) // self.half_time - (row.time or 0) // self.half_time
+        return Fraction(row.count, 2 ** max(0, begun))
+
+    def present(self, row: Row) -> int:
+        """Returns the count of a row at the present step, a half rounded up."""
+        return math.floor(self._decayed(row) + Fraction(1, 2))
 
     def _drop_counters(self, rows: int) -> None:
         most = min(self.limit, max(dyn.policies.LEAST_COUNTERS, 4 * rows))
@@ -175,7 +208,7 @@ class LifeModel:
         if absent and not self.makes_room and len(self.rows) + len(absent) > self.limit:
             raise TooFew(len(self.rows), len(absent))
         # A time that was set after the last step is the time of the next step.
-        step = self.step + (self.time_kept is not None and self.is_new_time)
+        step = self.step + (self.is_timed and self.is_new_time)
         for number in absent:
             self.waiting.pop(number, None)
             self._start(number, step, 0)
@@ -198,9 +231,9 @@ class LifeModel:
         if number not in self.rows:
             return -1
         row = self.rows[number]
-        return row.last_seen if self.time_kept is None else row.time or 0
+        return row.time or 0 if self.is_timed else row.last_seen
 
     def count(self, number: int) -> int:
         if number in self.rows:
-            return self.rows[number].count
+            return self.present(self.rows[number])
         return self.waiting[number].count if number in self.waiting else 0

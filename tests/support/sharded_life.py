@@ -46,9 +46,13 @@ def make_batch(case: Case, bags: list[list[list[list[int]]]]) -> Batch:
 
 def _features(case: Case, bags: list[list[list[int]]]) -> KeyedJaggedTensor:
     flat = [bag for feature in bags for bag in feature]
+    ids = torch.tensor([one for bag in flat for one in bag], dtype=torch.int64)
+    scored = any(table.config and table.config.scores_weights for table in case.tables)
     return KeyedJaggedTensor(
         keys=case.features(),
-        values=torch.tensor([one for bag in flat for one in bag], dtype=torch.int64),
+        values=ids,
+        # By id: a rank's batch and the global batch have the same. In units of 1/256 some are halves.
+        weights=(ids % 977).float() / 512 if scored else None,
         lengths=torch.tensor([len(bag) for bag in flat]),
     )
 
@@ -126,7 +130,9 @@ def _only(batch: KeyedJaggedTensor, kept: torch.Tensor) -> KeyedJaggedTensor:
     """Returns the same bags with only the kept ids."""
     bags = torch.repeat_interleave(torch.arange(len(batch.lengths())), batch.lengths())
     lengths = torch.bincount(bags[kept], minlength=len(batch.lengths()))
-    return KeyedJaggedTensor(batch.keys(), batch.values()[kept], lengths=lengths)
+    weights = batch.weights_or_none()
+    weights = None if weights is None else weights[kept]
+    return KeyedJaggedTensor(batch.keys(), batch.values()[kept], weights, lengths=lengths)
 
 
 @dataclass

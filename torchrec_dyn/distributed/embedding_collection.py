@@ -126,7 +126,8 @@ class ShardedDynamicEmbeddingCollection(
         if self._use_index_dedup:
             self._prepare_to_send_once(setup)
         names = [name for config in setup.configs for name in config.feature_names]
-        self._check_batch = BatchCheck(names, False, False, setup.where)
+        scored = any(options.scores_weights for options in setup.dynamic.values())
+        self._check_batch = BatchCheck(names, False, False, setup.where, scored)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embeddings")
@@ -156,7 +157,7 @@ class ShardedDynamicEmbeddingCollection(
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.
         """
-        features = self._check_batch(features)
+        features = self._check_batch(features, self.training)
         self._open(ctx, features.device())
         features, ctx.restoration = pad_batch(features)
         if self._has_uninitialized_input_dist:
@@ -179,6 +180,12 @@ class ShardedDynamicEmbeddingCollection(
         return DynamicEmbeddingCollection
 
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
+        scored = [name for name, options in setup.dynamic.items() if options.scores_weights]
+        if scored:
+            raise ValueError(
+                f"{setup.where}: expected use_index_dedup=False with LowestScore, as in tables {scored}, got "
+                "use_index_dedup=True. An id that is sent once has no weight for each occurrence."
+            )
         for sharding in self._sharding_type_to_sharding.values():
             tables = [(table.name, table.num_features()) for table in sharding.embedding_tables()]
             counted = any(setup.dynamic[name].has_life for name, _ in tables)

@@ -100,7 +100,8 @@ class ShardedDynamicEmbeddingBagCollection(
         self._mean = self._mean_divisor(setup)
         configs = module.embedding_bag_configs()
         names = [name for config in configs for name in config.feature_names]
-        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where)
+        scored = any(options.scores_weights for options in setup.dynamic.values())
+        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where, scored)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embedding_bags")
@@ -138,7 +139,7 @@ class ShardedDynamicEmbeddingBagCollection(
             ValueError: if a feature is missing, the tensors do not match each other, or weights require a
                 gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
-        return self._check_batch(features)
+        return self._check_batch(features, self.training)
 
     def send(
         self, ctx: PooledContext, features: KeyedJaggedTensor

@@ -42,7 +42,7 @@ class ShardedTables:
         return self._shards.handle(name)
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the next training forwards. Collective.
+        """Sets the clock of policies that count in time for the next training forwards. Collective.
 
         Args:
             time: an integer of 0 or more, in the unit of the policy. The latest time of all ranks is used; it

@@ -2,7 +2,8 @@
 
 A search over all rows lists more rows than are needed at once, ordered by count, then by mixed id. Counts
 never fall, so of the rows that were not listed, only rows added later may come before the end of the list.
-These are examined at each eviction, beside the front of the list.
+These are examined at each eviction, beside the front of the list. Counts with a half-life fall at its start
+only (decay.py), and the list is dropped then.
 
 Only ids are listed. An eviction looks them up and reads their present scores, so it does not matter what has
 happened to a listed id in the meantime.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.life.decay import DecayedScores
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage import HostRead, IdMap, keep_in_use, places_of
@@ -82,7 +84,13 @@ class CountCandidates:
             self._listed = self._listed._replace(chosen=self._none_chosen)
 
     def lowest(
-        self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
+        self,
+        scores: Scores | DecayedScores,
+        id_map: IdMap,
+        high: int,
+        before: int,
+        most: int,
+        ahead: int,
     ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` lowest rows: from the list, or by a search.
 
@@ -97,7 +105,9 @@ class CountCandidates:
                 lowest = yield from self._front(scores, id_map, before, most)
         return lowest or scores.lowest(id_map, high, before, most, by_count=True)
 
-    def _list(self, scores: Scores, id_map: IdMap, high: int, step: int, most: int) -> None:
+    def _list(
+        self, scores: Scores | DecayedScores, id_map: IdMap, high: int, step: int, most: int
+    ) -> None:
         """Searches all rows, rows seen at `step` too, and lists the lowest rows."""
         ids, rows = scores.lowest(id_map, high, step + 1, most, by_count=True)
         _, counts = scores.read(rows)
@@ -108,7 +118,7 @@ class CountCandidates:
         self._listed = _Listed(ids, counts, ids.numel(), end, [], self._none_chosen)
 
     def _front(
-        self, scores: Scores, id_map: IdMap, before: int, most: int
+        self, scores: Scores | DecayedScores, id_map: IdMap, before: int, most: int
     ) -> HostRead[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` lowest rows of the list; None if it has fewer."""
         listed = self._listed

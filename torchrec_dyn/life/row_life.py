@@ -23,6 +23,7 @@ from torchrec_dyn.life.admission_counters import (
 )
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.count_candidates import CountCandidates
+from torchrec_dyn.life.decay import Decay, DecayedScores
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import Scores
@@ -31,8 +32,10 @@ from torchrec_dyn.policies import (
     AdmitAfter,
     AdmitWithProbability,
     LeastFrequentlyUsed,
+    LowestScore,
     Never,
     age_limit_of,
+    decays,
     most_counters,
     replacement_of,
 )
@@ -56,6 +59,7 @@ class Decision(NamedTuple):
         num_waiting: number of admitted ids that have a counter.
         num_new: number of refused ids that have no counter.
         waiting_rows: [M] int64, the row of each id's counter, -1 for none; None without counters.
+        scores: [M] int64, what each row begins to count with; None: `counts`.
     """
 
     ids: Tensor
@@ -67,6 +71,12 @@ class Decision(NamedTuple):
     num_waiting: int = 0
     num_new: int = 0
     waiting_rows: Tensor | None = None
+    scores: Tensor | None = None
+
+    def first_counts(self) -> Tensor:
+        """Returns what the rows of the admitted ids begin to count with, [K] int64."""
+        counts = self.counts if self.scores is None else self.scores
+        return counts if self.admitted is None else counts.index_select(0, self.admitted)
 
     def at(self, places: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the ids at places [K] int64 and their counts; at all places without `places`."""
@@ -84,7 +94,10 @@ class RowLife:
         waiting: counters of the waiting ids, None unless `config.counts_waiting`.
         clock: the time that the user sets.
         ages: True if rows expire.
-        is_timed: True if rows expire by time, not by steps.
+        expires_by_time: True if rows expire by time, not by steps.
+        is_timed: True if rows expire, or counts decay, by time.
+        decays: True if counts decay.
+        unit: the weight of one unit of a count, None if a count is a number of occurrences.
         replaces: True if a full table evicts its lowest rows.
         is_unscored: True if rows were loaded without scores, and no training step has run since.
     """
@@ -113,14 +126,21 @@ class RowLife:
         self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit, device)
         self._expired_waiting: Drop | None = None
         self.ages = age_limit is not None
-        self.is_timed = age_limit is not None and age_limit.time is not None
+        self.expires_by_time = age_limit is not None and age_limit.time is not None
+        self._decay: Decay | None = None
+        if isinstance(replacement, LeastFrequentlyUsed | LowestScore) and decays(replacement):
+            self._decay = Decay(replacement)
+        self.decays = self._decay is not None
+        self.is_timed = self.expires_by_time or (self._decay is not None and self._decay.is_timed)
         self.replaces = replacement is not None
         self.is_unscored = False
         self._steps_without_time = 0
-        self._by_count = isinstance(replacement, LeastFrequentlyUsed)
+        self._by_count = isinstance(replacement, LeastFrequentlyUsed | LowestScore)
+        self.unit = replacement.unit if isinstance(replacement, LowestScore) else None
         self._row_limit = row_limit
         self._device = device
         self._candidates = self._no_candidates()
+        self._listed_in = 0  # the first step of the half-life of the listed candidates
 
     def _no_candidates(self) -> EvictionCandidates | CountCandidates:
         if self._by_count:
@@ -140,6 +160,9 @@ class RowLife:
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
         self.scores.write(rows, torch.full_like(rows, step), counts)
         if isinstance(self._candidates, CountCandidates):
+            if self._decay is not None:
+                last_seen = torch.full_like(counts, step)
+                counts = self._decay.keys(last_seen, counts, self._decay.begins(step, self.clock))
             self._candidates.add(ids, counts)
 
     def forget_rows(self, rows: Tensor) -> None:
@@ -291,7 +314,32 @@ class RowLife:
         """
         share = self._row_limit // FREED_SHARE
         most, ahead = max(surplus, share), SHARES_AHEAD * share
-        return (yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead))
+        if self._decay is None:
+            return (
+                yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
+            )
+        begins = self._decay.begins(step, self.clock)
+        if self._listed_in != begins[-1]:  # counts have fallen since the search
+            self._candidates, self._listed_in = self._no_candidates(), begins[-1]
+        assert isinstance(self._candidates, CountCandidates)
+        scores = DecayedScores(self.scores, self._decay, begins)
+        return (yield from self._candidates.lowest(scores, id_map, high, step, most, ahead))
+
+    def touched(self, rows: Tensor, times: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+        """Returns the rows seen in `step` and their counts after it, for `write_touched`; writes nothing.
+
+        As `Decay.touched`, for a life whose counts decay.
+        """
+        assert self._decay is not None
+        begins = self._decay.begins(step, self.clock)
+        return self._decay.touched(self.scores, rows, times, begins)
+
+    def write_touched(self, rows: Tensor, counts: Tensor, step: int) -> None:
+        """Writes rows [N] and counts [N] of `touched` for `step`; a second call changes nothing."""
+        assert self._decay is not None
+        self.scores.write(rows, torch.full_like(rows, step), counts)
+        if self._age_limit is None:  # which needs the times of its own window
+            self.clock.forget_before(self._decay.begins(step, self.clock)[0])
 
     def caught_up(self, step: int, high: int) -> RowLife:
         """Returns a life in which rows loaded without scores were last seen at `step`, loaded after them.
@@ -325,9 +373,12 @@ class RowLife:
         steps, _ = self.scores.read(rows)
         return self.clock.times_of(steps) if self.is_timed else steps
 
-    def counts(self, ids: Tensor, rows: Tensor) -> Tensor:
-        """Returns the counts of ids [M] int64, also of waiting ids; rows [M] int64, -1 for none."""
-        _, counts = self.scores.read(rows)
+    def counts(self, ids: Tensor, rows: Tensor, step: int) -> Tensor:
+        """Returns the counts at `step` of ids [M] int64, also of waiting ids; rows [M] int64, -1 for none."""
+        last_seen, counts = self.scores.read(rows)
+        if self._decay is not None:
+            begins = self._decay.begins(step, self.clock)
+            counts = self._decay.present(last_seen, counts, begins)
         return counts if self.waiting is None else counts + self.waiting.counts(ids)
 
     def export(self, rows: Tensor) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ class Batch:
     counts: Sequence[int] | UnreadCounts | None = None
     senders: Senders | None = None
     times: Tensor | None = None
+    scores: Tensor | None = None
     bags: Bags | None = None
     table_offsets: Tensor = _NONE
 

@@ -146,6 +146,7 @@ class TableGroup:
         counts: Sequence[int] | UnreadCounts | None = None,
         senders: Senders | None = None,
         times: Tensor | None = None,
+        scores: Tensor | None = None,
         ahead: PrefetchedStep | None = None,
     ) -> Tensor:
         """Returns the pooled rows of ids.
@@ -163,6 +164,8 @@ class TableGroup:
             senders: senders of the batch, if a table's gradients are not the mean over the ranks.
             times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands
                 for; None for 1 each.
+            scores: [N] floating point, what each id adds to its score in tables with `LowestScore`; None
+                without such tables, and in evaluation.
             ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. If a table was
                 loaded or converted since, the step is taken again.
 
@@ -175,7 +178,9 @@ class TableGroup:
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
         ids, offsets, weights = self._check_input(ids, offsets, weights)
-        batch = Batch(ids, offsets, weights, training, batch_sizes, counts, senders, times)
+        batch = Batch(
+            ids, offsets, weights, training, batch_sizes, counts, senders, times, scores
+        )  # fmt: skip
         around = checkpoints_around()
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
@@ -187,7 +192,7 @@ class TableGroup:
                 if ids.is_cpu:
                     return self._look_up(batch, ahead, around)
                 with lock.streams.turn(ids.device):
-                    keep_in_use(ids, offsets, weights)
+                    keep_in_use(ids, offsets, weights, scores)
                     if ahead is not None:
                         ahead.keep_in_use()
                     return self._look_up(batch, ahead, around)
@@ -294,21 +299,25 @@ class TableGroup:
     @locked
     @changes
     def prefetch_step(
-        self, ids: Tensor, counts: Sequence[int], times: Tensor | None = None
+        self,
+        ids: Tensor,
+        counts: Sequence[int],
+        times: Tensor | None = None,
+        scores: Tensor | None = None,
     ) -> PrefetchedStep | None:
         """Takes the training step of a batch now, for its forward, and returns it.
 
         Returns None, and takes no step, if all tables are frozen, or if updates are deferred: then the
         forward belongs to the step that is present when it runs.
 
-        ids [N], counts [F] and times [N] are those of the forward. Raises its errors; no table has changed
-        then.
+        ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table
+        has changed then.
         """
         lists = self._current()
         if lists.trained is None or self.deferred is not None:
             return None
-        keep_in_use(ids, times)
-        batch = Batch(ids.contiguous(), times=times)
+        keep_in_use(ids, times, scores)
+        batch = Batch(ids.contiguous(), times=times, scores=scores)
         batch.table_offsets = self._bag_layout.offsets_of_tables(counts)
         first = None
         if not ids.is_cpu:

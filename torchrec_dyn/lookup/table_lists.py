@@ -115,6 +115,8 @@ class TrainedTables:
         most_steps: the largest of `first_steps` among tables with a life.
         with_life: numbers of the tables with a life.
         ageing: numbers of the tables whose rows expire.
+        decaying: numbers of the tables whose counts decay.
+        units: the weight of one unit of a count, by number of the tables that count weights.
         row_limits: [T] int64, the limit of each table that evicts when it is full, for other tables 2^63 - 1.
         least_limit: the least of `row_limits`.
         has_changes: True if a table records its changes.
@@ -144,6 +146,8 @@ class TrainedTables:
         self.with_life = list(lives)
         self.most_steps = max((steps[t] for t in lives), default=0)
         self.ageing = [t for t, life in lives.items() if life.ages]
+        self.decaying = [t for t, life in lives.items() if life.decays]
+        self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
         self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
         self.has_changes = any(table.changes is not None for table in tables.values())
         self.watched = set(self.with_life)

@@ -9,7 +9,8 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
    back, and no table has changed. Nothing fails after this point, and an interrupt (Ctrl-C) is raised at the
    end of the step.
 5. Count the step, free the rows of the expired ids, and drop the expired counters.
-6. Score the rows found, so that none of them is evicted by this step.
+6. Score the rows found, so that none of them is evicted by this step. Counts with a half-life are prepared
+   before 5, and written here.
 7. Drop the counters of the admitted ids, and count the refused ids.
 8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
 9. Give rows to the admitted ids.
@@ -38,7 +39,14 @@ from torchrec_dyn.lookup.batch import Batch, TakenStep
 from torchrec_dyn.lookup.first_read import FirstRead
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import HostRead, note_changed, read, read_together, run_to_end
+from torchrec_dyn.storage import (
+    HostRead,
+    note_changed,
+    places_of,
+    read,
+    read_together,
+    run_to_end,
+)
 from torchrec_dyn.table import (
     Expired,
     TableShard,
@@ -53,6 +61,7 @@ from torchrec_dyn.table import (
     prepared_steps,
     ranges_of,
     read_absent,
+    touched_of,
 )
 
 
@@ -99,7 +108,7 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
     try:
         if first is None:
             occurrences = table_offsets
-            if batch.times is not None:
+            if batch.times is not None or trained.units:
                 occurrences = read(occurrences_of(trained, batch))
             of_ageing = read_together([expired_of(tables[number]) for number in trained.ageing])
         else:
@@ -109,10 +118,12 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             if old.ids.numel():
                 tables[number].id_map.remove(old.ids, old.num_ids - old.ids.numel())
                 first = None  # rows of removed ids may be among the rows
-        found = _decide(trained, batch, first)
+        added = _added(trained, batch)
+        found = _decide(trained, batch, first, added)
         rows = found.rows
         special = sorted({*trained.watched, *trained.ageing, *found.unseen})
         counted = trained.counted_after(occurrences, found.absent)
+        seen = _seen(trained, batch, found, added)
         steps = prepared_steps(tables, special, expired, found.unseen, found.distinct)
         listed, at_steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {step.number for step in steps if step.acts}
@@ -127,11 +138,19 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         def touch(again: bool) -> None:
             if not again or not _are_touched(trained, rows, table_offsets, known):
                 ops.touch_scores_(
-                    rows, table_offsets, listed.weights, listed.layout, at_steps, batch.times
+                    rows, table_offsets, listed.weights, listed.layout, at_steps, added
                 )
+
+        def write_decayed(_: bool) -> None:
+            for number, (rows_seen, counts) in seen.items():
+                life = tables[number].life
+                assert life is not None
+                life.write_touched(rows_seen, counts, int(at_steps[number]))
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
         actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps), touch]
+        if seen:
+            actions.append(write_decayed)
         if trained.has_changes:
             actions.append(lambda _: note_changed(trained.logs(), rows, table_offsets))
         if found.unseen:
@@ -155,8 +174,13 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
 
 
 def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
-    """Returns the first occurrence of each table's ids, and the end, [T + 1] int64; checks the times."""
+    """Returns the first occurrence of each table's ids, and the end, [T + 1] int64.
+
+    Checks the times, and the scores if some table counts them.
+    """
     ids, times, table_offsets = batch.ids, batch.times, batch.table_offsets
+    if trained.units:
+        yield from _check_scores(trained, batch)
     if times is None or not trained.with_life:
         return table_offsets
     if times.dtype != torch.int64 or times.shape != ids.shape:
@@ -176,6 +200,45 @@ def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
     return torch.cat([table_offsets[:1], seen.cumsum(0)])
 
 
+def _check_scores(trained: TrainedTables, batch: Batch) -> HostRead[None]:
+    """Raises ValueError unless a batch has a valid score for each id of the tables that count scores."""
+    scores, ids = batch.scores, batch.ids
+    where = f"table '{trained.tables[min(trained.units)].name}'"
+    if scores is None:
+        if not ids.numel():
+            return
+        raise ValueError(
+            f"{where}: expected weights of the ids, which LowestScore adds up, got none. "
+            "Pass weights in the KeyedJaggedTensor."
+        )
+    if not scores.is_floating_point() or scores.shape != ids.shape:
+        raise ValueError(
+            f"{where}: expected one weight per id for LowestScore, got {list(scores.shape)} of "
+            f"{scores.dtype} for {ids.numel()} ids."
+        )
+    ends = batch.table_offsets.tolist()
+    parts = torch.cat([scores[ends[number] : ends[number + 1]] for number in trained.units])
+    [wrong] = yield [((parts >= 0) & (parts < torch.inf)).logical_not_().sum()]
+    if wrong:
+        raise ValueError(
+            f"{where}: expected finite weights from 0 on for LowestScore, got {wrong} others."
+        )
+
+
+def _added(trained: TrainedTables, batch: Batch) -> Tensor | None:
+    """Returns what each id adds to the count of its row, [N] int64; None: 1."""
+    if not trained.units or batch.scores is None:
+        return batch.times
+    added = torch.ones_like(batch.ids) if batch.times is None else batch.times.clone()
+    ends = batch.table_offsets.tolist()
+    for number, unit in trained.units.items():
+        of_table = slice(ends[number], ends[number + 1])
+        # In float64, whose division and rounding are the same on every device.
+        units = (batch.scores[of_table].detach().double() / unit).round_()
+        added[of_table] = units.clamp_(1, MOST_COUNT).long()
+    return added
+
+
 class _Found(NamedTuple):
     """A batch after lookup and admission. So far only expired ids were removed.
 
@@ -191,6 +254,7 @@ class _Found(NamedTuple):
         new_index: [N] int64, the place of an id without a row in `new_ids`, -1 for other ids; [0] without
             `new_ids`.
         ranges: where the ids of each table are among `new_ids`.
+        num_known: number of ids with a row, repeats counted, of each table whose counts decay.
     """
 
     rows: Tensor
@@ -201,10 +265,13 @@ class _Found(NamedTuple):
     new_ids: Tensor
     new_index: Tensor
     ranges: dict[int, slice]
+    num_known: dict[int, int]
 
 
-def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _Found:
-    """Looks ids up and decides admission."""
+def _decide(
+    trained: TrainedTables, batch: Batch, first: FirstRead | None, added: Tensor | None
+) -> _Found:
+    """Looks ids up and decides admission. `added` is what each id adds to the count of its row."""
     tables, ids, times, table_offsets = trained.tables, batch.ids, batch.times, batch.table_offsets
     rows, absent = first[:2] if first else ops.lookup(ids, table_offsets, *trained.maps.arrays())
     new_ids = new_index = ids[:0]
@@ -217,10 +284,7 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
     if not absent.is_cpu or trained.num_absent(absent)[0]:
         new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         if times is not None:
-            # Ids with a row add to an extra last number: to select the others, the host would wait.
-            last = counts.numel()
-            places = new_index.masked_fill(new_index < 0, last)
-            counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
+            counts = _summed(new_ids, new_index, times)
         ranges = ranges_of(new_offsets)
         for number, of_table in ranges.items():
             if number not in tables:
@@ -248,17 +312,51 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
         parts.append(read_absent(absent, ids))
     results = iter(read_together(parts))
     unseen = {number: next(results) for number in decisions}
+    if added is not None and not unseen.keys().isdisjoint(trained.units):
+        scores = _summed(new_ids, new_index, added)
+        for number in unseen.keys() & trained.units.keys():
+            unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
     distinct = {number: next(results) for number in counted}
     occurred = {number: next(results) for number in sums}
     absent = next(results, absent)
     of_frozen = trained.num_absent(absent)[1] if absent.is_cpu else 0
+    num_known: dict[int, int] = {}
+    for number in trained.decaying:
+        begin, end = table_offsets[number : number + 2].tolist()
+        # Without new ids a GPU's numbers are not read.
+        num_known[number] = end - begin - (int(absent[number]) if absent.is_cpu else 0)
     if occurred:
         absent = absent.clone()
         absent[list(occurred)] = torch.tensor(list(occurred.values()), device="cpu")
     absent_of_trained = absent if unseen else None
     return _Found(
-        rows, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges
+        rows, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges, num_known
     )  # fmt: skip
+
+
+def _seen(
+    trained: TrainedTables, batch: Batch, found: _Found, added: Tensor | None
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Returns `touched_of` each table whose counts decay, by number of the table; writes nothing."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    for number, known in found.num_known.items():
+        begin, end = batch.table_offsets[number : number + 2].tolist()
+        rows, times = found.rows[begin:end], None
+        if added is not None:
+            times = added[begin:end]
+        if known < end - begin:
+            places = places_of(rows >= 0, known)
+            rows, times = rows[places], None if times is None else times[places]
+        seen[number] = touched_of(trained.tables[number], rows, times)
+    return seen
+
+
+def _summed(new_ids: Tensor, new_index: Tensor, numbers: Tensor) -> Tensor:
+    """Returns the sum of the numbers [N] of each of new_ids [M], whose places are new_index [N]."""
+    # Ids with a row add to an extra last number: to select the others, the host would wait.
+    last = new_ids.numel()
+    places = new_index.masked_fill(new_index < 0, last)
+    return numbers.new_zeros(last + 1).index_add_(0, places, numbers)[:last]
 
 
 def _sum(numbers: Tensor) -> HostRead[int]:

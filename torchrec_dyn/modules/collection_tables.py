@@ -87,7 +87,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
         return TableHandle(tables[name])
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for the next training forwards.
+        """Sets the clock of policies that count in time for the next training forwards.
 
         Args:
             time: an integer of 0 or more, in the unit of the policy, not before the time set last.

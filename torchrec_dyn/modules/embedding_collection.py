@@ -66,7 +66,10 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         self._embedding_names_by_table = get_embedding_names_by_table(configs)
         self._output_names = [name for names in self._embedding_names_by_table for name in names]
         self._read = FeatureReader(
-            [config.feature_names for config in configs], False, [table.where for table in made]
+            [config.feature_names for config in configs],
+            False,
+            [table.where for table in made],
+            any(table.dynamic.scores_weights for table in made),
         )
 
     @forward_of_tables

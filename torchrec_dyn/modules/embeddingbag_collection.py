@@ -69,7 +69,10 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         ]
         self._feature_names = [config.feature_names for config in configs]
         self._read = FeatureReader(
-            self._feature_names, is_weighted, [table.where for table in made]
+            self._feature_names,
+            is_weighted,
+            [table.where for table in made],
+            any(table.dynamic.scores_weights for table in made),
         )
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
 

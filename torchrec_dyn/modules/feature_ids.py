@@ -28,6 +28,7 @@ class FeatureIds:
         ids: [N] int64.
         lengths: [sum of batch_sizes], number of ids of each bag.
         weights: [N] float, weights of the ids; None if bags have no weights.
+        scores: [N] float, what each id adds to its score; None if no table counts it, or the batch has none.
         batch_sizes: [F], number of bags of each feature.
         given_counts: `counts`, or how to read them.
         bag: number of ids of every bag if it is known to be the same for all bags, else None.
@@ -41,6 +42,7 @@ class FeatureIds:
     given_counts: list[int] | UnreadCounts
     bag: int | None
     given_offsets: Tensor | None = None
+    scores: Tensor | None = None
 
     @property
     def counts(self) -> list[int]:
@@ -84,6 +86,7 @@ class FeatureIds:
             batch_sizes=[self.batch_sizes[i] for i in positions],
             given_counts=[self.counts[i] for i in positions],
             bag=self.bag,
+            scores=None if self.scores is None else _picked(self.scores, self.counts, positions),
         )
 
 
@@ -115,13 +118,19 @@ class FeatureReader:
         feature_names: the features of each table; a feature may belong to several tables.
         weighted: True if bags have weights.
         where: the name of each table, for messages.
+        scored: True if some table scores its ids by the weights of a batch.
     """
 
     def __init__(
-        self, feature_names: Sequence[Sequence[str]], weighted: bool, where: Sequence[str]
+        self,
+        feature_names: Sequence[Sequence[str]],
+        weighted: bool,
+        where: Sequence[str],
+        scored: bool = False,
     ) -> None:
         self._feature_names = feature_names
         self._weighted = weighted
+        self._scored = scored
         self._where = list(where)
         self._collection = where[0].partition("(")[0]
         # Keys of the last batch and positions of our features among them; None: all features, in the order of
@@ -144,7 +153,7 @@ class FeatureReader:
         if keys != known:
             positions = self._find(keys)
             self._found = (list(keys), positions)
-        read = _read_features(features, self._weighted, self._collection)
+        read = _read_features(features, self._weighted, self._collection, self._scored)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
@@ -157,27 +166,32 @@ class FeatureReader:
         return None if positions == list(range(len(keys))) else positions
 
 
-def checked_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
+def checked_features(
+    features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool = False
+) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
 
     Args:
         features: the user's batch.
         weighted: True if bags have weights.
         where: the collection, for messages.
+        scored: True if weights are checked also where bags have none.
 
     Raises:
         ValueError: if a dtype, a shape or a length is wrong.
     """
-    read = _read_features(features, weighted, where)
+    read = _read_features(features, weighted, where, scored)
     if isinstance(read.given_counts, UnreadCounts):
         read.given_counts.get()
     return read
 
 
-def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> FeatureIds:
+def _read_features(
+    features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool
+) -> FeatureIds:
     """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
     ids = as_int64(features.values(), where)
-    weights = features.weights_or_none() if weighted else None
+    weights = features.weights_or_none() if weighted or scored else None
     if weighted and weights is None:
         raise ValueError(
             f"{where}: expected weights for weighted bags, got none. "
@@ -196,10 +210,12 @@ def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> F
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
     weights = None if weights is None else weights.float()
+    scores = weights.detach() if weights is not None and scored else None
+    weights = weights if weighted else None
     if lengths.numel() and not lengths.is_cpu:
         offsets = _offsets_of(lengths)
         unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel())
-        return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets)
+        return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets, scores)
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if least == most:
         counts = [most * bags for bags in batch_sizes]
@@ -208,7 +224,8 @@ def _read_features(features: KeyedJaggedTensor, weighted: bool, where: str) -> F
     else:
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
     _check_sums(where, ids.numel(), counts, (least, most))
-    return FeatureIds(ids, lengths, weights, batch_sizes, counts, most if least == most else None)
+    bag = most if least == most else None
+    return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, None, scores)
 
 
 def as_int64(ids: Tensor, where: str) -> Tensor:

@@ -102,6 +102,7 @@ class UnshardedLookup:
                 training=training,
                 batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
                 counts=chosen.given_counts,
+                scores=chosen.scores,
             )
             if varies:
                 sizes = [
@@ -129,7 +130,9 @@ class UnshardedLookup:
             # In a sequence the bag of an id does not matter: each feature is passed as one bag.
             offsets = chosen.feature_offsets()
             counts = chosen.given_counts
-            output = group.tables(chosen.ids, offsets, training=training, counts=counts)
+            output = group.tables(
+                chosen.ids, offsets, training=training, counts=counts, scores=chosen.scores
+            )
             parts = torch.split(output, chosen.counts)
             if group.positions is None:
                 return list(parts)

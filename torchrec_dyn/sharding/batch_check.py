@@ -23,22 +23,35 @@ class BatchCheck:
         weighted: True if bags have weights.
         pooled: True if outputs are one row per example.
         where: the collection, for messages.
+        scored: True if some table scores its ids by the weights of a batch (LowestScore).
 
     Attributes:
         needs_weights: True if a batch of weighted bags must have weights; False if feature processors
             compute them later.
     """
 
-    def __init__(self, features: Sequence[str], weighted: bool, pooled: bool, where: str) -> None:
+    def __init__(
+        self,
+        features: Sequence[str],
+        weighted: bool,
+        pooled: bool,
+        where: str,
+        scored: bool = False,
+    ) -> None:
         self._features = list(dict.fromkeys(features))
         self._weighted = weighted
+        self._scored = scored
         self.needs_weights = True
         self._pooled = pooled
         self.where = where
         self._first_keys: list[str] | None = None
 
-    def __call__(self, features: KeyedJaggedTensor | TensorDict) -> KeyedJaggedTensor:
+    def __call__(
+        self, features: KeyedJaggedTensor | TensorDict, training: bool = False
+    ) -> KeyedJaggedTensor:
         """Returns the user's batch, which may have further features, in the first batch's order of keys.
+
+        A batch for `training` has the weights by which some table scores its ids.
 
         Raises:
             ValueError: if a feature is missing, the tensors do not match each other, or weights require
@@ -51,10 +64,15 @@ class BatchCheck:
             self._check_names(keys)
         has_weights = features.weights_or_none() is not None
         read = checked_features(
-            features, self._weighted and (self.needs_weights or has_weights), self.where
+            features,
+            self._weighted and (self.needs_weights or has_weights),
+            self.where,
+            self._scored,
         )
         if self._weighted and has_weights and torch.is_grad_enabled():
             self._check_weights_need_no_gradient(features.weights())
+        if self._scored:
+            features = self._with_scores(features, training)
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
@@ -72,6 +90,26 @@ class BatchCheck:
         position = {key: i for i, key in enumerate(keys)}
         # A feature that no table reads may be missing. Then feature 0 fills its position, which is not read.
         return features.permute([position.get(key, 0) for key in self._first_keys])
+
+    def _with_scores(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
+        """Returns a batch with weights in float32 that require no gradient; checks them for training."""
+        weights = features.weights_or_none()
+        if weights is None:
+            if training and self.needs_weights:
+                raise ValueError(
+                    f"{self.where}: expected weights of the ids, which LowestScore adds up, got none. "
+                    "Pass weights in the KeyedJaggedTensor."
+                )
+            return features
+        if training and self.needs_weights:
+            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
+            if wrong:
+                raise ValueError(
+                    f"{self.where}: expected finite weights from 0 on for LowestScore, got {wrong} others."
+                )
+        if weights.dtype == torch.float32 and not weights.requires_grad:
+            return features
+        return _made(features, features.values(), weights.detach().float())
 
     def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
         if weights.requires_grad:
@@ -96,11 +134,16 @@ def _sendable(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
     is_whole = all(part is None or part.is_contiguous() for part in parts)
     if is_whole and ids is features.values():
         return features
+    return _made(features, ids, parts[2])
+
+
+def _made(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
+    """Returns the bags of a batch with other ids and weights, contiguous."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=ids.contiguous(),
-        weights=None if parts[2] is None else parts[2].contiguous(),
+        weights=None if weights is None else weights.contiguous(),
         lengths=features.lengths().contiguous(),
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,

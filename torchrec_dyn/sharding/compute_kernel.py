@@ -107,6 +107,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
+        self._counts_weights = any(table.config.scores_weights for table in self.tables)
         self.bags_of_ranks: Sequence[int] = ()
         self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
@@ -178,6 +179,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             counts=features.length_per_key(),
             senders=self._senders(features) if self.training and self._asks_for_senders else None,
             times=self._times(features) if self.training else None,
+            scores=self._scores(features) if self.training else None,
             ahead=ahead,
         )
         if self.training and torch.is_grad_enabled() and not output.requires_grad:
@@ -191,6 +193,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """Returns each id's occurrences in its sender's batch, [N] int64; None if all are 1 or not used."""
         has_counts = self.ids_are_sent_once and self._group.has_life
         return counts_of(features.weights()) if has_counts else None
+
+    def _scores(self, features: KeyedJaggedTensor) -> Tensor | None:
+        """Returns what each id adds to its score, [N] float32; None without weights or if not used."""
+        weights = features.weights_or_none() if self._counts_weights else None
+        return None if weights is None else weights.detach().float()
 
     def _senders(self, features: KeyedJaggedTensor) -> Senders:
         if features.variable_stride_per_key():
@@ -214,7 +221,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             return None
         if not keeps_step or self._group.device.type not in PREFETCHED_STEPS_ON:
             return None
-        return self._group.prefetch_step(features.values(), counts, self._times(features))
+        times, scores = self._times(features), self._scores(features)
+        return self._group.prefetch_step(features.values(), counts, times, scores)
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.

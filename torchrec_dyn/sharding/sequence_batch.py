@@ -82,6 +82,7 @@ def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restorati
     padded = KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
+        weights=features.weights_or_none(),
         lengths=torch.cat(lengths),
         stride=even,
     )

@@ -37,4 +37,5 @@ from torchrec_dyn.table.table_step import (
     expired_of,
     make_room,
     prepared_steps,
+    touched_of,
 )

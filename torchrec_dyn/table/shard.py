@@ -144,7 +144,7 @@ class TableShard(TableArrays):
     def count(self, ids: Tensor) -> Tensor:
         """Returns the counts of ids. As `torchrec_dyn.read_counts`, for the rows on this rank."""
         ids = self._ids_here(ids, "count")
-        return self._life_for("count").counts(ids, self.id_map.lookup(ids))
+        return self._life_for("count").counts(ids, self.id_map.lookup(ids), self.step)
 
     def _ids_here(self, ids: Tensor, method: str) -> Tensor:
         """Returns checked ids of any device on the device of the table."""
@@ -167,7 +167,7 @@ class TableShard(TableArrays):
     @locked
     @changes
     def set_time(self, time: int) -> None:
-        """Sets the clock of `ExpireAfter(time=...)` for all later steps; the time never goes back."""
+        """Sets the clock of policies that count in time, for all later steps; the time never goes back."""
         if fault := time_fault(time, self.time):
             raise ValueError(f"{self.where}.set_time: {fault}")
         if self.life is not None and self.life.is_timed:

@@ -35,7 +35,7 @@ class Expired(NamedTuple):
 def expired_of(table: TableArrays) -> HostRead[Expired]:
     """Returns the expired ids of a table with an age limit and removes nothing."""
     assert table.life is not None
-    if table.life.has_missed_time():
+    if table.life.expires_by_time and table.life.has_missed_time():
         warnings.warn(
             f"{table.where}: expected set_time(t) before training, since its rows expire by time, got no "
             f"time in {STEPS_WITHOUT_TIME} training steps, so no row expires. "
@@ -46,6 +46,23 @@ def expired_of(table: TableArrays) -> HostRead[Expired]:
     high = table.row_numbers.high_water_mark
     expired = yield from table.life.expired(table.next_step, table.id_map, high)
     return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
+
+
+def touched_of(table: TableArrays, rows: Tensor, times: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the rows seen in a step and their counts after it, of a table whose counts decay.
+
+    Writes nothing. rows [N] int64, none is -1; times [N] int64, occurrences of each, None for 1.
+    """
+    assert table.life is not None
+    if not table.life.expires_by_time and table.life.has_missed_time():
+        warnings.warn(
+            f"{table.where}: expected set_time(t) before training, since its counts decay by time, got no "
+            f"time in {STEPS_WITHOUT_TIME} training steps, so no count decays. "
+            "Call collection.set_time(t) before each batch.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return table.life.touched(rows, times, table.next_step)
 
 
 def admission(table: TableArrays, ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
@@ -212,7 +229,7 @@ class TableStep:
     def prepare_rows(self, _: bool) -> None:
         """Prepares rows for the admitted ids."""
         if self._unseen.ids.numel():
-            self.added = Addition(self._table, *self._admitted)
+            self.added = Addition(self._table, self._admitted[0], self._unseen.first_counts())
 
     def new_rows(self, added: Addition) -> Tensor:
         """Returns the rows of all unseen ids, [M] int64, -1 for a refused id."""

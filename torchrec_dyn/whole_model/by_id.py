@@ -97,9 +97,9 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
         ids: [M] int64, any values in any order, with or without repeats.
 
     Returns:
-        [M] int64 in the order of `ids`: training steps, or clock values with `ExpireAfter(time=...)`. For a
-        row that was assigned and not seen since, the step or time of its assignment. -1 for an id without a
-        row, also for a waiting id.
+        [M] int64 in the order of `ids`: training steps, or clock values with `ExpireAfter(time=...)` or a
+        half-life in time. For a row that was assigned and not seen since, the step or time of its assignment.
+        -1 for an id without a row, also for a waiting id.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
@@ -117,7 +117,8 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
 
     Returns:
         [M] int64 in the order of `ids`: occurrences since the id got its row or began to wait for
-        admission; 0 for an id that has no row and does not wait.
+        admission; 0 for an id that has no row and does not wait. Under `LowestScore` the sum of their weights
+        in units, for an id with a row. With a half-life the present number, rounded, a half up.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
