@@ -17,11 +17,13 @@ from shards import deep_but
 import torchrec_dyn as dyn
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
+NEGATIVES = (dyn.FeatureUse("b", inserts=False, counts=False),)
 
 # Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
 # have fewer each: 145 of two, 107 of three.
 LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "recent": ({"eviction": LRU}, 150, ["evicted_full"]),
+    "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
     "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), LFU)}, 150,
                  ["evicted_full", "evicted_expired"]),
     "timed": ({"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=12), LRU)}, 1000,
@@ -31,8 +33,9 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "after_few": ({"admission": dyn.AdmitAfter(14, counters=40), "unseen": "initial",
                    "eviction": dyn.ExpireAfter(steps=5)}, 1000,
                   ["refused", "waiting", "counters_dropped", "evicted_expired"]),
-    "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
-                "eviction": LFU}, 135, ["refused", "evicted_full"]),
+    "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial", "eviction": LFU,
+                "features": (dyn.FeatureUse("a", counts=False, trains=False),)},
+               135, ["refused", "evicted_full"]),
 }  # fmt: skip
 
 DIM = 6

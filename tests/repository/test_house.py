@@ -52,6 +52,7 @@ PUBLIC = [
     "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "FeatureUse",
     "KaimingNormal",
     "KaimingUniform",
     "LeastFrequentlyUsed",
@@ -82,6 +83,7 @@ PUBLIC = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "sample_ids",
     "stats_layout",
 ]
 

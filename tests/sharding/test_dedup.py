@@ -129,6 +129,29 @@ def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: i
     assert 0 < once < 0.8 * each
 
 
+# The features of t1 are two runs, those of t2 one: it has no feature that does all.
+USES = {
+    "t1": (dyn.FeatureUse("c", inserts=False, counts=False),),
+    "t2": (dyn.FeatureUse("a", trains=False), dyn.FeatureUse("d", trains=False)),
+}
+
+
+@pytest.mark.parametrize("eviction", [None, dyn.ExpireAfter(steps=1)])
+def test_features_of_other_uses_are_sent_apart(eviction: Any) -> None:
+    case = case_of(SEQUENCE, 2, steps=4)
+    tables = [
+        dataclasses.replace(
+            table,
+            config=dyn.DynamicTableConfig(eviction=eviction, features=USES.get(table.name, ())),
+        )
+        for table in case.tables
+    ]
+    of_ranks = workers.run(train_both, dataclasses.replace(case, tables=tables), world_size=2)
+    assert sum(one["rows"] for one in of_ranks) > 0
+    once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
+    assert 0 < once < 0.8 * each
+
+
 @pytest.mark.parametrize("world", [3, 4])
 def test_trains_as_the_unsharded_collection(world: int) -> None:
     case = case_of(SEQUENCE, world, exact=False, dedup=True)

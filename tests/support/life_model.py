@@ -18,6 +18,17 @@ import torchrec_dyn as dyn
 MOST = 2**32 - 1  # the largest count
 
 
+Use = tuple[bool, bool]  # whether an occurrence inserts, and whether it counts
+ALL: Use = (True, True)
+
+
+def _counted(ids: list[int], uses: list[Use] | None) -> set[int]:
+    """Returns the ids of a batch that count."""
+    if uses is None:
+        return set(ids)
+    return {number for number, (_, counts) in zip(ids, uses, strict=True) if counts}
+
+
 class TooFew(Exception):
     """A batch needs more rows than the limit: the rows that it must keep, and the new rows."""
 
@@ -75,10 +86,14 @@ class LifeModel:
             return (self.clock or 0) - (row.time or 0) > self.time_kept
         return False
 
-    def admitted(self, ids: list[int]) -> dict[int, int]:
+    def admitted(self, ids: list[int], uses: list[Use] | None = None) -> dict[int, int]:
         """Returns the unseen ids of a batch that get a row, with their first counts."""
         due, taken = self.due(), {}
-        for number, times in Counter(ids).items():
+        asking: Counter[int] = Counter()
+        for number, (inserts, counts) in zip(ids, uses or [ALL] * len(ids), strict=True):
+            if inserts:
+                asking[number] += counts
+        for number, times in asking.items():
             if number in self.rows and number not in due:
                 continue
             if self.admission is None:
@@ -88,23 +103,26 @@ class LifeModel:
                 total = times + (0 if counted is None or self._is_due(counted) else counted.count)
                 if total >= self.admission.count:
                     taken[number] = total
-            elif not isinstance(self.admission, dyn.Never) and self.is_drawn(
-                number, times, self.step + 1
+            elif not isinstance(self.admission, dyn.Never) and (
+                times and self.is_drawn(number, times, self.step + 1)
             ):
                 taken[number] = times
         return taken
 
-    def check(self, ids: list[int]) -> None:
+    def check(self, ids: list[int], uses: list[Use] | None = None) -> None:
         """Raises TooFew if a batch does not fit."""
-        stay, new = set(self.rows) - self.due(), self.admitted(ids)
-        held = stay & set(ids) if self.makes_room else stay
+        stay, new = set(self.rows) - self.due(), self.admitted(ids, uses)
+        held = stay & _counted(ids, uses) if self.makes_room else stay
         if (self.makes_room or new) and len(held) + len(new) > self.limit:
             raise TooFew(len(held), len(new))
 
-    def train(self, ids: list[int]) -> list[int | None]:
-        """Runs one training forward; returns `born` of each occurrence's row, None without a row."""
-        self.check(ids)
-        new = self.admitted(ids)
+    def train(self, ids: list[int], uses: list[Use] | None = None) -> list[int | None]:
+        """Runs one training forward; returns `born` of each occurrence's row, None without a row.
+
+        `uses` of each occurrence; None: all insert and count.
+        """
+        self.check(ids, uses)
+        new = self.admitted(ids, uses)
         rows_before = len(self.rows)
         for number in self.due():
             self._drop(number, "evicted_expired")
@@ -113,20 +131,21 @@ class LifeModel:
             self.causes["counters_expired"] += 1
         self.step += 1
         self.is_new_time = False
-        for number in ids:
+        for number, (inserts, counts) in zip(ids, uses or [ALL] * len(ids), strict=True):
             self.causes["ids_seen"] += 1
             self.causes["hits" if number in self.rows else "unseen"] += 1
             if number in self.rows:
                 row = self.rows[number]
-                row.last_seen, row.time = self.step, self.clock
-                row.count = min(row.count + 1, MOST)
+                if counts:
+                    row.last_seen, row.time = self.step, self.clock
+                    row.count = min(row.count + 1, MOST)
             elif number not in new:
                 self.causes["refused"] += 1
-                if self.counts_first:
+                if self.counts_first and inserts and counts:
                     came = self.waiting[number].count if number in self.waiting else 0
                     self.waiting[number] = Counted(self.step, came + 1, self.clock)
         if self.makes_room:
-            self._make_room(len(new), set(ids))
+            self._make_room(len(new), _counted(ids, uses))
         for number, count in new.items():
             self.waiting.pop(number, None)
             self._start(number, self.step, count)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import not_compiled
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
+from torchrec_dyn.lookup import uses_by_feature
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
 from torchrec_dyn.sharding import (
@@ -180,9 +183,16 @@ class ShardedDynamicEmbeddingCollection(
 
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
         for sharding in self._sharding_type_to_sharding.values():
-            tables = [(table.name, table.num_features()) for table in sharding.embedding_tables()]
-            counted = any(setup.dynamic[name].has_life for name, _ in tables)
-            self._send_once.append(SendOnce(tables, counted, setup.where))
+            tables = sharding.embedding_tables()
+            counted = any(setup.dynamic[table.name].has_life for table in tables)
+            runs = [
+                ((table.name, number), features)
+                for table in tables
+                for number, features in enumerate(
+                    _runs_of_equal_use(setup.dynamic[table.name], table.feature_names)
+                )
+            ]
+            self._send_once.append(SendOnce(runs, counted, setup.where))
         for lookup in self._lookups:
             lookup.set_ids_sent_once()
 
@@ -233,6 +243,12 @@ class ShardedDynamicEmbeddingCollection(
         if self._output_names != self._planned_names:
             awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
         return awaitable
+
+
+def _runs_of_equal_use(config: DynamicTableConfig, features: Sequence[str]) -> list[int]:
+    """Returns how many features of a table, one after the other, have the same use, for each such run."""
+    uses = [replace(use, feature="any") for use in uses_by_feature(config, features)]
+    return [len(list(run)) for _, run in groupby(uses)]
 
 
 def _record(record_fn: Callable[..., None], features: KeyedJaggedTensor, *looked_up: Any) -> None:

@@ -125,6 +125,20 @@ class BagLayout:
         # Not waited for: the copy is in the order of the stream.
         return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
 
+    def counts_of_features(
+        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
+    ) -> Tensor:
+        """Returns the number of ids of each feature, [F] int64 on the device of `offsets`.
+
+        Arguments as of `BagLayout.table_offsets`, which has checked them.
+        """
+        if batch_sizes is None:
+            sizes = [(offsets.numel() - 1) // self._features] * self._features
+        else:
+            sizes = [sum(of_feature) for of_feature in batch_sizes]
+        firsts = torch.tensor(list(accumulate(sizes, initial=0)), device="cpu")
+        return offsets[firsts.to(offsets.device, non_blocking=True)].diff()
+
     def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
         begins = list(accumulate(counts, initial=0))

@@ -14,6 +14,9 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
 8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
 9. Give rows to the admitted ids.
 
+Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
+scored in 6. So 8 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
+
 What these do to one table is in table/table_step.py. The host waits for a GPU four times at most, beside
 searches and growth: for the absent and the expired ids (first_read.py), the new ids, their admission, and the
 rows and counters of 8.
@@ -33,8 +36,9 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life import NO_STEP, Decision
+from torchrec_dyn.life import NO_STEP, Asked, Decision
 from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import FirstRead
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
@@ -70,7 +74,7 @@ def take_step(trained: TrainedTables, batch: Batch, first: FirstRead | None = No
         ValueError: `times` of a wrong shape, dtype or range; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if trained.with_life:
+    if trained.with_life or (batch.uses is not None and batch.uses.inserts is not None):
         return _step_with_life(trained, batch, first)
     rows, absent = first[:2] if first else find_rows(trained.maps, batch.ids, batch.table_offsets)
     num_unseen, of_frozen = trained.num_absent(absent)
@@ -84,7 +88,7 @@ def take_step(trained: TrainedTables, batch: Batch, first: FirstRead | None = No
 
 
 def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> TakenStep:
-    """`take_step` of tables of which some have a life.
+    """`take_step` of tables of which some have a life, or features that do not insert.
 
     Most tables know all their ids and have room: an op over all tables scores their rows. Only the other
     tables are looked at one by one.
@@ -109,12 +113,13 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
                 tables[number].id_map.remove(old.ids, old.num_ids - old.ids.numel())
                 first = None  # rows of removed ids may be among the rows
         found = _decide(trained, batch, first)
-        rows = found.rows
+        rows, scored = found.rows, found.scored
         special = sorted({*trained.watched, *trained.ageing, *found.unseen})
         counted = trained.counted_after(occurrences, found.absent)
         steps = prepared_steps(tables, special, expired, found.unseen, found.distinct)
         listed, at_steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {step.number for step in steps if step.acts}
+        frees_room = any(step.surplus > 0 or step.surplus_counters > 0 for step in steps)
 
         def count(_: bool) -> None:
             expired.clear()
@@ -122,18 +127,20 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             shared.counted = counted
 
         def touch(again: bool) -> None:
-            if not again or not _are_touched(trained, rows, table_offsets):
+            if not again or not _are_touched(trained, scored, table_offsets):
                 ops.touch_scores_(
-                    rows, table_offsets, listed.weights, listed.layout, at_steps, batch.times
+                    scored, table_offsets, listed.weights, listed.layout, at_steps, batch.times
                 )
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
-        actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps), touch]
-        if trained.has_changes:
+        actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps)]
+        if trained.with_life:
+            actions.append(touch)
+        if trained.with_life and trained.has_changes:
             actions.append(lambda _: note_changed(trained.logs(), rows, table_offsets))
         if found.unseen:
             actions += (step.count_waiting for step in steps if step.counts_waiting)
-        if any(step.surplus > 0 or step.surplus_counters > 0 for step in steps):
+        if frees_room:
             actions.append(partial(make_room, steps))
         if found.unseen:
             actions += (step.prepare_rows for step in steps)
@@ -147,8 +154,24 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         raise
     if found.unseen:
         ops.fill_new_(rows, found.new_index, added_rows(steps, found.new_ids, found.ranges))
+    new_index = found.new_index if found.ranges else None
+    if frees_room and scored is not rows:
+        return _found_again(trained, batch, rows, new_index)
     missing = found.absent_of_frozen + sum(step.refused for step in steps)
-    return TakenStep(rows, missing, found.new_index if found.ranges else None)
+    return TakenStep(rows, missing, new_index)
+
+
+def _found_again(
+    trained: TrainedTables, batch: Batch, rows: Tensor, new_index: Tensor | None
+) -> TakenStep:
+    """Returns the step of a batch of which ids that do not count may have lost their rows in it.
+
+    rows [N] int64 and new_index [N] int64 are those of the step without this.
+    """
+    left, absent = find_rows(trained.maps, batch.ids, batch.table_offsets)
+    is_same = left == rows
+    new_index = torch.full_like(rows, -1) if new_index is None else new_index
+    return TakenStep(left, sum(absent.tolist()), torch.where(is_same, new_index, 0))
 
 
 def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
@@ -178,6 +201,8 @@ class _Found(NamedTuple):
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
+        scored: [N] int64, the rows to score: -1 for an id that does not count; the same tensor as `rows` if
+            all count.
         absent: [T] int64, number of ids without a row, repeats counted; None if every id of a trained table
             has a row.
         absent_of_frozen: number of such ids of frozen tables.
@@ -191,6 +216,7 @@ class _Found(NamedTuple):
     """
 
     rows: Tensor
+    scored: Tensor
     absent: Tensor | None
     absent_of_frozen: int
     unseen: dict[int, Decision]
@@ -204,7 +230,9 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
     """Looks ids up and decides admission."""
     tables, ids, times, table_offsets = trained.tables, batch.ids, batch.times, batch.table_offsets
     rows, absent = first[:2] if first else ops.lookup(ids, table_offsets, *trained.maps.arrays())
+    scored = rows if batch.uses is None else masked(rows, batch.uses.counts)
     new_ids = new_index = ids[:0]
+    asked: Asked | None = None
     ranges: dict[int, slice] = {}
     # Annotated, not subscripted calls: a step would make the types of the host reads anew, which takes 10 us.
     decisions: dict[int, HostRead[Decision]] = {}
@@ -212,17 +240,22 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
     sums: dict[int, HostRead[int]] = {}
     # A GPU's numbers after the removal of expired ids are read later, with the decisions.
     if not absent.is_cpu or trained.num_absent(absent)[0]:
-        new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        new_ids, sent, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        counts = sent
         if times is not None:
-            # Ids with a row add to an extra last number: to select the others, the host would wait.
-            last = counts.numel()
-            places = new_index.masked_fill(new_index < 0, last)
-            counts = times.new_zeros(last + 1).index_add_(0, places, times)[:last]
+            counts = _sums_of_new(times, new_index, counts.numel())
+        if batch.uses is not None:
+            asked = _asked(batch.uses, times, new_index, counts)
         ranges = ranges_of(new_offsets)
         for number, of_table in ranges.items():
             if number not in tables:
                 continue
-            decisions[number] = admission(tables[number], new_ids[of_table], counts[of_table])
+            asked_of_table = None if asked is None else asked.slice(of_table)
+            # A table without a life counts each sent id once.
+            occurrences = (sent if tables[number].life is None else counts)[of_table]
+            decisions[number] = admission(
+                tables[number], new_ids[of_table], occurrences, asked_of_table
+            )
             # A table with a life counts the occurrences of absent ids.
             if times is not None and tables[number].life is not None:
                 sums[number] = _sum(counts[of_table])
@@ -232,7 +265,7 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
         sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
         ends = table_offsets.tolist()
         for number in (sizes > trained.row_limits).nonzero().flatten().tolist():
-            counted[number] = _num_distinct(rows[ends[number] : ends[number + 1]])
+            counted[number] = _num_distinct(scored[ends[number] : ends[number + 1]])
     parts: list[HostRead[Any]] = [*decisions.values(), *counted.values(), *sums.values()]
     if ranges and not absent.is_cpu:
         parts.append(read_absent(absent, ids))
@@ -247,8 +280,32 @@ def _decide(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> _F
         absent[list(occurred)] = torch.tensor(list(occurred.values()), device="cpu")
     absent_of_trained = absent if unseen else None
     return _Found(
-        rows, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges
-    )  # fmt: skip
+        rows, scored, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges
+    )
+
+
+def _sums_of_new(numbers: Tensor, new_index: Tensor, count: int) -> Tensor:
+    """Returns the sum of the numbers [N] int64 of each of `count` new ids, [M] int64."""
+    # Ids with a row add to an extra last number: to select the others, the host would wait.
+    places = new_index.masked_fill(new_index < 0, count)
+    return numbers.new_zeros(count + 1).index_add_(0, places, numbers)[:count]
+
+
+def _asked(uses: Uses, times: Tensor | None, new_index: Tensor, counts: Tensor) -> Asked | None:
+    """Returns what the features ask for M new ids; None if all insert and count.
+
+    counts [M] int64 are the occurrences of the new ids; others as of `collect_new` and `Batch`.
+    """
+    if uses.inserts is None and uses.counts is None:
+        return None
+    asks = torch.ones_like(counts, dtype=torch.bool)
+    given = torch.ones_like(new_index) if times is None else times
+    if uses.inserts is not None:
+        asks = _sums_of_new(uses.inserts.long(), new_index, counts.numel()) > 0
+        given = given * uses.inserts
+    if uses.counts is not None:
+        given = given * uses.counts
+    return Asked(asks, _sums_of_new(given, new_index, counts.numel()))
 
 
 def _sum(numbers: Tensor) -> HostRead[int]:

@@ -81,6 +81,7 @@ def checked_configs(
         _check_config(config, where)
         if not _names_initializer(dynamic, config.name):
             _check_initial_rows(config, f"{where}(table='{config.name}')")
+        _check_uses(config, dynamic, f"{where}(table='{config.name}')")
     for name, times in Counter(config.name for config in tables).items():
         if times > 1:
             raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
@@ -156,6 +157,16 @@ def check_id(value: int | None, name: str, where: str) -> None:
 def _names_initializer(dynamic: object, table: str) -> bool:
     options = dynamic.get(table) if isinstance(dynamic, Mapping) else dynamic
     return isinstance(options, DynamicTableConfig) and options.initializer is not None
+
+
+def _check_uses(config: BaseEmbeddingConfig, dynamic: object, where: str) -> None:
+    options = dynamic.get(config.name) if isinstance(dynamic, Mapping) else dynamic
+    features = list(config.feature_names) or [config.name]
+    for use in options.features if isinstance(options, DynamicTableConfig) else ():
+        if use.feature not in features:
+            raise ValueError(
+                f"{where}: expected a FeatureUse of a feature of the table, {features}, got '{use.feature}'."
+            )
 
 
 def _has_own_init_fn(config: BaseEmbeddingConfig) -> bool:
