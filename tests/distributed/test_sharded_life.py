@@ -23,7 +23,6 @@ NEGATIVES = (dyn.FeatureUse("b", inserts=False, counts=False),)
 # have fewer each: 145 of two, 107 of three.
 LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "recent": ({"eviction": LRU}, 150, ["evicted_full"]),
-    "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
     "frequent": ({"eviction": (dyn.ExpireAfter(steps=18), LFU)}, 150,
                  ["evicted_full", "evicted_expired"]),
     "timed": ({"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=12), LRU)}, 1000,
@@ -36,6 +35,7 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial", "eviction": LFU,
                 "features": (dyn.FeatureUse("a", counts=False, trains=False),)},
                135, ["refused", "evicted_full"]),
+    "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
 }  # fmt: skip
 
 DIM = 6

@@ -8,15 +8,20 @@ import torch
 from life_cases import ADMISSIONS, COUNTS, EVERY_LIFE, EVICTIONS, living_table, model_of
 from life_model import ALL, TooFew
 from mock_device import CUDA, MockDevice
+from shards import deep_but
 from table_cases import ids_of, make_group, make_table, same_state
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
+import torchrec_dyn as dyn
 from torchrec_dyn import DynamicTableConfig, FeatureUse
 from torchrec_dyn.lookup.feature_uses import uses_of
 from torchrec_dyn.optimizers import OptimizerKind
 
 FLAGS = list(itertools.product([True, False], repeat=3))
+NEGATIVES = [(True, True, True), (False, False, True), (True, False, True)]
 LIMIT = 12
 RATE = 0.1
+SGD = {"optimizer": "EXACT_SGD", "learning_rate": RATE}
 
 
 def uses_of_flags(flags):
@@ -85,12 +90,23 @@ class Beside:
         assert {name: stats[name] for name in COUNTS} == {n: self.model.causes[n] for n in COUNTS}
 
 
-@pytest.mark.parametrize("life", [*EVERY_LIFE], ids=str)
-def test_a_table_lives_as_the_model_whatever_its_features_do(life, device):
-    for seed in range(3):
-        dice = random.Random(seed)
-        beside = Beside(life, [(True, True, True), *dice.sample(FLAGS[1:], 2)], seed)
-        for step in range(24):
+EVERYDAY = [
+    ("none", "all"),
+    ("none", "chance"),
+    ("lru", "all"),
+    ("lfu", "count"),
+    ("steps", "count, few counters"),
+    ("time, lru", "count"),
+]
+
+
+@pytest.mark.parametrize(("eviction", "admission"), deep_but(EVERYDAY, EVERY_LIFE))
+def test_a_table_lives_as_the_model_whatever_its_features_do(eviction, admission, device):
+    life = (eviction, admission)
+    flags = random.Random(str(life)).sample(FLAGS[1:], 2)
+    for seed, of_features in enumerate([NEGATIVES, [(True, True, True), *flags]]):
+        beside = Beside(life, of_features, seed)
+        for step in range(20):
             if step % 3 == 0:
                 beside.model.set_time(step)
                 beside.table.set_time(step)
@@ -118,6 +134,10 @@ def test_a_row_evicted_by_the_step_that_reads_it_reads_as_unseen():
     beside.step([[100], [0, 1]])
     beside.check()
     assert set(beside.table.ids().tolist()) == {*range(1, LIMIT), 100}
+    # Rows that do not count need no room beside the new ones.
+    beside.step([list(range(200, 205)), list(range(1, LIMIT))])
+    beside.check()
+    assert {*range(200, 205)} < set(beside.table.ids().tolist())
 
 
 def test_initial_rows_of_ids_that_are_not_inserted(device):
@@ -147,9 +167,14 @@ def test_a_device_takes_the_steps_of_the_cpu(life):
     with MockDevice() as device:
         two = Beside(life, flags, 3, device=CUDA, **options)
         ahead = Beside(life, flags, 3, device=CUDA, **options)
-        for step in range(24):
-            lists = one.batch()
+        evicting = [
+            [list(range(LIMIT)), [], []],
+            [list(range(1, LIMIT)), [], []],
+            [[100], [0, 1], []],
+        ]
+        for step in range(16):
             one.model.step = step
+            lists = evicting[step] if step < len(evicting) else one.batch()
             ids = ids_of(*(number for of_feature in lists for number in of_feature))
             offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
             output = one.group(ids, offsets, training=True)
@@ -168,6 +193,81 @@ def test_a_device_takes_the_steps_of_the_cpu(life):
         for twin in (two, ahead):
             state = {name: value.cpu() for name, value in twin.table.export_state().items()}
             assert same_state(state, one.table.export_state())
+
+
+def test_features_of_a_varying_number_of_bags():
+    """Without counts of the ids, the bags of each feature and rank tell which ids are whose."""
+    flags = [(True, True, True), (False, True, False), (True, False, False)]
+    sizes = [[2, 1], [1, 0], [0, 2]]
+    ids, offsets = ids_of(1, 1, 2, 3, 8, 9, 4, 5), torch.tensor([0, 2, 3, 4, 6, 6, 8])
+    for counts in (None, [4, 2, 2]):
+        table = living_table(EVICTIONS["lru"], kind=OptimizerKind.EXACT_SGD)
+        group = make_group(table, features=[3], uses=uses_of_flags(flags))
+        output = group(ids, offsets, training=True, batch_sizes=sizes, counts=counts)
+        assert table.ids().sort().values.tolist() == [1, 2, 3, 4, 5]
+        assert table.count(ids_of(1, 3, 4, 8)).tolist() == [2, 1, 0, 0]
+        before, _ = table.lookup(ids_of(1, 4))
+        output.sum().backward()
+        moved = (before - table.lookup(ids_of(1, 4))[0])[:, 0]
+        torch.testing.assert_close(moved, torch.tensor([2 * RATE, 0.0]))
+
+
+def test_a_prefetch_inserts_no_id_of_a_feature_that_does_not():
+    table = make_table()
+    group = make_group(table, features=[2], uses=uses_of_flags([(*ALL, True), (False, True, True)]))
+    group.prefetch(ids_of(1, 2), torch.tensor([0, 1, 2]))
+    assert table.num_rows == 0
+    group(ids_of(1, 2), torch.tensor([0, 1, 2]), training=True)
+    assert table.ids().tolist() == [1]
+
+
+def item(kind, name="t"):
+    return kind(name=name, embedding_dim=4, num_embeddings=50, feature_names=["clicked", "drawn"])
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagConfig, EmbeddingConfig])
+def test_a_collection_finds_its_features_by_name(kind):
+    """In a batch they come in any order, and other tables may read them too."""
+    of_bags = kind is EmbeddingBagConfig
+    make = dyn.DynamicEmbeddingBagCollection if of_bags else dyn.DynamicEmbeddingCollection
+    used = DynamicTableConfig(features=(FeatureUse("drawn", inserts=False),))
+    collection = make([item(kind), item(kind, "whole")], dynamic={"t": used}, fused_params=SGD)
+    batch = KeyedJaggedTensor(
+        ["drawn", "clicked"], ids_of(1, 2, 3, 1), lengths=torch.tensor([3, 1])
+    )
+    collection(batch)
+    assert collection.table("t").ids().tolist() == [1]
+    assert collection.table("t").stats()["refused"] == 2
+    assert set(collection.table("whole").ids().tolist()) == {1, 2, 3}
+
+
+def ids_of_tables(model):
+    return [
+        one.ids().tolist()
+        for collection in model.modules()
+        if isinstance(collection, dyn.DynamicEmbeddingCollection)
+        for one in collection.local_tables().values()
+    ]
+
+
+def test_a_quotient_remainder_table_uses_the_features_of_the_user():
+    used = DynamicTableConfig(features=(FeatureUse("drawn", inserts=False),))
+    pairs = dyn.QuotientRemainderEmbeddingBagCollection(
+        [item(EmbeddingBagConfig)], buckets=10, dynamic=used, fused_params=SGD
+    )
+    batch = KeyedJaggedTensor(["clicked", "drawn"], ids_of(7, 25), lengths=torch.tensor([1, 1]))
+    pairs(batch)
+    assert sorted(ids_of_tables(pairs)) == [[0], [7]]
+
+
+def test_a_use_of_a_feature_that_the_table_does_not_read():
+    used = DynamicTableConfig(features=(FeatureUse("shown", inserts=False),))
+    text = (
+        r"^DynamicEmbeddingBagCollection\(table='t'\): expected a FeatureUse of a feature of the table, "
+        r"\['clicked', 'drawn'\], got 'shown'\.$"
+    )
+    with pytest.raises(ValueError, match=text):
+        dyn.DynamicEmbeddingBagCollection([item(EmbeddingBagConfig)], dynamic=used)
 
 
 BAD_USES = [

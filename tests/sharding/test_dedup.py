@@ -32,7 +32,7 @@ from torchrec_dyn.sharding import send_once
 from torchrec_dyn.table.shard import TableShard
 
 # Counts of received ids of a table without scores.
-OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
+OF_ARRIVALS = {"ids_seen", "hits", "unseen", "refused"}
 
 
 def exact_grad(output: Tensor, number: int) -> Tensor:

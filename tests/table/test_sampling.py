@@ -25,6 +25,7 @@ def test_draws_depend_on_the_ids_and_the_seed_only():
     other.find_or_insert(torch.arange(200).flip(0))
     other.erase(torch.arange(90, 200))
     assert torch.equal(one.sample_ids(40, seed=1), other.sample_ids(40, seed=1))
+    assert torch.equal(one.sample_ids(40, 1), one.ids()[sampling.draw_places(90, 40, 1)])
     assert not torch.equal(one.sample_ids(40, seed=1), one.sample_ids(40, seed=2))
 
 

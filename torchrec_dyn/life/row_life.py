@@ -48,7 +48,7 @@ class Asked(NamedTuple):
 
     Attributes:
         asks: [M] bool, True if a feature that inserts has the id.
-        counted: [M] int64, occurrences in this step that count for admission.
+        counted: [M] int64, occurrences in this step that count for admission: of features that insert.
     """
 
     asks: Tensor
@@ -246,8 +246,8 @@ class RowLife:
             return (yield from asked.admit_all(ids, occurrences))
         is_refused = ~is_admitted
         if asked is not None:
-            is_admitted = is_admitted & asked.asks
-            is_refused = asked.asks & ~is_admitted & (asked.counted > 0)
+            # An id of which no occurrence counts is never admitted, and its counter stays as it is.
+            is_refused &= asked.counted > 0
             is_waiting = None if is_waiting is None else is_waiting & (is_admitted | is_refused)
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         if is_waiting is not None:
