@@ -25,7 +25,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks.agreement import exchange, gather_results, run_together
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import Piece, TableLayout
-from torchrec_dyn.ranks.routing import owners
+from torchrec_dyn.ranks.routing import ids_per_rank, owners
 from torchrec_dyn.storage import (
     CanonicalRows,
     IdMap,
@@ -249,20 +249,21 @@ class Table:
     def sample_ids(self, n: int, seed: int) -> Tensor:
         """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
         call, first, group = f"{self.where}.sample_ids", self._first.ranks, self._sharded_over
-        of_ranks = self._gather(
-            "sample_ids", lambda: (n, seed, sum(one.num_rows for one in self._first_shards))
-        )
+        of_ranks = self._gather("sample_ids", lambda: (n, seed, *self._counted_for_draws()))
         asked = [of_rank[:2] for of_rank in of_ranks]
         if any(other != asked[0] for other in asked):
             raise ValueError(
                 f"{call}: expected the same n and seed on every rank, got {asked} by rank."
             )
-        # The ranges of mixed ids of these ranks follow each other, so their rows are in canonical order.
+        # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
         begins = [0, *accumulate(of_ranks[rank][2] for rank in first)]
-        check_draw(call, n, seed, begins[-1])
-        places = draw_places(begins[-1], n, seed)
+        after = [number for rank in first for number in of_ranks[rank][3]]
+        last = torch.tensor(after, dtype=torch.int64, device="cpu")
+        rows = begins[-1] + last.numel()
+        check_draw(call, n, seed, rows)
+        places = draw_places(rows, n, seed)
         part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
-        drawn = torch.bincount(part_of, minlength=len(first)).tolist()
+        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
         sizes = [0] * len(of_ranks)
         for rank, count in zip(first, drawn, strict=True):
             sizes[rank] = count
@@ -276,10 +277,26 @@ class Table:
             return ids.repeat(len(sizes))
 
         found = exchange(group, call, mine, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
-        ids = torch.empty_like(places)
-        for part, rank in enumerate(first):
-            ids[part_of == part] = found[rank]
-        return ids.to(self.device)
+
+        def placed() -> Tensor:
+            ids = torch.empty_like(places)
+            for part, rank in enumerate(first):
+                ids[part_of == part] = found[rank]
+            is_last = part_of == len(first)
+            ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
+            return ids.to(self.device)
+
+        return run_together(group, call, placed)
+
+    def _counted_for_draws(self) -> tuple[int, list[int]]:
+        """Returns the number of ids here in the range of this rank, and its ids after all ranges."""
+        if not self.has_first_column:
+            return 0, []
+        shard, ranks = self.shards[0], self.layout.row_ranks
+        if ranks == 1:
+            return shard.num_rows, []
+        after = to_host(self.canonical(shard).from_mixed(ids_per_rank(ranks) * ranks)).tolist()
+        return shard.num_rows - len(after), after
 
     @collective
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
