@@ -130,7 +130,8 @@ class BagLayout:
     ) -> Tensor:
         """Returns the number of ids of each feature, [F] int64 on the device of `offsets`.
 
-        Arguments as of `BagLayout.table_offsets`, which has checked them.
+        offsets [bags + 1] int64, where each bag begins in the ids, and batch_sizes [F][ranks], or None, are
+        those that `BagLayout.table_offsets` has checked.
         """
         if batch_sizes is None:
             sizes = [(offsets.numel() - 1) // self._features] * self._features

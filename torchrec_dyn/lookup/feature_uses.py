@@ -71,5 +71,5 @@ def _flags(values: list[bool]) -> Tensor | None:
 
 
 def masked(rows: Tensor, kept: Tensor | None) -> Tensor:
-    """Returns rows [N] int64 with -1 where `kept` [N] bool is False; the same tensor if it is None."""
+    """Returns rows [N] int64 with -1 where kept [N] bool is False; the same tensor if it is None."""
     return rows if kept is None else rows.masked_fill(~kept, -1)
