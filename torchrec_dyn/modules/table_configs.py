@@ -117,6 +117,8 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
     for option, unused, remedy in _UNUSED_OPTIONS:
+        if option == "enable_embedding_update" and isinstance(config, EmbeddingConfig):
+            continue  # DistributedModelParallel.write assigns rows
         if getattr(config, option, unused) != unused:
             raise ValueError(
                 f"{where}: expected {option}={unused}, got {getattr(config, option)!r}. {remedy}"
