@@ -7,7 +7,7 @@ from torchrec_dyn.versions import check_versions
 check_versions()
 
 from torchrec_dyn import checkpoint
-from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.config import DynamicTableConfig, FeatureUse
 from torchrec_dyn.distributed import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
@@ -60,6 +60,7 @@ from torchrec_dyn.whole_model import (
     read_last_seen,
     read_num_rows,
     read_stats,
+    sample_ids,
     stats_layout,
 )
 
@@ -77,6 +78,7 @@ __all__ = [
     "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "FeatureUse",
     "GradScaler",
     "KaimingNormal",
     "KaimingUniform",
@@ -114,5 +116,6 @@ __all__ = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "sample_ids",
     "stats_layout",
 ]

@@ -28,6 +28,42 @@ GradientReduction = Literal["mean_over_ranks", "mean_over_senders", "sum"]
 
 
 @dataclass(frozen=True)
+class FeatureUse:
+    """What training does with the ids of one feature of a table; by default what it does with all ids.
+
+    Two features may have the same id in one batch: a row is given if one of them inserts, scored if one of
+    them counts, and updated with the gradients of those that train. Evaluation changes nothing anyway.
+
+    Attributes:
+        feature: name of the feature.
+        inserts: True if an id without a row asks for one. If not, the id reads as `unseen` of the table
+            configures, gets no gradient and does not wait for admission, unless another feature of the same
+            batch inserts it.
+        counts: True if occurrences count: in the last_seen and count of a row, and for admission. If not, a
+            row that was not seen otherwise may expire, or be evicted in the very step that reads it: then
+            the id reads as unseen.
+        trains: True if gradients update the rows.
+    """
+
+    feature: str
+    inserts: bool = True
+    counts: bool = True
+    trains: bool = True
+
+    def __post_init__(self) -> None:
+        where = "FeatureUse"
+        if not isinstance(self.feature, str) or not self.feature:
+            raise ValueError(
+                f"{where}.feature: expected the name of a feature, got {self.feature!r}."
+            )
+        for name in ("inserts", "counts", "trains"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"{where}.{name}: expected True or False, got {getattr(self, name)!r}."
+                )
+
+
+@dataclass(frozen=True)
 class DynamicTableConfig:
     """Options of a dynamic table. Frozen, hashable, compared by value.
 
@@ -52,6 +88,8 @@ class DynamicTableConfig:
             row stays as it was; "error": no row of the table changes, nor of the tables that are updated with
             it, and backward raises RuntimeError at its end, on a GPU the next forward. "skip" decides by
             column shard. Rows that were not written are counted in stats()["nonfinite"].
+        features: the uses of features that do not insert, count or train, each feature at most once; a
+            feature without a use does all three.
     """
 
     initializer: Initializer | FanInitializer | None = None
@@ -61,6 +99,7 @@ class DynamicTableConfig:
     eviction: Eviction | None = None
     gradient: GradientReduction = "mean_over_ranks"
     on_nonfinite: OnNonfinite = "write"
+    features: tuple[FeatureUse, ...] = ()
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
@@ -85,6 +124,7 @@ class DynamicTableConfig:
             raise ValueError(
                 f'{where}.on_nonfinite: expected "write", "skip" or "error", got {self.on_nonfinite!r}.'
             )
+        _check_features(self.features, f"{where}.features")
         check_admission(self.admission, f"{where}.admission")
         check_eviction(self.eviction, f"{where}.eviction")
 
@@ -102,3 +142,14 @@ class DynamicTableConfig:
     def counts_waiting(self) -> bool:
         """True if unseen ids wait for admission (AdmitAfter), each with a counter."""
         return isinstance(self.admission, AdmitAfter)
+
+
+def _check_features(features: tuple[FeatureUse, ...], where: str) -> None:
+    if not isinstance(features, tuple) or not all(isinstance(one, FeatureUse) for one in features):
+        raise ValueError(f"{where}: expected a tuple of FeatureUse, got {features!r}.")
+    names = [use.feature for use in features]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{where}: expected one FeatureUse for a feature, got {names.count(name)} for '{name}'."
+            )

@@ -18,6 +18,7 @@ import torchrec_dyn as dyn
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()
 FADING = dyn.LeastFrequentlyUsed(half_life_steps=4)
+NEGATIVES = (dyn.FeatureUse("b", inserts=False, counts=False),)
 
 # Table -> policies, limit, and what must have happened to it at the end of a run. Ranks that share 150 rows
 # have fewer each: 145 of two, 107 of three.
@@ -32,10 +33,12 @@ LIVES: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "after_few": ({"admission": dyn.AdmitAfter(14, counters=40), "unseen": "initial",
                    "eviction": dyn.ExpireAfter(steps=5)}, 1000,
                   ["refused", "waiting", "counters_dropped", "evicted_expired"]),
-    "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial",
-                "eviction": FADING}, 135, ["refused", "evicted_full"]),
+    "chance": ({"admission": dyn.AdmitWithProbability(0.6), "unseen": "initial", "eviction": FADING,
+                "features": (dyn.FeatureUse("a", counts=False, trains=False),)},
+                135, ["refused", "evicted_full"]),
     "scored": ({"admission": dyn.AdmitAfter(2), "eviction": dyn.LowestScore(half_life_time=5)}, 135,
                ["refused", "evicted_full"]),
+    "negatives": ({"eviction": LRU, "features": NEGATIVES}, 90, ["evicted_full", "refused"]),
 }  # fmt: skip
 
 DIM = 6

@@ -53,6 +53,7 @@ PUBLIC = [
     "DynamicFeatureProcessedEmbeddingBagCollectionSharder",
     "DynamicTableConfig",
     "ExpireAfter",
+    "FeatureUse",
     "GradScaler",
     "KaimingNormal",
     "KaimingUniform",
@@ -90,6 +91,7 @@ PUBLIC = [
     "read_last_seen",
     "read_num_rows",
     "read_stats",
+    "sample_ids",
     "stats_layout",
 ]
 

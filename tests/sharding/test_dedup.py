@@ -32,7 +32,7 @@ from torchrec_dyn.sharding import send_once
 from torchrec_dyn.table.shard import TableShard
 
 # Counts of received ids of a table without scores.
-OF_ARRIVALS = {"ids_seen", "hits", "unseen"}
+OF_ARRIVALS = {"ids_seen", "hits", "unseen", "refused"}
 
 
 def exact_grad(output: Tensor, number: int) -> Tensor:
@@ -124,6 +124,29 @@ def case_of(kinds: list[str], world: int, **options: Any) -> Case:
 )
 def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: int) -> None:
     of_ranks = workers.run(train_both, case_of(kinds, world), world_size=world)
+    assert sum(one["rows"] for one in of_ranks) > 0
+    once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
+    assert 0 < once < 0.8 * each
+
+
+# The features of t1 are two runs, those of t2 one: it has no feature that does all.
+USES = {
+    "t1": (dyn.FeatureUse("c", inserts=False, counts=False),),
+    "t2": (dyn.FeatureUse("a", trains=False), dyn.FeatureUse("d", trains=False)),
+}
+
+
+@pytest.mark.parametrize("eviction", [None, dyn.ExpireAfter(steps=1)])
+def test_features_of_other_uses_are_sent_apart(eviction: Any) -> None:
+    case = case_of(SEQUENCE, 2, steps=4)
+    tables = [
+        dataclasses.replace(
+            table,
+            config=dyn.DynamicTableConfig(eviction=eviction, features=USES.get(table.name, ())),
+        )
+        for table in case.tables
+    ]
+    of_ranks = workers.run(train_both, dataclasses.replace(case, tables=tables), world_size=2)
     assert sum(one["rows"] for one in of_ranks) > 0
     once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
     assert 0 < once < 0.8 * each

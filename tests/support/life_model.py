@@ -20,6 +20,17 @@ import torchrec_dyn as dyn
 MOST = 2**32 - 1  # the largest count
 
 
+Use = tuple[bool, bool]  # whether an occurrence inserts, and whether it counts
+ALL: Use = (True, True)
+
+
+def _counted(ids: list[int], uses: list[Use] | None) -> set[int]:
+    """Returns the ids of a batch that count."""
+    if uses is None:
+        return set(ids)
+    return {number for number, (_, counts) in zip(ids, uses, strict=True) if counts}
+
+
 class TooFew(Exception):
     """A batch needs more rows than the limit: the rows that it must keep, and the new rows."""
 
@@ -82,10 +93,14 @@ class LifeModel:
             return (self.clock or 0) - (row.time or 0) > self.time_kept
         return False
 
-    def admitted(self, ids: list[int]) -> dict[int, int]:
+    def admitted(self, ids: list[int], uses: list[Use] | None = None) -> dict[int, int]:
         """Returns the unseen ids of a batch that get a row, with their first counts."""
         due, taken = self.due(), {}
-        for number, times in Counter(ids).items():
+        asking: Counter[int] = Counter()
+        for number, (inserts, counts) in zip(ids, uses or [ALL] * len(ids), strict=True):
+            if inserts:
+                asking[number] += counts
+        for number, times in asking.items():
             if number in self.rows and number not in due:
                 continue
             if self.admission is None:
@@ -95,29 +110,31 @@ class LifeModel:
                 total = times + (0 if counted is None or self._is_due(counted) else counted.count)
                 if total >= self.admission.count:
                     taken[number] = total
-            elif not isinstance(self.admission, dyn.Never) and self.is_drawn(
-                number, times, self.step + 1
+            elif not isinstance(self.admission, dyn.Never) and (
+                times and self.is_drawn(number, times, self.step + 1)
             ):
                 taken[number] = times
         return taken
 
-    def check(self, ids: list[int]) -> None:
+    def check(self, ids: list[int], uses: list[Use] | None = None) -> None:
         """Raises TooFew if a batch does not fit."""
-        stay, new = set(self.rows) - self.due(), self.admitted(ids)
-        held = stay & set(ids) if self.makes_room else stay
+        stay, new = set(self.rows) - self.due(), self.admitted(ids, uses)
+        held = stay & _counted(ids, uses) if self.makes_room else stay
         if (self.makes_room or new) and len(held) + len(new) > self.limit:
             raise TooFew(len(held), len(new))
 
-    def train(self, ids: list[int], weights: list[float] = ()) -> list[int | None]:
+    def train(
+        self, ids: list[int], weights: list[float] = (), uses: list[Use] | None = None
+    ) -> list[int | None]:
         """Runs one training forward; returns `born` of each occurrence's row, None without a row.
 
-        `weights`: of each occurrence, if the table adds them up.
+        `weights` of each occurrence, if the table adds them up; `uses` of each; None: all insert and count.
         """
         adds = [1] * len(ids)
         if self.unit is not None:
             adds = [min(max(round(one / self.unit), 1), MOST) for one in weights]
-        self.check(ids)
-        new = self.admitted(ids)
+        self.check(ids, uses)
+        new = self.admitted(ids, uses)
         rows_before = len(self.rows)
         for number in self.due():
             self._drop(number, "evicted_expired")
@@ -127,22 +144,24 @@ class LifeModel:
         self.step += 1
         self.is_new_time = False
         first = dict.fromkeys(new, 0)
-        for number, added in zip(ids, adds, strict=True):
-            if number in first:
+        uses_of_ids = uses or [ALL] * len(ids)
+        for number, added, (inserts, counts) in zip(ids, adds, uses_of_ids, strict=True):
+            if number in first and inserts and counts:
                 first[number] += added
             self.causes["ids_seen"] += 1
             self.causes["hits" if number in self.rows else "unseen"] += 1
             if number in self.rows:
                 row = self.rows[number]
-                row.count = min(self.present(row) + added, MOST)
-                row.last_seen, row.time = self.step, self.clock
+                if counts:
+                    row.count = min(self.present(row) + added, MOST)
+                    row.last_seen, row.time = self.step, self.clock
             elif number not in new:
                 self.causes["refused"] += 1
-                if self.counts_first:
+                if self.counts_first and inserts and counts:
                     came = self.waiting[number].count if number in self.waiting else 0
                     self.waiting[number] = Counted(self.step, came + 1, self.clock)
         if self.makes_room:
-            self._make_room(len(new), set(ids))
+            self._make_room(len(new), _counted(ids, uses))
         for number, count in new.items():
             self.waiting.pop(number, None)
             self._start(number, self.step, count if self.unit is None else first[number])

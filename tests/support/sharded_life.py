@@ -226,7 +226,7 @@ class Beside:
         """Trains both sides on a batch; asserts that all ids of tables without admission have rows then."""
         self.backward(self.forward(batch))
         for one in self.shards:
-            if one.config.admission is not None:
+            if one.config.admission is not None or one.config.features:
                 continue
             parts = self.parts[one.name]
             ids = torch.cat([batch.together[feature].values() for feature in parts.features])

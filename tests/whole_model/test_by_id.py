@@ -77,6 +77,9 @@ def check_reads(sharded: Any, whole: Any, table: str) -> None:
     assert torch.equal((owners == rank).any(1), sharded.table(table).lookup(ids)[1])
     assert torch.equal(ids, dyn.read_ids(whole, table))
     assert dyn.read_num_rows(sharded, table) == dyn.read_num_rows(whole, table) == len(ids)
+    drawn = dyn.sample_ids(sharded, table, 300, seed=7)
+    assert torch.equal(drawn, dyn.sample_ids(whole, table, 300, seed=7))
+    assert torch.isin(drawn, ids).all() and len(drawn.unique()) > 0.9 * min(len(ids), 100)
     stats, expected_stats = dyn.read_stats(sharded, table), dyn.read_stats(whole, table)
     everyones: list[Any] = [None] * world
     dist.all_gather_object(everyones, stats)
@@ -137,6 +140,7 @@ def edit_with_a_default_device(case: Case, path: str) -> None:
             )
             assert dyn.read_ids(collection, name).sort().values.tolist() == ids.tolist()
             assert dyn.owner_ranks(collection, name, ids).is_cpu
+            assert set(dyn.sample_ids(collection, name, 200, seed=1).tolist()) == set(ids.tolist())
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
@@ -248,6 +252,10 @@ def empty_table(case: Case) -> None:
     assert dyn.read_num_rows(sharded, "t0") == dyn.erase_rows(sharded, "t0", torch.arange(9)) == 0
     stats = dyn.read_stats(sharded, "t0")
     assert stats["load"] == stats["probe_length_mean"] == stats["rows"] == 0
+    assert fault_of(lambda: dyn.sample_ids(sharded, "t0", 3, seed=0)).endswith(
+        "table('t0').sample_ids: expected a table with rows, got none. "
+        "Draw after the first training step or a load."
+    )
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "row_wise"])
@@ -280,6 +288,8 @@ def ask_badly(case: Case) -> list[str]:
         lambda: dyn.read_stats(sharded, "t9" if bad else "t0"),
         lambda: dyn.read_ids(sharded, "t1" if bad else "t0"),
         lambda: dyn.lookup_rows(sharded, "t0", nothing) if bad else dyn.read_ids(sharded, "t0"),
+        lambda: dyn.sample_ids(sharded, "t0", 5, seed=int(bad)),
+        lambda: dyn.sample_ids(sharded, "t0", 0, seed=0),
     ]
     faults = [fault_of(call) for call in calls]
     for read in ("lookup", "count"):  # also on a rank without a shard
@@ -307,6 +317,9 @@ BAD = [
     "DynamicEmbeddingBagCollection('collection').table('t1').ids on rank 1.",
     "table('t0').ids: expected the same call on every rank, got "
     "DynamicEmbeddingBagCollection('collection').table('t0').lookup on rank 1.",
+    "table('t0').sample_ids: expected the same n and seed on every rank, got "
+    "[(5, 0), (5, 1), (5, 0)] by rank.",
+    "table('t0').sample_ids: expected a number of ids from 1 on, got 0.",
     "expected at most",
 ]
 
@@ -328,6 +341,10 @@ def test_unsharded_faults() -> None:
             lambda c=call: c(whole, "x")
         )
     assert "of int64" in fault_of(lambda: dyn.lookup_rows(whole, "t0", ids.int()))
+    dyn.assign_rows(whole, "t0", ids, torch.zeros(3, 8))
+    assert "expected an int64 as seed, got 0.5." in fault_of(
+        lambda: dyn.sample_ids(whole, "t0", 1, 0.5)
+    )
     assert fault_of(lambda: dyn.read_ids(torch.nn.Linear(1, 1), "t0")) == (
         "read_ids: expected a collection of dynamic tables, got Linear. "
         "Pass the collection itself, not the model."

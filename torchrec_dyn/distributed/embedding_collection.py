@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import not_compiled
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
+from torchrec_dyn.distributed.row_writes import rows_by_table
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
+from torchrec_dyn.lookup import uses_by_feature
 from torchrec_dyn.modules import DynamicEmbeddingCollection
-from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout
+from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout, run_together
 from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
@@ -131,6 +135,13 @@ class ShardedDynamicEmbeddingCollection(
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embeddings")
+        by_table = zip(setup.configs, module.embedding_names_by_table(), strict=True)
+        self._writable = {
+            config.name: names
+            for config, names in by_table
+            if getattr(config, "enable_embedding_update", False)
+        }
+        self.enable_embedding_update = bool(self._writable)  # DistributedModelParallel reads it
         outputs = [name for names in self._embedding_names_per_sharding for name in names]
         self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
@@ -166,6 +177,24 @@ class ShardedDynamicEmbeddingCollection(
         remove_stale_forwards(self._input_dists)
         return self._send(ctx, features, super().input_dist)
 
+    @not_compiled
+    def write(self, embeddings: KeyedJaggedTensor) -> None:
+        """Writes rows by id, as `torchrec_dyn.assign_rows`, for DistributedModelParallel.write. Collective.
+
+        Args:
+            embeddings: for each output name of the tables with `enable_embedding_update` the ids [N] int64,
+                any number on each rank, and as weights their rows, [all ids, embedding_dim].
+
+        Raises:
+            ValueError: on every rank, if the batch of a rank has other names, or no such rows.
+        """
+        where = f"{self._shards.where}.write"
+        given = run_together(
+            self._env.process_group, where, lambda: rows_by_table(embeddings, self._writable)
+        )
+        for name, (ids, rows) in given.items():
+            self.table(name).assign(ids, rows)
+
     def create_context(self) -> SequenceContext:
         """Creates the state of one forward."""
         return SequenceContext()
@@ -187,9 +216,16 @@ class ShardedDynamicEmbeddingCollection(
                 "use_index_dedup=True. An id that is sent once has no weight for each occurrence."
             )
         for sharding in self._sharding_type_to_sharding.values():
-            tables = [(table.name, table.num_features()) for table in sharding.embedding_tables()]
-            counted = any(setup.dynamic[name].has_life for name, _ in tables)
-            self._send_once.append(SendOnce(tables, counted, setup.where))
+            tables = sharding.embedding_tables()
+            counted = any(setup.dynamic[table.name].has_life for table in tables)
+            runs = [
+                ((table.name, number), features)
+                for table in tables
+                for number, features in enumerate(
+                    _runs_of_equal_use(setup.dynamic[table.name], table.feature_names)
+                )
+            ]
+            self._send_once.append(SendOnce(runs, counted, setup.where))
         for lookup in self._lookups:
             lookup.set_ids_sent_once()
 
@@ -240,6 +276,12 @@ class ShardedDynamicEmbeddingCollection(
         if self._output_names != self._planned_names:
             awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
         return awaitable
+
+
+def _runs_of_equal_use(config: DynamicTableConfig, features: Sequence[str]) -> list[int]:
+    """Returns how many features of a table, one after the other, have the same use, for each such run."""
+    uses = [replace(use, feature="any") for use in uses_by_feature(config, features)]
+    return [len(list(run)) for _, run in groupby(uses)]
 
 
 def _record(record_fn: Callable[..., None], features: KeyedJaggedTensor, *looked_up: Any) -> None:

@@ -198,6 +198,8 @@ class ShardableView(nn.Module):
         # In a list, because a child module would add the rows to this view's state dict.
         self._module: list[Any] = [module]
         self._configs = copy.deepcopy(list(configs))
+        for config in self._configs:
+            config.enable_embedding_update = False  # TorchRec would write by position
         options = {
             config.name: TableOptions(
                 config=config_of_share(tables[config.name].dynamic, layouts[config.name].row_ranks),

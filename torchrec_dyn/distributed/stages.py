@@ -141,8 +141,14 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Begins to send the ids of a batch that is on this device.
 
         Raises:
-            ValueError: a load was read and not taken.
+            ValueError: the context is not of this collection, or a load was read and not taken.
         """
+        if not isinstance(ctx, BatchContext):
+            raise ValueError(
+                f"{self._shards.where}: expected a batch with the context of its create_context(), got "
+                f"{type(ctx).__name__}, as from TorchRec's PECEmbeddingCollection, which sends rows in an "
+                "order of its own. Shard the collection itself, without that module."
+            )
         check_taken(self._shards.lock, self._shards.where)
         ctx.sent = OpenForward(self._shards.batches)
         if device.type != "cpu":

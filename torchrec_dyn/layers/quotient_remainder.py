@@ -221,7 +221,16 @@ def _collection(
     return DynamicEmbeddingCollection(
         configs,
         device=device,
-        dynamic={config.name: dynamic[config.name] for config in configs},
+        dynamic={
+            config.name: replace(
+                dynamic[config.name],
+                features=tuple(
+                    replace(use, feature=f"{config.name}.{use.feature}")
+                    for use in dynamic[config.name].features
+                ),
+            )
+            for config in configs
+        },
         fused_params=fused_params,
     )
 

@@ -9,6 +9,6 @@ numbers or Python's graphs.
 
 from torchrec_dyn.life.admission_counters import AdmissionCounters, Drop
 from torchrec_dyn.life.clock import Clock, time_fault
-from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, Decision, RowLife
+from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, Asked, Decision, RowLife
 from torchrec_dyn.life.saved_life import BY_ROW, LIFE, NOT_BY_ROW, check_life, last_step
 from torchrec_dyn.life.scores import NO_STEP, SCORE_BYTES, Scores

@@ -46,16 +46,42 @@ _SCORED_AT_ONCE = 1 << 20
 STEPS_WITHOUT_TIME = 100
 
 
+class Asked(NamedTuple):
+    """What the features of M ids without a row ask for, if some do not insert or do not count.
+
+    Attributes:
+        asks: [M] bool, True if a feature that inserts has the id.
+        counted: [M] int64, occurrences in this step that count for admission: of features that insert.
+    """
+
+    asks: Tensor
+    counted: Tensor
+
+    def slice(self, chosen: slice) -> Asked:
+        """Returns what is asked for a range of the ids."""
+        return Asked(self.asks[chosen], self.counted[chosen])
+
+    def admit_all(self, ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
+        """Admits the ids that ask. As `RowLife.admit`, of a table without an admission policy."""
+        admitted, occurred = yield [
+            self.asks.count_nonzero(),
+            occurrences.masked_fill(self.asks, 0).sum(),
+        ]
+        places = places_of(self.asks, admitted)
+        return Decision(ids, self.counted, admitted, places, refused_occurrences=occurred)
+
+
 class Decision(NamedTuple):
     """The admission of ids without a row.
 
     Attributes:
         ids: [M] int64, distinct.
-        counts: [M] int64, occurrences of each id; with counters, also the occurrences in earlier steps.
+        counts: [M] int64, occurrences of each id that count; with counters, also those in earlier steps.
         num_admitted: number of admitted ids, K.
         admitted: [K] int64, places of the admitted ids, ascending; None if all are admitted.
-        refused: [M - K] int64, places of the refused ids, ascending; None if all are admitted.
-        refused_occurrences: number of occurrences of the refused ids in this step.
+        refused: [M - K] int64, places of the refused ids, ascending, without those that do not ask or count;
+            None if all are admitted, or if there is no admission policy.
+        refused_occurrences: number of occurrences of all ids that are not admitted, in this step.
         num_waiting: number of admitted ids that have a counter.
         num_new: number of refused ids that have no counter.
         waiting_rows: [M] int64, the row of each id's counter, -1 for none; None without counters.
@@ -217,32 +243,44 @@ class RowLife:
             self._age_limit.drop_expired(step, self.clock)
             self.clock.forget_before(self._age_limit.horizon(step, self.clock))
 
-    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> HostRead[Decision]:
+    def admit(
+        self, ids: Tensor, occurrences: Tensor, step: int, asked: Asked | None = None
+    ) -> HostRead[Decision]:
         """Decides the admission of ids [M] int64, distinct, without a row; writes nothing.
 
-        occurrences [M] int64 are those in this step.
+        occurrences [M] int64 are those in this step. `asked` is None if all ids ask and all occurrences
+        count.
         """
-        counts, is_waiting, rows = occurrences, None, None
+        counts, is_waiting, rows = occurrences if asked is None else asked.counted, None, None
         if self.waiting is not None and isinstance(self._admission, AdmitAfter):
             age_limit = self._age_limit
             since = 0 if age_limit is None else age_limit.horizon(step, self.clock)
             rows, before = self.waiting.waiting(ids, since)
             is_waiting = rows >= 0
-            counts = (occurrences + before).clamp_(max=MOST_COUNT)
+            counts = (counts + before).clamp_(max=MOST_COUNT)
             is_admitted = counts >= self._admission.count
         elif self._chance is not None:
-            is_admitted = self._chance.admit(ids, occurrences, step)
+            is_admitted = self._chance.admit(ids, counts, step)
         elif isinstance(self._admission, Never):
             is_admitted = torch.zeros_like(ids, dtype=torch.bool)
-        else:
+        elif asked is None:
             return Decision(ids, occurrences, ids.numel())
+        else:
+            return (yield from asked.admit_all(ids, occurrences))
+        is_refused = ~is_admitted
+        if asked is not None:
+            # An id of which no occurrence counts is never admitted, and its counter stays as it is.
+            is_refused &= asked.counted > 0
+            is_waiting = None if is_waiting is None else is_waiting & (is_admitted | is_refused)
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         if is_waiting is not None:
             numbers += [(is_admitted & is_waiting).count_nonzero(), is_waiting.count_nonzero()]
+        if asked is not None:
+            numbers.append(is_refused.count_nonzero())
         admitted, occurred, *of_counters = yield numbers
-        refused = ids.numel() - admitted
+        refused = ids.numel() - admitted if asked is None else of_counters.pop()
         both, waiting = of_counters or (0, 0)
-        places = places_of(is_admitted, admitted), places_of(~is_admitted, refused)
+        places = places_of(is_admitted, admitted), places_of(is_refused, refused)
         new = refused - (waiting - both)
         return Decision(ids, counts, admitted, *places, occurred, both, new, rows)
 

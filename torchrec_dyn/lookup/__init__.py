@@ -7,6 +7,7 @@ order of a step with policies.
 A training forward that fails changes no table of its group.
 """
 
+from torchrec_dyn.lookup.feature_uses import uses_by_feature, uses_of
 from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.prefetched_step import PrefetchedStep

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.lookup.bag_layout import Bags
+from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders
 
@@ -25,6 +26,7 @@ class Batch:
 
     Attributes:
         bags: the description for the ops, as soon as it is known.
+        uses: of the ids, as soon as they are known; None if each does all, and in evaluation.
         table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin, as soon as it is known.
     """
 
@@ -38,6 +40,7 @@ class Batch:
     times: Tensor | None = None
     scores: Tensor | None = None
     bags: Bags | None = None
+    uses: Uses | None = None
     table_offsets: Tensor = _NONE
 
 
@@ -49,7 +52,7 @@ class TakenStep(NamedTuple):
         missing: number of -1 in `rows`; with `times`, an id of a trained table counts `times` times.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
-            tensor as `rows` if no table is frozen. None in evaluation.
+            tensor as `rows` if no table is frozen and every feature trains. None in evaluation.
         streams: [T, 3] int64 on the CPU, for `ops.update_rows_`; None in evaluation.
         noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
     """

@@ -39,6 +39,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
 from torchrec_dyn.lookup.batch import Batch, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
+from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
 from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
 from torchrec_dyn.lookup.lookup_function import (
@@ -86,6 +87,8 @@ class TableGroup:
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
         deferred: the updates that wait for `write_updates`; None if each backward writes its own.
+        steps_decide: True if a training step decides which unseen ids get rows: a table has a life, or a
+            feature does not insert.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TableGroup:
         features_per_table: Sequence[int],
         pooling: Pooling,
         output_dtype: torch.dtype = torch.float32,
+        uses: Uses | None = None,
     ) -> None:
         self.tables: Sequence[TableShard] = list(tables)
         if len({(table.dtype, table.optimizer) for table in self.tables}) != 1:
@@ -108,6 +112,8 @@ class TableGroup:
         )
         self.has_life = any(table.life is not None for table in self.tables)
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
+        self._uses = uses  # of the features; None if each does all
+        self.steps_decide = self.has_life or (uses is not None and uses.inserts is not None)
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
@@ -215,6 +221,8 @@ class TableGroup:
         if ahead is not None:
             step = ahead.now(lists, batch.ids, bags.table_offsets)
         else:
+            if self._uses is not None and trained is not None:
+                batch.uses = self._uses.of_ids(self._counts_of(batch), batch.ids)
             step = self._take_step(batch, lists, trained, first)
         rows, new_index, (blocks, _) = step.rows, step.new_index, lists.blocks.rows()
         if step.missing and lists.shows_initial:
@@ -264,6 +272,13 @@ class TableGroup:
             return output
         return pool(forward, weights)
 
+    def _counts_of(self, batch: Batch) -> Sequence[int] | Tensor:
+        """Returns the number of ids of each feature, [F]."""
+        counts = batch.counts
+        if counts is None:
+            return self._bag_layout.counts_of_features(batch.offsets, batch.batch_sizes)
+        return counts.get() if isinstance(counts, UnreadCounts) else counts
+
     def _describe(self, batch: Batch) -> Bags:
         """Returns the description of a batch, and notes where the ids of each table begin."""
         if batch.bags is None:
@@ -279,12 +294,12 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing if a table has a life: then
-        the forwards decide which ids get rows, in the order of the batches.
+        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing if the steps decide which
+        ids get rows (`steps_decide`): they do so in the order of the batches.
         """
         lists = self._current()
         trained = lists.trained
-        if self.has_life or trained is None:
+        if self.steps_decide or trained is None:
             return
         ids, offsets, _ = self._check_input(ids, offsets, None)
         keep_in_use(ids, offsets)
@@ -319,6 +334,8 @@ class TableGroup:
         keep_in_use(ids, times, scores)
         batch = Batch(ids.contiguous(), times=times, scores=scores)
         batch.table_offsets = self._bag_layout.offsets_of_tables(counts)
+        if self._uses is not None:
+            batch.uses = self._uses.of_ids(counts, batch.ids)
         first = None
         if not ids.is_cpu:
             reading = occurrences_of(lists.trained, batch)
@@ -411,8 +428,11 @@ class TableGroup:
             trained.shared.earlier = self.deferred.sizes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
+        learning = lists.rows_to_update(step.rows, table_offsets)
+        if batch.uses is not None:
+            learning = masked(learning, batch.uses.trains)
         return step._replace(
-            learning=lists.rows_to_update(step.rows, table_offsets),
+            learning=learning,
             streams=streams,
             noted=tokens_of(self._logs()) if scored else None,
         )

@@ -15,6 +15,9 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
 8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
 9. Give rows to the admitted ids.
 
+Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
+scored in 6. So 8 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
+
 What these do to one table is in table/table_step.py. The host waits for a GPU four times at most, beside
 searches and growth: for the absent and the expired ids (first_read.py), the new ids, their admission, and the
 rows and counters of 8.
@@ -34,8 +37,9 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life import NO_STEP, Decision
+from torchrec_dyn.life import NO_STEP, Asked, Decision
 from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import FirstRead
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
@@ -80,7 +84,7 @@ def take_step(trained: TrainedTables, batch: Batch, first: FirstRead | None = No
         ValueError: `times` of a wrong shape, dtype or range; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if trained.with_life:
+    if trained.with_life or (batch.uses is not None and batch.uses.inserts is not None):
         return _step_with_life(trained, batch, first)
     rows, absent = first[:2] if first else find_rows(trained.maps, batch.ids, batch.table_offsets)
     num_unseen, of_frozen = trained.num_absent(absent)
@@ -94,7 +98,7 @@ def take_step(trained: TrainedTables, batch: Batch, first: FirstRead | None = No
 
 
 def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> TakenStep:
-    """`take_step` of tables of which some have a life.
+    """`take_step` of tables of which some have a life, or features that do not insert.
 
     Most tables know all their ids and have room: an op over all tables scores their rows. Only the other
     tables are looked at one by one.
@@ -120,15 +124,18 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
                 first = None  # rows of removed ids may be among the rows
         added = _added(trained, batch)
         found = _decide(trained, batch, first, added)
-        rows = found.rows
+        rows, scored = found.rows, found.scored
         special = sorted({*trained.watched, *trained.ageing, *found.unseen})
         counted = trained.counted_after(occurrences, found.absent)
         seen = _seen(trained, batch, found, added)
         steps = prepared_steps(tables, special, expired, found.unseen, found.distinct)
         listed, at_steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {step.number for step in steps if step.acts}
+        frees_room = any(step.surplus > 0 or step.surplus_counters > 0 for step in steps)
         # Rows that an earlier forward of the step has seen look as if this forward had scored them.
-        known = None if shared.earlier is None else _counts(trained, rows, table_offsets)
+        known = None
+        if shared.earlier is not None and trained.with_life:
+            known = _counts(trained, scored, table_offsets)
 
         def count(_: bool) -> None:
             expired.clear()
@@ -136,9 +143,9 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             shared.counted = counted
 
         def touch(again: bool) -> None:
-            if not again or not _are_touched(trained, rows, table_offsets, known):
+            if not again or not _are_touched(trained, scored, table_offsets, known):
                 ops.touch_scores_(
-                    rows, table_offsets, listed.weights, listed.layout, at_steps, added
+                    scored, table_offsets, listed.weights, listed.layout, at_steps, added
                 )
 
         def write_decayed(_: bool) -> None:
@@ -148,14 +155,16 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
                 life.write_touched(rows_seen, counts, int(at_steps[number]))
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
-        actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps), touch]
+        actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps)]
+        if trained.with_life:
+            actions.append(touch)
         if seen:
             actions.append(write_decayed)
-        if trained.has_changes:
+        if trained.with_life and trained.has_changes:
             actions.append(lambda _: note_changed(trained.logs(), rows, table_offsets))
         if found.unseen:
             actions += (step.count_waiting for step in steps if step.counts_waiting)
-        if any(step.surplus > 0 or step.surplus_counters > 0 for step in steps):
+        if frees_room:
             actions.append(partial(make_room, steps))
         if found.unseen:
             actions += (step.prepare_rows for step in steps)
@@ -169,8 +178,24 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         raise
     if found.unseen:
         ops.fill_new_(rows, found.new_index, added_rows(steps, found.new_ids, found.ranges))
+    new_index = found.new_index if found.ranges else None
+    if frees_room and scored is not rows:
+        return _found_again(trained, batch, rows, new_index)
     missing = found.absent_of_frozen + sum(step.refused for step in steps)
-    return TakenStep(rows, missing, found.new_index if found.ranges else None)
+    return TakenStep(rows, missing, new_index)
+
+
+def _found_again(
+    trained: TrainedTables, batch: Batch, rows: Tensor, new_index: Tensor | None
+) -> TakenStep:
+    """Returns the step of a batch of which ids that do not count may have lost their rows in it.
+
+    rows [N] int64 and new_index [N] int64 are those of the step without this.
+    """
+    left, absent = find_rows(trained.maps, batch.ids, batch.table_offsets)
+    is_same = left == rows
+    new_index = torch.full_like(rows, -1) if new_index is None else new_index
+    return TakenStep(left, sum(absent.tolist()), torch.where(is_same, new_index, 0))
 
 
 def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
@@ -244,6 +269,8 @@ class _Found(NamedTuple):
 
     Attributes:
         rows: [N] int64, -1 for an id without a row.
+        scored: [N] int64, the rows to score: -1 for an id that does not count; the same tensor as `rows` if
+            all count.
         absent: [T] int64, number of ids without a row, repeats counted; None if every id of a trained table
             has a row.
         absent_of_frozen: number of such ids of frozen tables.
@@ -258,6 +285,7 @@ class _Found(NamedTuple):
     """
 
     rows: Tensor
+    scored: Tensor
     absent: Tensor | None
     absent_of_frozen: int
     unseen: dict[int, Decision]
@@ -274,7 +302,9 @@ def _decide(
     """Looks ids up and decides admission. `added` is what each id adds to the count of its row."""
     tables, ids, times, table_offsets = trained.tables, batch.ids, batch.times, batch.table_offsets
     rows, absent = first[:2] if first else ops.lookup(ids, table_offsets, *trained.maps.arrays())
+    scored = rows if batch.uses is None else masked(rows, batch.uses.counts)
     new_ids = new_index = ids[:0]
+    asked: Asked | None = None
     ranges: dict[int, slice] = {}
     # Annotated, not subscripted calls: a step would make the types of the host reads anew, which takes 10 us.
     decisions: dict[int, HostRead[Decision]] = {}
@@ -282,14 +312,22 @@ def _decide(
     sums: dict[int, HostRead[int]] = {}
     # A GPU's numbers after the removal of expired ids are read later, with the decisions.
     if not absent.is_cpu or trained.num_absent(absent)[0]:
-        new_ids, counts, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        new_ids, sent, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
+        counts = sent
         if times is not None:
             counts = _summed(new_ids, new_index, times)
+        if batch.uses is not None:
+            asked = _asked(batch.uses, times, new_ids, new_index)
         ranges = ranges_of(new_offsets)
         for number, of_table in ranges.items():
             if number not in tables:
                 continue
-            decisions[number] = admission(tables[number], new_ids[of_table], counts[of_table])
+            asked_of_table = None if asked is None else asked.slice(of_table)
+            # A table without a life counts each sent id once.
+            occurrences = (sent if tables[number].life is None else counts)[of_table]
+            decisions[number] = admission(
+                tables[number], new_ids[of_table], occurrences, asked_of_table
+            )
             # A table with a life counts the occurrences of absent ids.
             if times is not None and tables[number].life is not None:
                 sums[number] = _sum(counts[of_table])
@@ -302,7 +340,7 @@ def _decide(
             sizes = sizes + earlier
         ends = table_offsets.tolist()
         for number in (sizes > trained.row_limits).nonzero().flatten().tolist():
-            own = rows[ends[number] : ends[number + 1]]
+            own = scored[ends[number] : ends[number + 1]]
             if earlier is None:
                 counted[number] = _num_distinct(own)
             else:
@@ -313,7 +351,7 @@ def _decide(
     results = iter(read_together(parts))
     unseen = {number: next(results) for number in decisions}
     if added is not None and not unseen.keys().isdisjoint(trained.units):
-        scores = _summed(new_ids, new_index, added)
+        scores = _summed(new_ids, new_index, _given(batch.uses, added))
         for number in unseen.keys() & trained.units.keys():
             unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
     distinct = {number: next(results) for number in counted}
@@ -330,8 +368,31 @@ def _decide(
         absent[list(occurred)] = torch.tensor(list(occurred.values()), device="cpu")
     absent_of_trained = absent if unseen else None
     return _Found(
-        rows, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges, num_known
+        rows, scored, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges,
+        num_known,
     )  # fmt: skip
+
+
+def _asked(uses: Uses, times: Tensor | None, new_ids: Tensor, new_index: Tensor) -> Asked | None:
+    """Returns what the features ask for M new ids; None if all insert and count.
+
+    new_ids and new_index are those of `collect_new`, times and uses those of `Batch`.
+    """
+    if uses.inserts is None and uses.counts is None:
+        return None
+    asks = torch.ones_like(new_ids, dtype=torch.bool)
+    if uses.inserts is not None:
+        asks = _summed(new_ids, new_index, uses.inserts.long()) > 0
+    given = _given(uses, torch.ones_like(new_index) if times is None else times)
+    return Asked(asks, _summed(new_ids, new_index, given))
+
+
+def _given(uses: Uses | None, numbers: Tensor) -> Tensor:
+    """Returns numbers [N] int64 with 0 for ids whose features do not insert, or do not count."""
+    for flags in () if uses is None else (uses.inserts, uses.counts):
+        if flags is not None:
+            numbers = numbers * flags
+    return numbers
 
 
 def _seen(
@@ -341,10 +402,13 @@ def _seen(
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     for number, known in found.num_known.items():
         begin, end = batch.table_offsets[number : number + 2].tolist()
-        rows, times = found.rows[begin:end], None
+        rows, times = found.scored[begin:end], None
         if added is not None:
             times = added[begin:end]
-        if known < end - begin:
+        if found.scored is not found.rows:
+            places = (rows >= 0).nonzero().flatten()  # a GPU waits here
+            rows, times = rows[places], None if times is None else times[places]
+        elif known < end - begin:
             places = places_of(rows >= 0, known)
             rows, times = rows[places], None if times is None else times[places]
         seen[number] = touched_of(trained.tables[number], rows, times)

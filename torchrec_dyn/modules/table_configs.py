@@ -81,6 +81,7 @@ def checked_configs(
         _check_config(config, where)
         if not _names_initializer(dynamic, config.name):
             _check_initial_rows(config, f"{where}(table='{config.name}')")
+        _check_uses(config, dynamic, f"{where}(table='{config.name}')")
     for name, times in Counter(config.name for config in tables).items():
         if times > 1:
             raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
@@ -116,6 +117,8 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
     for option, unused, remedy in _UNUSED_OPTIONS:
+        if option == "enable_embedding_update" and isinstance(config, EmbeddingConfig):
+            continue  # DistributedModelParallel.write assigns rows
         if getattr(config, option, unused) != unused:
             raise ValueError(
                 f"{where}: expected {option}={unused}, got {getattr(config, option)!r}. {remedy}"
@@ -156,6 +159,16 @@ def check_id(value: int | None, name: str, where: str) -> None:
 def _names_initializer(dynamic: object, table: str) -> bool:
     options = dynamic.get(table) if isinstance(dynamic, Mapping) else dynamic
     return isinstance(options, DynamicTableConfig) and options.initializer is not None
+
+
+def _check_uses(config: BaseEmbeddingConfig, dynamic: object, where: str) -> None:
+    options = dynamic.get(config.name) if isinstance(dynamic, Mapping) else dynamic
+    features = list(config.feature_names) or [config.name]
+    for use in options.features if isinstance(options, DynamicTableConfig) else ():
+        if use.feature not in features:
+            raise ValueError(
+                f"{where}: expected a FeatureUse of a feature of the table, {features}, got '{use.feature}'."
+            )
 
 
 def _has_own_init_fn(config: BaseEmbeddingConfig) -> bool:

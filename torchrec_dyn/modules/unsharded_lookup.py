@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
@@ -202,6 +202,12 @@ class UnshardedLookup:
                 [counts[number] for number in numbers],
                 pooling,
                 chosen_output_dtype(self.tables[0].fused_params),
+                uses_of(
+                    [
+                        (state[number][0].config, self.tables[number].config.feature_names)
+                        for number in numbers
+                    ]
+                ),
             )
             positions = [first[number] + i for number in numbers for i in range(counts[number])]
             columns = [

@@ -10,6 +10,7 @@ Imports `whole_model`, `modules`, `ranks`, `life`, `storage` and the ground. Sta
 from torchrec_dyn.planner.balance import EvenLoad, PlanLoad, load_by_rank
 from torchrec_dyn.planner.measured import MeasuredConstraints, constraints_from, read_model_stats
 from torchrec_dyn.planner.priced_planner import make_planner
+from torchrec_dyn.planner.provider import make_planner_provider
 from torchrec_dyn.planner.shard_memory import TableSize, print_size, table_bytes, table_size
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
 from torchrec_dyn.planner.vocabulary_cuts import FairCuts, fair_cuts, whole_features
@@ -25,6 +26,7 @@ __all__ = [
     "fair_cuts",
     "load_by_rank",
     "make_planner",
+    "make_planner_provider",
     "print_size",
     "read_model_stats",
     "table_bytes",

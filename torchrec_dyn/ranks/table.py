@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks.agreement import gather_results, run_together
+from torchrec_dyn.ranks.agreement import exchange, gather_results, run_together
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import Piece, TableLayout
-from torchrec_dyn.ranks.routing import owners
+from torchrec_dyn.ranks.routing import ids_per_rank, owners
 from torchrec_dyn.storage import (
     CanonicalRows,
     IdMap,
@@ -35,7 +36,14 @@ from torchrec_dyn.storage import (
     to_host,
     turn_of,
 )
-from torchrec_dyn.table import TableShard, check_ids, stamp_of
+from torchrec_dyn.table import (
+    TableShard,
+    check_draw,
+    check_ids,
+    draw_places,
+    ids_at,
+    stamp_of,
+)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -236,6 +244,59 @@ class Table:
             return together[canonical_order(together)].to(self.device)
 
         return run_together(group, call, join)
+
+    @collective
+    def sample_ids(self, n: int, seed: int) -> Tensor:
+        """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
+        call, first, group = f"{self.where}.sample_ids", self._first.ranks, self._sharded_over
+        of_ranks = self._gather("sample_ids", lambda: (n, seed, *self._counted_for_draws()))
+        asked = [of_rank[:2] for of_rank in of_ranks]
+        if any(other != asked[0] for other in asked):
+            raise ValueError(
+                f"{call}: expected the same n and seed on every rank, got {asked} by rank."
+            )
+        # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
+        begins = [0, *accumulate(of_ranks[rank][2] for rank in first)]
+        after = [number for rank in first for number in of_ranks[rank][3]]
+        last = torch.tensor(after, dtype=torch.int64, device="cpu")
+        rows = begins[-1] + last.numel()
+        check_draw(call, n, seed, rows)
+        places = draw_places(rows, n, seed)
+        part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
+        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
+        sizes = [0] * len(of_ranks)
+        for rank, count in zip(first, drawn, strict=True):
+            sizes[rank] = count
+
+        def mine() -> Tensor:
+            if not self.has_first_column:
+                return places[:0]
+            part = first.index(self.rank)
+            with turn_of(self):
+                ids = to_host(ids_at(self.shards[0], places[part_of == part] - begins[part]))
+            return ids.repeat(len(sizes))
+
+        found = exchange(group, call, mine, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
+
+        def placed() -> Tensor:
+            ids = torch.empty_like(places)
+            for part, rank in enumerate(first):
+                ids[part_of == part] = found[rank]
+            is_last = part_of == len(first)
+            ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
+            return ids.to(self.device)
+
+        return run_together(group, call, placed)
+
+    def _counted_for_draws(self) -> tuple[int, list[int]]:
+        """Returns the number of ids here in the range of this rank, and its ids after all ranges."""
+        if not self.has_first_column:
+            return 0, []
+        shard, ranks = self.shards[0], self.layout.row_ranks
+        if ranks == 1:
+            return shard.num_rows, []
+        after = to_host(self.canonical(shard).from_mixed(ids_per_rank(ranks) * ranks)).tolist()
+        return shard.num_rows - len(after), after
 
     @collective
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:

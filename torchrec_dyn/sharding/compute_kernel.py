@@ -15,7 +15,13 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup import PrefetchedStep, Senders, TableGroup, asks_for_senders
+from torchrec_dyn.lookup import (
+    PrefetchedStep,
+    Senders,
+    TableGroup,
+    asks_for_senders,
+    uses_of,
+)
 from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.send_once import counts_of
@@ -118,6 +124,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             [shard.num_features() for shard in shards],
             pooling,
             output_dtype.as_dtype() if output_dtype is not None else torch.float32,
+            uses_of([(options.tables[s.name].config, s.feature_names) for s in shards]),
         )
         params = {
             f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
@@ -209,14 +216,14 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> PrefetchedStep | None:
         """Prepares the forward of a batch: inserts rows for unseen ids, or takes the training step.
 
-        If a table has a life, the step of the batch decides which ids get rows. Where this gains time, it is
-        taken now and returned, if the caller keeps it for the forward (`keeps_step`); else the forward takes
-        it.
+        If a table has a life or a feature does not insert, the step of the batch decides which ids get rows.
+        Where this gains time, it is taken now and returned, if the caller keeps it for the forward
+        (`keeps_step`); else the forward takes it.
         """
         if not self.training:
             return None
         counts = features.length_per_key()
-        if not self._group.has_life:
+        if not self._group.steps_decide:
             self._group.prefetch(features.values(), features.offsets(), counts=counts)
             return None
         if not keeps_step or self._group.device.type not in PREFETCHED_STEPS_ON:

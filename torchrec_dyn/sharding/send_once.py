@@ -1,7 +1,8 @@
 """Sequence batches in which a rank sends each id once, and the expansion of the received rows.
 
-A rank sends each distinct id of a table once, for all features of the table together. Counts are sent too
-if some table has a life. `Expansion` repeats the rows that are sent back. In backward it sums the gradients
+A rank sends each distinct id of a table once, for all features of the table together. Features of different
+use (`FeatureUse`) are kept apart: the owner knows the use of an id by its feature. Counts are sent too if
+some table has a life. `Expansion` repeats the rows that are sent back. In backward it sums the gradients
 of repeats in float32, in the order of the batch; the owner then sums the gradients of the ranks, in the
 order of ranks.
 
@@ -9,12 +10,13 @@ Counts are sent as the weights of the batch. Weights are float32, exact for inte
 count is sent as the 32 bits of an int32: the dists copy, sort and send weights, but never compute with them.
 (Small counts look like denormal floats, large counts may look like NaN.)
 
-Legend: F features, B bags of each feature, P column shards (mostly whole tables), N ids, U ids sent.
+Legend: F features, B bags of each feature, P column shards (mostly whole tables), N ids, U ids sent. A
+run of features of one table that have the same use, one after the other, is a table of its own here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -47,13 +49,13 @@ class SendOnce:
     """Finds the distinct ids of each table in the batches of one sharding type.
 
     Args:
-        tables: table name and number of features of each column shard, in the order in which TorchRec sends
-            features. Column shards of a table get the same ids.
+        tables: name of the table, with the number of the run, and number of features of each column shard, in
+            the order in which TorchRec sends features. Column shards of a table get the same ids.
         counted: True if counts are sent; needed if some table has a life.
         where: the collection, for messages.
     """
 
-    def __init__(self, tables: Sequence[tuple[str, int]], counted: bool, where: str) -> None:
+    def __init__(self, tables: Sequence[tuple[Hashable, int]], counted: bool, where: str) -> None:
         names = [name for name, _ in tables]
         self._first_feature = list(accumulate((features for _, features in tables), initial=0))
         distinct = list(dict.fromkeys(names))

@@ -43,6 +43,7 @@ from torchrec_dyn.table.contents import (
 )
 from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
+from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 from torchrec_dyn.table.spawned_copies import from_saved_bytes, is_spawning, to_saved_bytes
 
 
@@ -82,6 +83,12 @@ class TableShard(TableArrays):
     def ids(self) -> Tensor:
         """Returns the ids with a row in canonical order (by mixed id, unsigned), [R] int64."""
         return self.id_map.contents()[0]
+
+    @locked
+    def sample_ids(self, n: int, seed: int) -> Tensor:
+        """Draws ids with a row. As `torchrec_dyn.sample_ids`, of the rows on this rank."""
+        check_draw(f"{self.where}.sample_ids", n, seed, self.num_rows)
+        return ids_at(self, draw_places(self.num_rows, n, seed))
 
     @locked
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import STEPS_WITHOUT_TIME, Decision, Drop
+from torchrec_dyn.life import STEPS_WITHOUT_TIME, Asked, Decision, Drop
 from torchrec_dyn.storage import HostRead, read_together
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.insertion import Addition, Removal, commit_rows, rows_of_new
@@ -65,11 +65,13 @@ def touched_of(table: TableArrays, rows: Tensor, times: Tensor | None) -> tuple[
     return table.life.touched(rows, times, table.next_step)
 
 
-def admission(table: TableArrays, ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
-    """Decides the admission of ids [M] int64. As `RowLife.admit`; without a life a table admits all ids."""
-    if table.life is None:
-        return _all_admitted(ids, occurrences)
-    return table.life.admit(ids, occurrences, table.next_step)
+def admission(
+    table: TableArrays, ids: Tensor, occurrences: Tensor, asked: Asked | None = None
+) -> HostRead[Decision]:
+    """Decides the admission of ids [M] int64. As `RowLife.admit`; without a life all that ask get rows."""
+    if table.life is not None:
+        return table.life.admit(ids, occurrences, table.next_step, asked)
+    return _all_admitted(ids, occurrences) if asked is None else asked.admit_all(ids, occurrences)
 
 
 def _all_admitted(ids: Tensor, occurrences: Tensor) -> HostRead[Decision]:
@@ -170,7 +172,7 @@ class TableStep:
     def reserve(self) -> None:
         """Reserves memory for the rows of the admitted ids and the counters of the refused ids."""
         admitted = self._unseen.num_admitted
-        refused = self._unseen.ids.numel() - admitted
+        refused = 0 if self._unseen.refused is None else self._unseen.refused.numel()
         self._table.reserve(admitted, max(0, self.surplus), refused)
 
     def removal_of_expired(self) -> HostRead[Removal]:

@@ -13,6 +13,7 @@ from torchrec_dyn.whole_model.by_id import (
     read_last_seen,
     read_num_rows,
     read_stats,
+    sample_ids,
 )
 from torchrec_dyn.whole_model.gradients import GradScaler, clip_grad_norm_
 from torchrec_dyn.whole_model.owners import mixed_ids, owner_ranks

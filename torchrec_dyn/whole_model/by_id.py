@@ -141,6 +141,29 @@ def read_ids(collection: nn.Module, table: str) -> Tensor:
     return _handle(collection, table, "read_ids").whole.ids()
 
 
+def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
+    """Draws ids that have a row: uniform, with replacement. For negatives, say; see the guide on them.
+
+    The same table draws the same ids for the same seed, whatever its plan and its history; every rank gets
+    all of them. A call lists the ids of the table in order, once, in parts, so draw for many steps at once:
+    on two busy cores 0.1 s for each million rows.
+
+    Args:
+        collection: the collection, sharded or not.
+        table: name of the table.
+        n: number of ids, at least 1; the same on every rank.
+        seed: an int64, the same on every rank; use another in each call.
+
+    Returns:
+        [n] int64, in the order of the draws.
+
+    Raises:
+        ValueError: if there is no such table, it has no rows, or `n` or `seed` is not valid or not the same
+            on every rank.
+    """
+    return _handle(collection, table, "sample_ids").whole.sample_ids(n, seed)
+
+
 def read_num_rows(collection: nn.Module, table: str) -> int:
     """Returns the number of rows of the whole table, the same on every rank.
 
