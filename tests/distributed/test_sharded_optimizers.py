@@ -198,3 +198,25 @@ def frozen_table() -> None:
 
 def test_frozen_table_is_read_only() -> None:
     workers.run(frozen_table, world_size=1)
+
+
+def clamped_means() -> dict[str, float]:
+    """Returns by how much a row of a bag of four ids moves, whose output has the gradient 2."""
+    limit = {"learning_rate": 1.0, "gradient_clipping": True, "max_gradient": 0.25}
+    batch = KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4]))
+    moved = {}
+    for kind in ("table_wise", "row_wise"):
+        case = Case([Table("t", ["a"], shard_by_hand(kind, [([0], 0, 8)]), pooling="MEAN")])
+        model = sharded(collection_of(case), case, {**SGD, **limit})
+        model(batch).values()  # the rows are there from now on
+        before = model.module.collection.table("t").lookup(torch.tensor([3]))[0]
+        (2.0 * model(batch).values()).sum().backward()
+        after = model.module.collection.table("t").lookup(torch.tensor([3]))[0]
+        moved[kind] = round((before - after).mean().item(), 4)
+    return moved
+
+
+def test_the_gradient_of_a_mean_is_clamped_where_its_sums_are_divided() -> None:
+    """Spread rows are divided by the length behind the dist, so before the clamp in backward."""
+    (moved,) = workers.run(clamped_means, world_size=1)
+    assert moved == {"table_wise": 0.0625, "row_wise": 0.25}
