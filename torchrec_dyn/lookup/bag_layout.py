@@ -184,16 +184,6 @@ class BagLayout:
         all_lines = torch.cat(lines)
         return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
 
-    def counts_of_features(
-        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Tensor:
-        """Returns the number of ids of each feature, [F] int64 on the device of `offsets`.
-
-        offsets [bags + 1] int64, where each bag begins in the ids, and batch_sizes [F][ranks], or None, are
-        those that `BagLayout.table_offsets` has checked.
-        """
-        return self.begins_of_features(offsets, batch_sizes).diff()
-
     def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
         begins = list(accumulate(counts, initial=0))

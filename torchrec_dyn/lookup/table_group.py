@@ -276,7 +276,7 @@ class TableGroup:
         """Returns the number of ids of each feature, [F]."""
         counts = batch.counts
         if counts is None:
-            return self._bag_layout.counts_of_features(batch.offsets, batch.batch_sizes)
+            return self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes).diff()
         return counts.get() if isinstance(counts, UnreadCounts) else counts
 
     def _describe(self, batch: Batch) -> Bags:

@@ -403,12 +403,11 @@ def _seen(
     for number, known in found.num_known.items():
         begin, end = batch.table_offsets[number : number + 2].tolist()
         rows, times = found.scored[begin:end], None
+        if found.scored is not found.rows:
+            known = int((rows >= 0).sum())  # a GPU's host waits
         if added is not None:
             times = added[begin:end]
-        if found.scored is not found.rows:
-            places = (rows >= 0).nonzero().flatten()  # a GPU waits here
-            rows, times = rows[places], None if times is None else times[places]
-        elif known < end - begin:
+        if known < end - begin:
             places = places_of(rows >= 0, known)
             rows, times = rows[places], None if times is None else times[places]
         seen[number] = touched_of(trained.tables[number], rows, times)
