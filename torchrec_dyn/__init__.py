@@ -43,7 +43,7 @@ from torchrec_dyn.policies import (
     LowestScore,
     Never,
 )
-from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, State
+from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, RuleState
 from torchrec_dyn.string_ids import hash_strings
 from torchrec_dyn.whole_model import (
     GradScaler,
@@ -91,9 +91,9 @@ __all__ = [
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
     "RowRule",
+    "RuleState",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
-    "State",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

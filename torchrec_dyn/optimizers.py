@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrec_dyn.row_rules import RowRule, State
+from torchrec_dyn.row_rules import RowRule, RuleState
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -334,10 +334,10 @@ def _checked_rule(rule: RowRule, where: str) -> RowRule:
             f"fused_params of {where}: expected a RowRule with a name and at most {len(STATE_NAMES)} states, "
             f"got {type(rule).__name__} with the name {rule.name!r} and {len(states)} states."
         )
-    wrong = [name for name, state in states.items() if not isinstance(state, State)]
+    wrong = [name for name, state in states.items() if not isinstance(state, RuleState)]
     if wrong or not all(math.isfinite(state.initial) for state in states.values()):
         raise ValueError(
-            f"fused_params of {where}: expected a finite State(rowwise, initial) for each state of "
+            f"fused_params of {where}: expected a finite RuleState(rowwise, initial) for each state of "
             f"{type(rule).__name__}, got {dict(states)}."
         )
     return rule

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class State:
+class RuleState:
     """An optimizer state of a `RowRule`.
 
     Attributes:
@@ -41,7 +41,7 @@ class RowRule(ABC):
     """
 
     name: ClassVar[str] = ""
-    states: ClassVar[Mapping[str, State]] = {}
+    states: ClassVar[Mapping[str, RuleState]] = {}
 
     @abstractmethod
     def update(
@@ -84,7 +84,7 @@ class Lion(RowRule):
     """
 
     name = "lion"
-    states: ClassVar[Mapping[str, State]] = {"momentum": State()}
+    states: ClassVar[Mapping[str, RuleState]] = {"momentum": RuleState()}
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99, weight_decay: float = 0.0) -> None:
         self.beta1, self.beta2, self.weight_decay = beta1, beta2, weight_decay
@@ -113,7 +113,7 @@ class LarsSGD(RowRule):
     """
 
     name = "lars_sgd"
-    states: ClassVar[Mapping[str, State]] = {"momentum": State()}
+    states: ClassVar[Mapping[str, RuleState]] = {"momentum": RuleState()}
 
     def __init__(
         self, eta: float = 0.001, momentum: float = 0.9, weight_decay: float = 0.0

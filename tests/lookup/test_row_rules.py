@@ -25,7 +25,7 @@ class Adagrad(dyn.RowRule):
     """EXACT_ADAGRAD, in Python."""
 
     name = "own_adagrad"
-    states: ClassVar = {"sum_of_squares": dyn.State(initial=0.25)}
+    states: ClassVar = {"sum_of_squares": dyn.RuleState(initial=0.25)}
 
     def __init__(self, eps: float = 1e-8) -> None:
         self.eps = eps
@@ -39,7 +39,7 @@ class Spoils(dyn.RowRule):
     """Makes the rows of large gradients NaN, and raises an error for larger ones."""
 
     name = "spoils"
-    states: ClassVar = {"steps": dyn.State(rowwise=True), "last": dyn.State()}
+    states: ClassVar = {"steps": dyn.RuleState(rowwise=True), "last": dyn.RuleState()}
 
     def update(self, rows, grads, states, learning_rate, step):
         if grads.max() > 90:
