@@ -40,7 +40,7 @@ def error_in(owner: type, name: str) -> Iterator[None]:
 STAGES: dict[str, Callable[[], Any]] = {
     "input dist": lambda: error_in(RowWiseInputDist, "forward"),
     "lookup": lambda: error_in(TableGroup, "_look_up"),
-    "update": lambda: error_in(TableGroup, "_update"),
+    "update": lambda: error_in(TableGroup, "_write"),
 }
 
 

@@ -27,13 +27,13 @@ def test_a_compiled_training_step() -> None:
 
 def test_backward_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd calls backward inside the compiled step; the compiler is switched off there."""
-    update, compilers = TableGroup._update, []
+    write, compilers = TableGroup._write, []
 
     def noted(*args: object) -> None:
         compilers.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-        update(*args)
+        write(*args)
 
-    monkeypatch.setattr(TableGroup, "_update", noted)
+    monkeypatch.setattr(TableGroup, "_write", noted)
     model, features = model_of("pooled"), next(inputs("pooled"))
     torch.compile(lambda: model(features).sum().backward(), backend="eager")()
     assert compilers == [None]

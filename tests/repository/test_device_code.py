@@ -17,6 +17,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 ON_ANY_DEVICE = {
     "__builtin_assume",
     "conditional_t",
+    "copysign",
     "endian",
     "fabs",
     "index_sequence",
