@@ -144,9 +144,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // on_nonfinite [T] (lookup/row_update.h) and nonfinite, a tensor [1] int64 for each table: both empty, or neither.
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor layout, Tensor segments, "
-      "Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, "
-      "Tensor(d!)[] marks, Tensor? mark_layout, int[] on_nonfinite, Tensor(e!)[] nonfinite) -> ()");
+      "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor(d!)[] row_counter, "
+      "Tensor layout, Tensor segments, Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, "
+      "Tensor? senders, Tensor(e!)[] marks, Tensor? mark_layout, int[] on_nonfinite, Tensor(f!)[] nonfinite) -> ()");
 }
 
 #if !defined(TORCHREC_DYN_SIMT)

@@ -634,6 +634,7 @@ def update_rows_(
     weights: Sequence[Tensor],
     momentum1: Sequence[Tensor],
     momentum2: Sequence[Tensor],
+    row_counter: Sequence[Tensor],
     layout: Tensor,
     segments: Tensor,
     streams: Tensor,
@@ -659,6 +660,7 @@ def update_rows_(
         momentum1: blocks of optimizer state, float32, one for each block of `weights`; empty if the optimizer
             has no such state; written.
         momentum2: as `momentum1`.
+        row_counter: as `momentum1`.
         layout: as in `gather_pool`.
         segments: as in `gather_pool`.
         streams: [T, 3] int64: rounding key, first column, step (from 1).

@@ -21,7 +21,10 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
-    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW and FTRL."""
+    """Names of the update rules: names of FBGEMM's EmbOptimType, ADAMW, FTRL and ADAM_BY_ROW.
+
+    ADAM_BY_ROW is ADAM with `use_rowwise_bias_correction`.
+    """
 
     EXACT_SGD = 0
     EXACT_ADAGRAD = 1
@@ -32,6 +35,7 @@ class OptimizerKind(enum.IntEnum):
     FTRL = 6
     LAMB = 7
     PARTIAL_ROWWISE_LAMB = 8
+    ADAM_BY_ROW = 9
 
 
 class Rule(NamedTuple):
@@ -56,12 +60,12 @@ class Rule(NamedTuple):
     sums: tuple[str, ...] = ()
 
 
-# The states in the argument order of `ops.update_rows_`. Content sums are saved in this order, too.
-STATE_NAMES = ("momentum1", "momentum2")
+# The states in the argument order of `ops.update_rows_`.
+STATE_NAMES = ("momentum1", "momentum2", "row_counter")
 STATE_DTYPE = torch.float32  # for rows of any dtype
 
-_FIRST = STATE_NAMES[:1]
-_ADAM = Rule(3, ("eps", "beta1", "beta2", "weight_decay"), STATE_NAMES, counts_steps=True)
+_FIRST, _BOTH = STATE_NAMES[:1], STATE_NAMES[:2]
+_ADAM = Rule(3, ("eps", "beta1", "beta2", "weight_decay"), _BOTH, counts_steps=True)
 _PARTIAL_ROWWISE_ADAM = _ADAM._replace(number=4, rowwise=("momentum2",))
 RULES = {
     OptimizerKind.EXACT_SGD: Rule(0),
@@ -72,9 +76,10 @@ RULES = {
     OptimizerKind.ADAM: _ADAM,
     OptimizerKind.PARTIAL_ROWWISE_ADAM: _PARTIAL_ROWWISE_ADAM,
     OptimizerKind.ADAMW: _ADAM,
-    OptimizerKind.FTRL: Rule(5, ("l1", "l2"), STATE_NAMES, sums=_FIRST),
+    OptimizerKind.FTRL: Rule(5, ("l1", "l2"), _BOTH, sums=_FIRST),
     OptimizerKind.LAMB: _ADAM._replace(number=6),
     OptimizerKind.PARTIAL_ROWWISE_LAMB: _PARTIAL_ROWWISE_ADAM._replace(number=7),
+    OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, STATE_NAMES, STATE_NAMES[2:]),
 }
 
 # FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.
@@ -127,7 +132,8 @@ class RowOptimizer:
     table's step, which every training forward counts; therefore the bias correction of a row that is
     assigned late is small. ReCIS' SparseAdamW adds eps to the uncorrected root. There eps has
     1 / sqrt(1 - b2^t) times the weight (32 times at t = 1), and t counts only the steps in which the
-    table got gradients.
+    table got gradients. ADAM_BY_ROW is ADAM's formula with t counting the updates of the row alone
+    (`row_counter`), so a row that is assigned late is corrected as an early one was.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
     fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
@@ -189,7 +195,7 @@ class RowOptimizer:
     def _rule(self) -> Rule:
         if self.own is None:
             return RULES[self.kind]
-        own = dict(zip(STATE_NAMES, self.own.states.values(), strict=False))
+        own = dict(zip(_BOTH, self.own.states.values(), strict=False))
         rowwise = tuple(name for name, state in own.items() if state.rowwise)
         return Rule(-1, (), tuple(own), rowwise, counts_steps=True)
 
@@ -231,6 +237,7 @@ class RowOptimizer:
             ValueError: if an optimizer, a key or a value is not supported.
         """
         chosen: dict[str, Any] = {}
+        corrects_by_row = False
         for key, value in fused_params.items():
             if key == "optimizer" and isinstance(value, RowRule):
                 chosen["own"] = _checked_rule(value, where)
@@ -242,6 +249,8 @@ class RowOptimizer:
                 chosen[key] = _decay_mode(value, where)
             elif key in ("gradient_clipping", "defer_updates"):
                 chosen[key] = _switch(key, value, where)
+            elif key == "use_rowwise_bias_correction":
+                corrects_by_row = _switch(key, value, where)
             elif key == "stochastic_rounding":
                 if not value:
                     raise ValueError(
@@ -254,8 +263,11 @@ class RowOptimizer:
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
                     f"{', '.join(_NUMBERS)}, weight_decay_mode, gradient_clipping, defer_updates, "
-                    f"output_dtype, got {key!r}. {_REMEDIES.get(key, 'Remove it.')}"
+                    "use_rowwise_bias_correction, output_dtype, "
+                    f"got {key!r}. {_REMEDIES.get(key, 'Remove it.')}"
                 )
+        if corrects_by_row:
+            chosen["kind"] = _by_row(chosen, where)
         chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
         optimizer._check_own(chosen, where)
@@ -327,11 +339,22 @@ class RowOptimizer:
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
+def _by_row(chosen: Mapping[str, Any], where: str) -> OptimizerKind:
+    """Returns the rule of ADAM with `use_rowwise_bias_correction`."""
+    kind = chosen.get("own", chosen.get("kind", RowOptimizer.kind))
+    if kind not in (OptimizerKind.ADAM, OptimizerKind.ADAM_BY_ROW):
+        raise ValueError(
+            f"fused_params of {where}: expected use_rowwise_bias_correction with ADAM, got it with "
+            f"{getattr(kind, 'name', kind)}. Remove it."
+        )
+    return OptimizerKind.ADAM_BY_ROW
+
+
 def _checked_rule(rule: RowRule, where: str) -> RowRule:
     states = rule.states
-    if not rule.name or not isinstance(rule.name, str) or len(states) > len(STATE_NAMES):
+    if not rule.name or not isinstance(rule.name, str) or len(states) > len(_BOTH):
         raise ValueError(
-            f"fused_params of {where}: expected a RowRule with a name and at most {len(STATE_NAMES)} states, "
+            f"fused_params of {where}: expected a RowRule with a name and at most {len(_BOTH)} states, "
             f"got {type(rule).__name__} with the name {rule.name!r} and {len(states)} states."
         )
     wrong = [name for name, state in states.items() if not isinstance(state, RuleState)]

@@ -60,9 +60,10 @@ enum class Optimizer : int64_t {
   kPartialRowwiseAdam = 4,
   kFtrl = 5,
   kLamb = 6,
-  kPartialRowwiseLamb = 7
+  kPartialRowwiseLamb = 7,
+  kAdamByRow = 8
 };
-constexpr Optimizer kLastOptimizer = Optimizer::kPartialRowwiseLamb;
+constexpr Optimizer kLastOptimizer = Optimizer::kAdamByRow;
 
 // The hyperparameters of a rule, in the order in which Python sends them.
 struct SgdHyper {
@@ -94,12 +95,15 @@ struct RuleFacts {
   int64_t hyper_count;
   StateWidth momentum1;
   StateWidth momentum2;
-  bool counts_steps;  // the formula divides by 1 - beta^t
+  bool counts_steps;                           // the formula divides by 1 - beta^t, t being the table's step
+  StateWidth row_counter = StateWidth::kNone;  // the updates of the row
 
-  // One of the states is kRow.
-  TORCHREC_DYN_BOTH constexpr bool is_rowwise() const {
+  // One of the states is a mean square of the row.
+  TORCHREC_DYN_BOTH constexpr bool has_square() const {
     return momentum1 == StateWidth::kRow || momentum2 == StateWidth::kRow;
   }
+  // One of the states is kRow: no rule has two of them.
+  TORCHREC_DYN_BOTH constexpr bool is_rowwise() const { return has_square() || row_counter == StateWidth::kRow; }
 };
 
 TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
@@ -118,6 +122,8 @@ TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
       return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kRow, true};
     case Optimizer::kFtrl:
       return {kNumbersOf<FtrlHyper>, StateWidth::kColumns, StateWidth::kColumns, false};
+    case Optimizer::kAdamByRow:
+      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kColumns, false, StateWidth::kRow};
   }
   return {};
 }
@@ -161,7 +167,8 @@ struct UpdateRule {
   }
 };
 
-// 1 - beta^t for the table's step, in double because beta2 is near 1. Only rules that count steps read it.
+// 1 - beta^t for the table's step, in double because beta2 is near 1. Rules that count steps read it, and ADAM by row
+// has one for each row.
 struct BiasCorrection {
   float first;
   float second;
@@ -173,6 +180,18 @@ inline BiasCorrection bias_correction(const UpdateRule& rule, int64_t step) {
   const auto t = static_cast<double>(step);
   return {static_cast<float>(1.0 - std::pow(static_cast<double>(hyper.beta1), t)),
           static_cast<float>(1.0 - std::pow(static_cast<double>(hyper.beta2), t))};
+}
+
+// 1 - beta^count for the updates of a row. A table may hold any count: one that is not a number is taken as the
+// largest. Products of doubles alone, in a fixed order, so that the bits are the same on every device.
+TORCHREC_DYN_BOTH inline float rest_of_power(float beta, float count) {
+  constexpr float kMost = 1 << 24;  // a float32 counts no further
+  if (!(count < kMost)) count = kMost;
+  auto left = static_cast<uint32_t>(count < 1.0f ? 1.0f : count + 0.5f);
+  double power = 1.0;
+  for (double factor = beta; left > 0; left >>= 1, factor *= factor)
+    if (left % 2 == 1) power *= factor;
+  return static_cast<float>(1.0 - power);
 }
 
 // The sum of (g + decay w)^2; w is not read if kDecays is false. Sixteen partial sums in a fixed order: the loop
@@ -203,7 +222,7 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
                                                        int64_t n) {
   if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.square_decay(), n);
-  return rule_facts(rule.optimizer).is_rowwise() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+  return rule_facts(rule.optimizer).has_square() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
 // The factors of weight and gradient in ROWWISE_ADAGRAD, by the new state of the row.
@@ -269,6 +288,17 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float ratio_of(const UpdateRule& rule, flo
   return norm > 0.0f && weight_norm > 0.0f ? weight_norm / norm : 1.0f;
 }
 
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_by_adam(const AdamHyper& hyper, const BiasCorrection& correction,
+                                                          const float* __restrict__ g, float* __restrict__ w,
+                                                          float* __restrict__ m1, float* __restrict__ m2, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) {
+    m1[c] = hyper.beta1 * m1[c] + (1.0f - hyper.beta1) * g[c];
+    m2[c] = hyper.beta2 * m2[c] + (1.0f - hyper.beta2) * (g[c] * g[c]);
+    const float direction = m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + hyper.eps);
+    w[c] -= hyper.learning_rate * (direction + hyper.weight_decay * w[c]);
+  }
+}
+
 // Updates one row by a rule that is_common. `square`: row_square of the same g and w.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                              float square, const float* __restrict__ g,
@@ -295,16 +325,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& r
       for (int64_t c = 0; c < n; ++c) w[c] = factors.keep * w[c] - factors.multiplier * g[c];
       return;
     }
-    case Optimizer::kAdam: {
-      const auto hyper = rule.named<AdamHyper>();
-      for (int64_t c = 0; c < n; ++c) {
-        m1[c] = hyper.beta1 * m1[c] + (1.0f - hyper.beta1) * g[c];
-        m2[c] = hyper.beta2 * m2[c] + (1.0f - hyper.beta2) * (g[c] * g[c]);
-        const float direction = m1[c] / correction.first / (std::sqrt(m2[c] / correction.second) + hyper.eps);
-        w[c] -= hyper.learning_rate * (direction + hyper.weight_decay * w[c]);
-      }
-      return;
-    }
+    case Optimizer::kAdam:
+      return update_by_adam(rule.named<AdamHyper>(), correction, g, w, m1, m2, n);
     case Optimizer::kPartialRowwiseAdam: {
       const auto hyper = rule.named<AdamHyper>();
       m2[0] = hyper.beta2 * m2[0] + (1.0f - hyper.beta2) * square;
@@ -320,17 +342,24 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& r
   }
 }
 
-// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others.
+// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others. `count`: the row's row_counter.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                            float square, float ratio, const float* __restrict__ g,
                                                            float* __restrict__ w, float* __restrict__ m1,
-                                                           float* __restrict__ m2, int64_t n) {
+                                                           float* __restrict__ m2, float* __restrict__ count,
+                                                           int64_t n) {
   switch (rule.optimizer) {
     case Optimizer::kRowwiseAdagrad: {
       m1[0] += square;
       const RowwiseFactors factors(rule.named<RowwiseAdagradHyper>(), m1[0]);
       for (int64_t c = 0; c < n; ++c) w[c] = ratio * (factors.keep * w[c] - factors.multiplier * g[c]);
       return;
+    }
+    case Optimizer::kAdamByRow: {
+      const auto hyper = rule.named<AdamHyper>();
+      *count += 1.0f;
+      const BiasCorrection own = {rest_of_power(hyper.beta1, *count), rest_of_power(hyper.beta2, *count)};
+      return update_by_adam(hyper, own, g, w, m1, m2, n);
     }
     case Optimizer::kFtrl: {
       const auto hyper = rule.named<FtrlHyper>();
@@ -374,11 +403,11 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rul
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                       float square, float ratio, const float* __restrict__ g,
                                                       float* __restrict__ w, float* __restrict__ m1,
-                                                      float* __restrict__ m2, int64_t n) {
+                                                      float* __restrict__ m2, float* __restrict__ count, int64_t n) {
   if (rule.is_common())
     update_common_row(rule, correction, square, g, w, m1, m2, n);
   else
-    update_rare_row(rule, correction, square, ratio, g, w, m1, m2, n);
+    update_rare_row(rule, correction, square, ratio, g, w, m1, m2, count, n);
 }
 
 }  // namespace torchrec_dyn

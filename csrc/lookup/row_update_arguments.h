@@ -30,6 +30,7 @@ struct UpdateCall {
   std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
   std::vector<Tensor> momentum1 = arguments.read<std::vector<Tensor>>();
   std::vector<Tensor> momentum2 = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> row_counter = arguments.read<std::vector<Tensor>>();
   Tensor layout = arguments.read<Tensor>();
   Tensor segments = arguments.read<Tensor>();
   Tensor streams = arguments.read<Tensor>();
@@ -182,6 +183,7 @@ inline UpdateArguments read_update(const char* op, const UpdateCall& call, const
       .writes(call.weights)
       .writes(call.momentum1)
       .writes(call.momentum2)
+      .writes(call.row_counter)
       .writes(call.marks)
       .writes(call.nonfinite)
       .reads(call.grad)
@@ -210,6 +212,7 @@ struct UpdatedTables {
       : weights(op, "weights", call.weights, device),
         momentum1(op, "momentum1", call.momentum1, device),
         momentum2(op, "momentum2", call.momentum2, device),
+        row_counter(op, "row_counter", call.row_counter, device),
         marks(op, "marks", call.marks, device) {
     const RuleFacts facts = rule_facts(read.rule.optimizer);
     const int64_t* stream = const_data<int64_t>(call.streams);
@@ -218,7 +221,7 @@ struct UpdatedTables {
       TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
                          ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
       tables.push_back({weights.rows(table, table.columns), states(momentum1, table, facts.momentum1),
-                        states(momentum2, table, facts.momentum2),
+                        states(momentum2, table, facts.momentum2), states(row_counter, table, facts.row_counter),
                         read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),
                         Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
                         bias_correction(read.rule, stream[2]), static_cast<float>(call.grad_scales[t])});
@@ -231,6 +234,7 @@ struct UpdatedTables {
   BlockList<T> weights;
   BlockList<float> momentum1;
   BlockList<float> momentum2;
+  BlockList<float> row_counter;
   BlockList<uint8_t> marks;
   std::vector<UpdatedTable<T>> tables;
 

@@ -86,7 +86,7 @@ struct Workspace {
       : rows(most.ids),
         sum(std::make_unique_for_overwrite<float[]>(most.columns)),
         lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : lines_of(most.columns))),
-        copy(std::make_unique_for_overwrite<Line[]>(3 * lines_of(most.columns))),
+        copy(std::make_unique_for_overwrite<Line[]>(3 * lines_of(most.columns) + 1)),
         measured(std::make_unique_for_overwrite<float[]>(most.columns)),
         last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
         senders(senders) {}
@@ -94,7 +94,7 @@ struct Workspace {
   RowRuns rows;
   std::unique_ptr<float[]> sum;   // the gradient of a row
   std::unique_ptr<Line[]> lines;  // a row shorter than float32
-  std::unique_ptr<Line[]> copy;   // of a row and its two states
+  std::unique_ptr<Line[]> copy;   // of a row and its states
   std::unique_ptr<float[]> measured;
   std::unique_ptr<uint32_t[]> last_row;
   size_t senders;
@@ -279,6 +279,7 @@ struct RowAndStates {
   T* weights;
   float* momentum1;
   float* momentum2;
+  float* row_counter;
 };
 
 template <typename T>
@@ -293,9 +294,9 @@ template <typename T>
 class RowCopies {
  public:
   TORCHREC_DYN_INLINE RowCopies(const UpdatedTable<T>& table, Line* memory)
-      : columns_{table.weights.columns, table.momentum1.columns, table.momentum2.columns} {
+      : columns_{table.weights.columns, table.momentum1.columns, table.momentum2.columns, table.row_counter.columns} {
     const auto lines = static_cast<int64_t>(lines_of(static_cast<size_t>(table.weights.columns)));
-    copy_ = {reinterpret_cast<T*>(memory), memory[lines].floats, memory[2 * lines].floats};
+    copy_ = {reinterpret_cast<T*>(memory), memory[lines].floats, memory[2 * lines].floats, memory[3 * lines].floats};
   }
 
   TORCHREC_DYN_INLINE const RowAndStates<T>& copy_of(const RowAndStates<T>& row) {
@@ -304,7 +305,7 @@ class RowCopies {
   }
   TORCHREC_DYN_INLINE bool is_finite() const {
     return are_finite(copy_.weights, columns_[0]) && are_finite(copy_.momentum1, columns_[1]) &&
-           are_finite(copy_.momentum2, columns_[2]);
+           are_finite(copy_.momentum2, columns_[2]) && are_finite(copy_.row_counter, columns_[3]);
   }
   TORCHREC_DYN_INLINE void write(const RowAndStates<T>& row) const { copy(copy_, row); }
 
@@ -313,9 +314,10 @@ class RowCopies {
     std::copy_n(from.weights, columns_[0], to.weights);
     std::copy_n(from.momentum1, columns_[1], to.momentum1);
     std::copy_n(from.momentum2, columns_[2], to.momentum2);
+    std::copy_n(from.row_counter, columns_[3], to.row_counter);
   }
 
-  int64_t columns_[3];  // 0: there is no such state
+  int64_t columns_[4];  // 0: there is no such state
   RowAndStates<T> copy_;
 };
 
@@ -361,7 +363,8 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
       if (scale != 1.0f)
         for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
-    const RowAndStates<T> own = {memory.weights, memory.momentum1, memory.momentum2};
+    float* const count = table.row_counter.columns > 0 ? table.row_counter.row(run.row) : nullptr;
+    const RowAndStates<T> own = {memory.weights, memory.momentum1, memory.momentum2, count};
     const RowAndStates<T> to = kLooks ? copies.copy_of(own) : own;
     T* row = to.weights;
     float* weight = nullptr;
@@ -388,7 +391,8 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
       ratio = ratio_of(job.rule, sum_of_squares<false>(measured, nullptr, 0.0f, columns),
                        sum_of_squares<false>(weight, nullptr, 0.0f, columns));
     }
-    update_row(job.rule, table.correction, square, ratio, grad, weight, to.momentum1, to.momentum2, columns);
+    update_row(job.rule, table.correction, square, ratio, grad, weight, to.momentum1, to.momentum2, to.row_counter,
+               columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);

@@ -174,20 +174,25 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   std::vector<TileTable<T>> tables(updated.tables.size());
   SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) + bytes_of(tables) +
                            bytes_of(updated.weights.pointers()) + bytes_of(updated.momentum1.pointers()) +
-                           bytes_of(updated.momentum2.pointers()) + bytes_of(updated.marks.pointers()));
+                           bytes_of(updated.momentum2.pointers()) + bytes_of(updated.row_counter.pointers()) +
+                           bytes_of(updated.marks.pointers()));
   T* const* weights = sent.add(updated.weights.pointers());
   float* const* momentum1 = sent.add(updated.momentum1.pointers());
   float* const* momentum2 = sent.add(updated.momentum2.pointers());
+  float* const* row_counter = sent.add(updated.row_counter.pointers());
   uint8_t* const* marks = sent.add(updated.marks.pointers());
   const RuleFacts facts = rule_facts(read.rule.optimizer);
   for (size_t t = 0; t < tables.size(); ++t) {
     UpdatedTable<T>& table = updated.tables[t];
     const TileRows<float> first = moved(table.momentum1, updated.momentum1.pointers(), momentum1);
     const TileRows<float> second = moved(table.momentum2, updated.momentum2.pointers(), momentum2);
+    const TileRows<float> count = moved(table.row_counter, updated.row_counter.pointers(), row_counter);
     if (table.marks.blocks != nullptr)
       table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
     const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
-    const TileRows<float>& state = facts.momentum1 == StateWidth::kRow ? first : second;
+    const TileRows<float>& state = facts.row_counter == StateWidth::kRow ? count
+                                   : facts.momentum1 == StateWidth::kRow ? first
+                                                                         : second;
     // Any address will do for a state that no row has.
     float* row_state = facts.is_rowwise() ? state.only : reinterpret_cast<float*>(rows.only);
     tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},

@@ -466,20 +466,24 @@ struct UpdateRows {
     simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
     simt::each_lane<kLanes>([&](int lane) {
       LaneColumns<Shape> updated = weights[lane];
+      float count = state;  // of a rule that has a row_counter
       if constexpr (kVisit == Visit::kUpdate)
         update_common_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers,
                           momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
       else
         update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
-                   updated.numbers, momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+                   updated.numbers, momentum1[lane].numbers, momentum2[lane].numbers, &count, Shape::kLaneColumns);
       if constexpr (kVisit == Visit::kTry) {
         look_at_weights(row, own, updated.numbers, slice, lane, looked);
         look_at_state(facts.momentum1, momentum1[lane].numbers, lane, slice, looked);
         look_at_state(facts.momentum2, momentum2[lane].numbers, lane, slice, looked);
+        if (facts.row_counter == StateWidth::kRow) looked.look(lane, count);
       } else {
         store_weights(row, own, updated.numbers, slice, lane);
         store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
         store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
+        if constexpr (kVisit != Visit::kUpdate)
+          if (facts.row_counter == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = count;
       }
     });
   }

@@ -21,6 +21,7 @@ struct UpdatedTable {
   RowBlocks<T> weights;
   RowBlocks<float> momentum1;  // without blocks: the rule has no such state
   RowBlocks<float> momentum2;
+  RowBlocks<float> row_counter;
   MarkBits marks;  // without blocks: the table keeps no marks
   Stream stream;
   BiasCorrection correction;

@@ -117,7 +117,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     if (count > 0) {
       for (float& number : total) number *= 0.5f / static_cast<float>(sent.size());
       update_row(rule, table.correction, row_square(rule, total.data(), expected.data(), columns), 1.0f, total.data(),
-                 expected.data(), &state, nullptr, columns);
+                 expected.data(), &state, nullptr, nullptr, columns);
     }
     check(std::equal(expected.begin(), expected.end(), row_blocks.row(row)), "a row is updated by its gradients");
     check(*states_of_rows.row(row) == state, "a row has its state");

@@ -6,10 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import ROW_WISE, Setup, contents, load, new, run_on, save, train
+from checkpoint_cases import (
+    ROW_WISE,
+    ROW_WISE_STATES,
+    Setup,
+    contents,
+    load,
+    new,
+    run_on,
+    save,
+    train,
+)
 
 STATE = "optimizer/state/collection.embedding_bags.plain.weight/plain."
-STATES = {"EXACT_ROWWISE_ADAGRAD": "momentum1", "PARTIAL_ROWWISE_ADAM": "momentum2"}
 
 
 def train_and_save(setup: Setup, path: str) -> None:
@@ -27,7 +36,7 @@ def test_other_cuts_take_the_weighted_mean(tmp_path: Path, optimizer: str) -> No
     def setup(world: int, kind: str) -> Setup:
         return Setup(world, (kind,), optimizer=optimizer, tables=2)
 
-    name = STATES[optimizer]
+    name = ROW_WISE_STATES[optimizer]
     run_on(setup(2, "three_columns"), train_and_save, str(tmp_path / "three"))  # 0, 3, 8, 12
     three = contents(tmp_path / "three")[STATE + name].double()
     assert three.shape[1] == 3 and bool((three > 0).any(1).all())

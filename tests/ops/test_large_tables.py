@@ -95,6 +95,7 @@ def test_rows_are_updated(large, optimizer, refuses):
             weights=states[:1],
             momentum1=states[1:2],
             momentum2=states[2:],
+            row_counter=[],
             layout=LAYOUT,
             segments=torch.tensor([[0, 0, 3, 0, COLUMNS]]),
             streams=torch.tensor([[5, 0, 1]]),

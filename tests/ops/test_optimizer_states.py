@@ -77,7 +77,7 @@ def test_the_core_has_the_rules_of_the_table_and_no_other():
     numbers = {rule.number for rule in RULES.values()}
     assert RULES.keys() == {*OptimizerKind} and numbers == {*range(len(numbers))}
     with pytest.raises(RuntimeError, match=rf"expected optimizer in \[0, {max(numbers)}\]"):
-        update_a_row(len(numbers), RowOptimizer(), (0, 0))
+        update_a_row(len(numbers), RowOptimizer(), (0, 0, 0))
 
 
 @every_kind

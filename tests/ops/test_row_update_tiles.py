@@ -146,6 +146,7 @@ def test_more_rows_than_keys_of_32_bits(sizes):
         "bag_weights": None,
         "momentum1": [],
         "momentum2": [],
+        "row_counter": [],
         "layout": ids_of(
             *(n for t in range(len(sizes)) for n in (t * len(sizes[0]), len(sizes[0]), 31, 1))
         ).view(-1, 4),

@@ -23,6 +23,11 @@ every_plan = pytest.mark.parametrize("plans", EVERY_PLAN)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1},
     "adam": {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.02},
+    "adam by row": {
+        "optimizer": EmbOptimType.ADAM,
+        "learning_rate": 0.02,
+        "use_rowwise_bias_correction": True,
+    },
     "adamw": {"optimizer": "ADAMW", "learning_rate": 0.02, "weight_decay": 0.4},
     "ftrl": {"optimizer": "FTRL", "learning_rate": 0.1, "l1": 0.01, "l2": 0.1},
     "clipped": {**FUSED_PARAMS, "gradient_clipping": True, "max_gradient": 0.01},

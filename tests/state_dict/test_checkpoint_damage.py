@@ -30,9 +30,9 @@ from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.storage import canonical_order
 
-SAVED = Setup(2, ("row_wise", "table_wise"), optimizer="ADAM")
-LOADED = Setup(2, ("column_wise", "row_wise"), optimizer="ADAM")
-UNSHARDED = Setup(0, optimizer="ADAM")
+SAVED = Setup(2, ("row_wise", "table_wise"), optimizer="ADAM_BY_ROW")
+LOADED = Setup(2, ("column_wise", "row_wise"), optimizer="ADAM_BY_ROW")
+UNSHARDED = Setup(0, optimizer="ADAM_BY_ROW")
 
 
 def save_trained(setup: Setup, folder: str, steps: Sequence[int] = (0, 1, 2)) -> None:
@@ -76,7 +76,7 @@ def by_name(folder: Path) -> dict[str, list[Damage]]:
 
 def test_a_flipped_bit_of_any_number_is_found(folder: Path) -> None:
     of_life = {"last_seen", "count", "waiting", "clock"}
-    of_state = {"momentum1", "momentum2", "step"}
+    of_state = {"momentum1", "momentum2", "row_counter", "step"}
     damages = by_name(folder)
     assert damages.keys() == {"ids", "weight", "config"} | of_life | of_state
     chance = random.Random(2)

@@ -38,10 +38,13 @@ LAST_IDS = unmixed(torch.arange(-6, 0)).tolist()
 POOLED_KINDS = ("table_wise", "row_wise", "column_wise", "three_columns")
 NODE_KINDS = ("table_row_wise", "table_column_wise", "grid_shard")  # of pooled collections
 SEQUENCE_KINDS = POOLED_KINDS
-OPTIMIZERS = (
-    "EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", "EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM",
-)  # fmt: skip
-ROW_WISE = OPTIMIZERS[4:]
+ROW_WISE_STATES = {
+    "EXACT_ROWWISE_ADAGRAD": "momentum1",
+    "PARTIAL_ROWWISE_ADAM": "momentum2",
+    "ADAM_BY_ROW": "row_counter",
+}
+ROW_WISE = tuple(ROW_WISE_STATES)
+OPTIMIZERS = ("EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", *ROW_WISE)
 
 _COUNTED = dyn.DynamicTableConfig(
     admission=dyn.AdmitAfter(3), eviction=dyn.ExpireAfter(time=10), seed=3

@@ -170,6 +170,7 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         "weights": batch.given["weights"],
         "momentum1": draw_state(0),
         "momentum2": draw_state(1),
+        "row_counter": draw_state(2),
         **{name: batch.given[name] for name in ("layout", "segments")},
         "streams": torch.tensor(streams, dtype=I64).reshape(-1, 3),
         "mean": batch.given["mean"],

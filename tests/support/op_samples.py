@@ -71,6 +71,7 @@ def update(optimizer, senders=None, marks=(), mark_layout=None, **options):
         **{k: given[k] for k in ("rows", "offsets", "bag_weights", "weights")},
         "momentum1": momentum(0),
         "momentum2": momentum(1),
+        "row_counter": momentum(2),
         "layout": given["layout"],
         "segments": given["segments"],
         "streams": whole(1, 0, 1, 2, 0, 1).reshape(2, 3),

@@ -171,8 +171,8 @@ class DenseRows:
         self.weight = weight.double().clone()
         rows, columns = weight.shape
         widths = state_widths(optimizer.rule, columns)
-        starts = (*optimizer.initial_states, 0.0, 0.0)
-        self.momentum1, self.momentum2 = (
+        starts = (*optimizer.initial_states, 0.0, 0.0, 0.0)
+        self.states = tuple(
             torch.full((rows, width), start, dtype=torch.float64)
             for width, start in zip(widths, starts, strict=False)
         )
@@ -186,7 +186,7 @@ class DenseRows:
             grad: summed gradients, [K, D].
         """
         self.step += 1
-        kind, states = self.optimizer.kind, (self.weight, self.momentum1, self.momentum2)
+        kind, states = self.optimizer.kind, (self.weight, *self.states)
         hyper = {
             name: np.float64(getattr(self.optimizer, name))
             for name in ("learning_rate", *RULES[kind].hyper)

@@ -6,7 +6,7 @@ import torch
 from table_cases import ids_of
 from update_rules import hyper_of, state_widths
 
-WRITTEN = ("weights", "momentum1", "momentum2", "marks")
+WRITTEN = ("weights", "momentum1", "momentum2", "row_counter", "marks")
 
 
 def drawn_update(seed, optimizer, dtype, widths, ids):
@@ -35,6 +35,7 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         "weights": [torch.randn(8, w, generator=draw).to(dtype) for w in widths for _ in range(5)],
         "momentum1": momentum(0),
         "momentum2": momentum(1),
+        "row_counter": momentum(2),
         "layout": torch.tensor([[5 * t, 5, 3, width] for t, width in enumerate(widths)]),
         "segments": torch.tensor(
             [[t, bags * t, bags, places[t], sum(widths)] for t in range(len(widths))]

@@ -37,7 +37,7 @@ def update(
     sum_square: Callable[[np.ndarray], Any],
     rows: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Returns the weights and both states after an update, computed in their dtype.
+    """Returns the weights and all states after an update, computed in their dtype.
 
     Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA side. LAMB: algorithm 2 of You et al.,
     "Large batch optimization for deep learning", ICLR 2020, whose phi is the identity; a norm of 0 takes no
@@ -47,18 +47,19 @@ def update(
         hyper: numbers of the dtype of the rows, "learning_rate" among them.
         mean_square: the mean square of gradients [..., D], [..., 1] or a number.
         sum_square: the same for the sum of squares.
-        rows: gradients, weights and both states, [K, D] or [D]; a state of a number a row has 1 for D.
+        rows: gradients, weights and the states of `STATE_NAMES`, [K, D] or [D]; a state of a number a row has
+            1 for D.
     """
-    g, w, m1, m2 = rows
+    g, w, m1, m2, count = rows
     lr, one = hyper["learning_rate"], type(hyper["learning_rate"])(1)
     if kind == OptimizerKind.EXACT_SGD:
-        return w - lr * g, m1, m2
+        return w - lr * g, m1, m2, count
     if kind == OptimizerKind.FTRL:
         return ftrl(hyper, rows)
     eps = hyper["eps"]
     if kind == OptimizerKind.EXACT_ADAGRAD:
         m1 = m1 + g * g
-        return w - lr * g / (np.sqrt(m1) + eps), m1, m2
+        return w - lr * g / (np.sqrt(m1) + eps), m1, m2, count
     decay = hyper["weight_decay"]
     if kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
         mode = hyper["weight_decay_mode"]
@@ -69,10 +70,17 @@ def update(
         if most > 0:
             norm = np.sqrt(sum_square(w))
             w = w * np.where(norm > most, most / np.maximum(norm, most), one)
-        return w, m1, m2
+        return w, m1, m2, count
     b1, b2 = hyper["beta1"], hyper["beta2"]
     square = mean_square(g) if "momentum2" in RULES[kind].rowwise else g * g
     first, second = (type(one)(1.0 - np.float64(b) ** step) for b in (b1, b2))
+    if kind == OptimizerKind.ADAM_BY_ROW:
+        count = count + one
+        steps = np.where(count < 2.0**24, count, one * 2**24)
+        steps = np.floor(np.maximum(steps, one) + one / 2)
+        first, second = (
+            (1.0 - np.float64(b) ** np.float64(steps)).astype(type(one)) for b in (b1, b2)
+        )
     m1 = b1 * m1 + (one - b1) * g
     m2 = b2 * m2 + (one - b2) * square
     if kind in (OptimizerKind.LAMB, OptimizerKind.PARTIAL_ROWWISE_LAMB):
@@ -80,17 +88,17 @@ def update(
         weight_norm, norm = np.sqrt(sum_square(w)), np.sqrt(sum_square(direction))
         has_ratio = (weight_norm > 0) & (norm > 0)
         ratio = np.where(has_ratio, weight_norm / np.where(has_ratio, norm, one), one)
-        return w - lr * ratio * direction, m1, m2
-    return w - lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w), m1, m2
+        return w - lr * ratio * direction, m1, m2, count
+    return w - lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w), m1, m2, count
 
 
 def ftrl(hyper: dict[str, Any], rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """Returns `update` of FTRL; the states are TensorFlow's `accum` and `linear`."""
-    g, w, accumulator, linear = rows
+    g, w, accumulator, linear, count = rows
     lr, l1, l2 = (hyper[name] for name in ("learning_rate", "l1", "l2"))
     total = accumulator + g * g
     linear = linear + (g - (np.sqrt(total) - np.sqrt(accumulator)) / lr * w)
     quadratic = np.sqrt(total) / lr + type(lr)(2) * l2
     is_zero = (np.abs(linear) <= l1) | (quadratic == 0)
     kept = (np.sign(linear) * l1 - linear) / np.where(is_zero, type(lr)(1), quadratic)
-    return np.where(is_zero, type(lr)(0), kept), total, linear
+    return np.where(is_zero, type(lr)(0), kept), total, linear, count

@@ -79,7 +79,7 @@ def test_initializers(make, text):
 KEYS = (
     "expected a key among optimizer, learning_rate, eps, beta1, beta2, weight_decay, "
     "initial_accumulator_value, l1, l2, max_norm, max_gradient, weight_decay_mode, gradient_clipping, "
-    "defer_updates, output_dtype"
+    "defer_updates, use_rowwise_bias_correction, output_dtype"
 )
 
 
@@ -98,7 +98,7 @@ class Foreign:
         (
             {"optimizer": Foreign},
             "expected an optimizer among EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, "
-            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, got LARS_SGD.",
+            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, ADAM_BY_ROW, got LARS_SGD.",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
         ({"eps": NAN}, "expected a finite eps >= 0, got nan."),

@@ -183,7 +183,7 @@ def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | Non
     if len(found) < 2 or found == {"ids", "step"}:
         return None
     is_optimizer = "step" in found or (
-        "checksum" in found and tuple(tensors["checksum"].size) == (4,)
+        "checksum" in found and tuple(tensors["checksum"].size) in ((4,), (5,))
     )
     return OPTIMIZER_TENSORS if is_optimizer else MODEL_TENSORS
 

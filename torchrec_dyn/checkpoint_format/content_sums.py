@@ -15,12 +15,12 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import CROSSING_BYTES, signed, unsigned
 
-# The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict.
+# The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict. An
+# optimizer without a row_counter has no sum of it.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
-OPTIMIZER_TENSORS = (*STATE_NAMES, "step", "config")
+OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config", "row_counter")
 # All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
 # Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
@@ -74,21 +74,25 @@ def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
 
 
 def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
-    """Returns sums by tensor as the saved "checksum", [len(order)] int64, 0 for a tensor without a sum.
+    """Returns sums by tensor as the saved "checksum", [W] int64, 0 for a tensor without a sum.
 
-    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
+    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS; W is their number, less one without a sum of "row_counter".
     """
-    return torch.tensor([signed(sums.get(name, 0)) for name in order], device="cpu")
+    names = [name for name in order if name != "row_counter" or name in sums]
+    return torch.tensor([signed(sums.get(name, 0)) for name in names], device="cpu")
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
     """Returns the content sums in a saved "checksum", by tensor.
 
     Args:
-        words: [len(order)] int64, as `as_words` returns it.
+        words: [W] int64, as `as_words` returns it.
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
-    return {name: unsigned(word) for name, word in zip(order, words.tolist(), strict=True)}
+    saved = words.tolist()
+    if order[-1] == "row_counter" and len(saved) == len(order) - 1:
+        saved.append(0)
+    return {name: unsigned(word) for name, word in zip(order, saved, strict=True)}
 
 
 def compare_sums(
@@ -102,7 +106,7 @@ def compare_sums(
 
     Args:
         where: the table, for messages.
-        words: [len(order)] int64, the saved "checksum".
+        words: [W] int64, the saved "checksum".
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
         names: names of the tensors to compare.
         summed: content sums of the tensors as read; a missing tensor counts as 0.

@@ -240,13 +240,19 @@ class SavedTable:
     def _check_shapes(self) -> None:
         if "weight" in self._tensors:
             self.dtype = self._tensors["weight"].dtype
-        sizes = {"R": self.num_rows, "D": self.embedding_dim}
+        sizes = {"R": self.num_rows, "D": self.embedding_dim, "W": self._optimizer_words()}
         for name, one in self._tensors.items():
             if not fits(one, SHAPES[name], sizes):
                 raise self._damaged(
-                    f"{name} {SHAPES[name]} with R, D = {', '.join(map(str, sizes.values()))}",
+                    f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
                     f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",
                 )
+
+    def _optimizer_words(self) -> int:
+        """Returns the number of content sums of the optimizer state: one more with a row_counter."""
+        words = self._tensors.get(OPTIMIZER + "checksum")
+        has_counter = words is not None and words.shape == (len(OPTIMIZER_TENSORS),)
+        return len(OPTIMIZER_TENSORS) - (not has_counter)
 
     def _check_sum(self, name: str, total: int, expected: int) -> None:
         if total != expected:

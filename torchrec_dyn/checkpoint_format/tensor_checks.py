@@ -14,7 +14,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
-    OPTIMIZER_TENSORS,
     add_sums,
     content_sum,
 )
@@ -27,7 +26,7 @@ SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
 # Ids: their mixed ids stay in the caches, in memory that is reused.
 _CHECKED_TOGETHER = 1 << 15
 _MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
-_OPTIMIZER_WORDS = f"[{len(OPTIMIZER_TENSORS)}] int64"
+_OPTIMIZER_WORDS = "[W] int64"  # as many as the checksum has
 SHAPES = {
     "ids": "[R] int64",
     "weight": "[R, D]",

@@ -66,7 +66,7 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
         blocks += of_room
         sums.append(RowSums(ids[of_table], distinct[of_table], room[:count]))
     ops.update_rows_(
-        update.grad, update.ids, numbers, update.bags.offsets, update.weights, blocks, [], [],
+        update.grad, update.ids, numbers, update.bags.offsets, update.weights, blocks, [], [], [],
         host_numbers(lines), update.bags.segments, update.streams, is_mean, *_ADD_UP,
         update.reduction.scales, update.reduction.senders, (), None, [], [],
     )  # fmt: skip

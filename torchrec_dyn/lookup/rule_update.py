@@ -106,7 +106,7 @@ def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tens
     blocks = [torch.cat([rounded, rounded.new_empty((1 << shift) - count, columns)])]
     rows = torch.arange(count, device=ids.device)
     ops.update_rows_(
-        (before.float() - after).flatten(), ids, rows, None, None, blocks, [], [],
+        (before.float() - after).flatten(), ids, rows, None, None, blocks, [], [], [],
         host_numbers([[0, 1, shift, columns]]), host_numbers([[0, 0, count, 0, columns]]), stream[None],
         False, *_SUBTRACT, [1.0], None, (), None, [], [],
     )  # fmt: skip

@@ -152,7 +152,9 @@ class ShardSource(ABC):
         """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
         name, is_saved = self.table.name, self.table.rank == 0
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
-        sums = add_sums(*(one.sums for one in known), of_small)
+        # Also the state of a table without rows has a sum.
+        nothing = dict.fromkeys(self.table.optimizer.state_names, 0)
+        sums = add_sums(nothing, *(one.sums for one in known), of_small)
         whole = {**small, "checksum": as_words(sums, self.order)}
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
         counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
