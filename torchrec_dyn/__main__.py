@@ -15,6 +15,7 @@ from torchrec_dyn import doctor, serving
 from torchrec_dyn.checkpoint import (
     inspect_checkpoint,
     plot_fault,
+    print_difference,
     verify_checkpoint,
     verify_rows_file,
 )
@@ -23,8 +24,10 @@ from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 
 _FAILED = 1
+_IS_WRONG = 2  # of a command whose 1 is an answer
 EXAMPLES = (
     "inspect checkpoints/step_1000",
+    "diff run_a/step_1000 run_b/step_1000",
     "verify served/",
     "size 50_000_000 64 --optimizer ADAM",
     "doctor",
@@ -54,6 +57,18 @@ def _arguments() -> argparse.ArgumentParser:
     inspect.add_argument("--plot", type=Path, metavar="out.png", help="draw the histograms too")
     inspect.set_defaults(
         run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify, chosen.plot)
+    )
+    diff = commands.add_parser(
+        "diff",
+        help="print what differs between two checkpoints or two deltas",
+        description="Compares the dynamic tables of two checkpoints, or of two deltas, number by number, "
+        "whatever their plans: ids that only one has, rows that differ by tensor, and ranges of their ids.",
+        epilog="Exit status: 0 equal, bit for bit; 1 different; 2 torn, damaged or wrong usage.",
+    )
+    diff.add_argument("first", type=Path, help="directory of a checkpoint or delta")
+    diff.add_argument("second", type=Path, help="directory of another")
+    diff.set_defaults(
+        run=lambda chosen: not print_difference(chosen.first, chosen.second), failed=_IS_WRONG
     )
     _add_verify(commands.add_parser("verify", help="read files completely and check them"))
     _add_size(commands.add_parser("size", help="print the memory that a table needs"))
@@ -186,8 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        return _FAILED
-    return status or 0
+        return getattr(options, "failed", _FAILED)
+    return int(status or 0)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
-Imports `migration`, `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
-`storage`. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection` and
-`verification` are the commands `python -m torchrec_dyn inspect` and `verify`. `torch.distributed.checkpoint`
-(DCP) itself saves and loads. A delta is a DCP checkpoint of the changed rows; it is verified completely
-before any table changes.
+Imports `migration`, `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`,
+`storage` and the ground. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection`,
+`comparison` and `verification` are the commands `python -m torchrec_dyn inspect`, `diff` and `verify`.
+`torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint of the changed rows;
+it is verified completely before any table changes.
 """
 
+from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.dropped_load import drop_load
