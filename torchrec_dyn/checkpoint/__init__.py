@@ -1,17 +1,19 @@
 """Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
 Imports `migration`, `whole_model`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`,
-`storage` and the ground. Start with `delta_export`, then `delta_reader` and `delta_apply`; `inspection`,
-`comparison` and `verification` are the commands `python -m torchrec_dyn inspect`, `diff` and `verify`.
-`torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint of the changed rows;
-it is verified completely before any table changes.
+`storage` and the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`;
+`inspection`, `comparison` and `verification` are the commands `python -m torchrec_dyn inspect`, `diff` and
+`verify`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint of the
+changed rows; it is verified completely before any table changes.
 """
 
+from torchrec_dyn.checkpoint.checkpoints import Checkpoints, Restored
 from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.dropped_load import drop_load
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
+from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
 from torchrec_dyn.checkpoint_format import open_checkpoint
@@ -19,8 +21,11 @@ from torchrec_dyn.migration import load_static
 from torchrec_dyn.state_dict import LoadPlanner
 
 __all__ = [
+    "Checkpoints",
     "LoadPlanner",
     "Marker",
+    "Positions",
+    "Restored",
     "apply_delta",
     "drop_load",
     "export_delta",

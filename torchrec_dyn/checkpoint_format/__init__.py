@@ -43,6 +43,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     replace_file,
 )
 from torchrec_dyn.checkpoint_format.pace import Pace
+from torchrec_dyn.checkpoint_format.saved_chain import ENTRY, LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

@@ -22,6 +22,7 @@ from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
     load_optimizer_state,
     load_tables,
+    rows_left_out,
     save_optimizer_state,
     save_tables,
     stage_table,

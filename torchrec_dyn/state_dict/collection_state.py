@@ -6,9 +6,12 @@ A load takes plain tensors, copies of this rank's saved tensors, or tensors that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, numbers_of
@@ -22,12 +25,28 @@ from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
 
 _NEEDED = ("weight", "ids")
 _Entry = TypeVar("_Entry", bound=TableEntry)
+_leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
+
+
+@contextmanager
+def rows_left_out() -> Iterator[None]:
+    """State dicts that this thread makes in the block read no rows: they have no dynamic tables.
+
+    Those of optimizers have an empty tensor in the place of each tensor of a table.
+    """
+    token = _leaves_rows_out.set(True)
+    try:
+        yield
+    finally:
+        _leaves_rows_out.reset(token)
 
 
 def save_tables(
     destination: MutableMapping[str, Any], tables: Mapping[str, Table], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective."""
+    if _leaves_rows_out.get():
+        return
     made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
@@ -38,6 +57,10 @@ def save_tables(
 
 def save_optimizer_state(table: Table) -> Mapping[str, Tensor]:
     """Returns the tensors of a table's optimizer state, by name. Collective."""
+    if _leaves_rows_out.get():
+        nothing = torch.empty(0, device="cpu")
+        names = (*table.optimizer.state_names, "step", "config", "checksum", "cells")
+        return dict.fromkeys(names, nothing)
     call = f"{table.where}.state_dict"
     return _tensors(call, [table], lambda one: OptimizerEntry(one).renew())[0]
 

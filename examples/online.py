@@ -1,0 +1,64 @@
+"""Trains online, saves full checkpoints and deltas, goes on after a crash, and serves what was saved.
+
+.venv/bin/torchrun --nproc-per-node 2 examples/online.py FOLDER    # kill it, and start it again
+"""
+
+import shutil
+import sys
+
+import torch
+import torch.distributed as dist
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+import torchrec_dyn as dyn
+from torchrec_dyn import serving
+from torchrec_dyn.checkpoint import Checkpoints, Positions
+
+FOLDER, BATCHES = sys.argv[1], 40
+USERS = EmbeddingBagConfig(
+    name="user", embedding_dim=8, num_embeddings=10**6, feature_names=["user"]
+)
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+ids = [torch.randint(100 * (number + 1), (512,)) for number in range(BATCHES)]
+source = [KeyedJaggedTensor(["user"], one, lengths=torch.ones_like(one)) for one in ids]
+
+
+class Model(torch.nn.Module):  # noqa: D101
+    def __init__(self):
+        super().__init__()
+        self.sparse = dyn.DynamicEmbeddingBagCollection([USERS], fused_params={"optimizer": "ADAM"})
+
+    def forward(self, batch):  # noqa: D102
+        rows = self.sparse(batch).values()
+        return (rows - 1).square().mean(), rows
+
+
+def serve(line, anew):  # noqa: D103
+    folder = f"{FOLDER}/served/{line[0].path.name}"
+    if anew:
+        shutil.rmtree(folder, ignore_errors=True)
+        serving.build(line[0].tables, folder)
+    for entry in line[1:] if anew else line[-1:]:
+        serving.apply_delta(folder, entry.tables)
+
+
+sharders, device = [dyn.DynamicEmbeddingBagCollectionSharder()], torch.device("cpu")
+model = DistributedModelParallel(Model(), sharders=sharders, device=device)
+optimizer, positions = model.fused_optimizer, Positions(source)
+checkpoints = Checkpoints(f"{FOLDER}/checkpoints", full_every=4)
+was_restarted = checkpoints.restore(model, optimizer, extra={"position": positions}) is not None
+pipeline, batches = TrainPipelineSparseDist(model, optimizer, device), iter(positions)
+while positions.batches < BATCHES:
+    pipeline.progress(batches)
+    positions.step()
+    if positions.batches % 10:
+        continue
+    extra = {"position": positions}
+    entry = checkpoints.save(model, optimizer, step=positions.batches, extra=extra)
+    if dist.get_rank() == 0:
+        serve(checkpoints.line_of(entry), entry.is_full or was_restarted)
+        print(f"batch {positions.batches}: {entry.path.name} saved and served", flush=True)
+    was_restarted = False

@@ -1,0 +1,328 @@
+"""`Checkpoints`: a directory from which training continues as if it had not stopped."""
+
+import json
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workers
+from checkpoint_cases import Setup, contents, optimizer_of, quietly, train
+from checkpoint_cases import new as new_collection
+from torchrec import KeyedJaggedTensor
+
+from torchrec_dyn.checkpoint import Checkpoints, Positions, export_delta, mark
+from torchrec_dyn.checkpoint_format import read_chain
+
+PLANS = {0: ("table_wise",), 1: ("table_wise",), 2: ("row_wise", "column_wise")}
+
+
+def new(world: int) -> tuple[Setup, Any, Any]:
+    setup = Setup(world, PLANS[world], optimizer="ADAM", feedback=True)
+    model = new_collection(setup)
+    return setup, model, optimizer_of(model)
+
+
+def saved(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
+    """Everything of a model, as one full save of another directory has it."""
+    checkpoints = Checkpoints(folder)
+    entry = quietly(checkpoints.save, model, optimizer, step=0)
+    checkpoints.close()
+    return contents(entry.tables)
+
+
+def run_without_a_stop(world: int, path: str, steps: int, every: int) -> list[str]:
+    setup, model, optimizer = new(world)
+    checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=3)
+    for step in range(steps):
+        train(model, setup, [step])
+        if step % every == every - 1:
+            quietly(checkpoints.save, model, optimizer, step=step, extra={"next": step + 1})
+    saved(model, optimizer, Path(path, "end"))
+    checkpoints.close()
+    return [entry.path.name for entry in checkpoints.entries()]
+
+
+def continue_run(
+    world: int, path: str, steps: int, step: int | None = None
+) -> tuple[int, list[str]]:
+    """Restores, trains to the end, and saves all of it; returns where it began, and the report."""
+    setup, model, optimizer = new(world)
+    train(model, setup, [70])  # contents that the restore must replace
+    checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=3)
+    restored = quietly(checkpoints.restore, model, optimizer, step=step)
+    assert restored is not None and restored.extra == {"next": restored.step + 1}
+    train(model, setup, range(restored.extra["next"], steps))
+    shutil.rmtree(f"{path}/again", ignore_errors=True)
+    saved(model, optimizer, Path(path, "again"))
+    return restored.step, restored.skipped
+
+
+def run(function: Any, world: int, *args: Any) -> Any:
+    """Runs a function in this process or on several ranks; returns the result of the first."""
+    return (
+        workers.run(function, world, *args, world_size=world)[0]
+        if world
+        else function(world, *args)
+    )
+
+
+def ends_equal(path: Path) -> bool:
+    ends = [contents(path / name / "full-00000001" / "state") for name in ("end", "again")]
+    assert ends[0].keys() == ends[1].keys()
+    return all(torch.equal(one, ends[1][name]) for name, one in ends[0].items())
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_a_stopped_run_ends_as_one_that_was_not(world: int, tmp_path: Path) -> None:
+    """Full, delta, delta, full, delta, delta: restored from a delta, and at an older step."""
+    names = run(run_without_a_stop, world, str(tmp_path), 13, 2)
+    assert names == [
+        *("full-00000001", "delta-00000002", "delta-00000003"),
+        *("full-00000004", "delta-00000005", "delta-00000006"),
+    ]
+    assert run(continue_run, world, str(tmp_path), 13) == (11, [])
+    assert ends_equal(tmp_path)
+    assert run(continue_run, world, str(tmp_path), 13, 5) == (5, [])
+    assert ends_equal(tmp_path)
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 0), (0, 2)])
+def test_another_number_of_ranks(first: int, then: int, tmp_path: Path) -> None:
+    """What all ranks gave alike is there; without feedback between ranks the rows are equal."""
+    run(run_without_a_stop, first, str(tmp_path), 4, 2)
+    assert run(continue_run, then, str(tmp_path), 4) == (3, [])
+    assert ends_equal(tmp_path)
+
+
+def test_a_run_goes_on_in_the_same_directory(tmp_path: Path) -> None:
+    """The next save continues the chain: a delta whose parent is the restored entry."""
+    run_without_a_stop(0, str(tmp_path), 4, 2)
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", full_every=3)
+    with pytest.raises(
+        ValueError, match="expected to write after save 0, got a directory with save 2"
+    ):
+        checkpoints.save(model, optimizer, step=9)
+    checkpoints.restore(model, optimizer)
+    entry = checkpoints.save(model, optimizer, step=9)
+    assert entry.kind == "delta" and entry.parent == checkpoints.at(3).id
+    assert checkpoints.latest() == entry and checkpoints.save(model, optimizer, step=10).is_full
+    checkpoints.close()
+
+
+def trained(tmp_path: Path, full_every: int, saves: int) -> Checkpoints:
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", keep=2, full_every=full_every)
+    for step in range(saves):
+        train(model, setup, [step])
+        quietly(checkpoints.save, model, optimizer, step=step, extra={"next": step + 1})
+    checkpoints.close()
+    return checkpoints
+
+
+def test_full_saves_are_kept_with_their_deltas(tmp_path: Path) -> None:
+    entries = trained(tmp_path, 2, 7).entries()
+    assert [entry.step for entry in entries] == [4, 5, 6]
+    assert sorted(one.name for one in (tmp_path / "kept").iterdir() if one.is_dir()) == [
+        "delta-00000006", "full-00000005", "full-00000007"
+    ]  # fmt: skip
+
+
+def torn(folder: Path) -> None:
+    (folder / "entry.json").unlink()
+
+
+def foreign(folder: Path) -> None:
+    entry = json.loads((folder / "entry.json").read_text())
+    (folder / "entry.json").write_text(json.dumps(entry | {"parent": "0" * 32}))
+
+
+def damaged(folder: Path) -> None:
+    file = next(folder.glob("[cs]*/*.distcp"))
+    content = bytearray(file.read_bytes())
+    for place in range(500, len(content), 64):
+        content[place] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def truncated(folder: Path) -> None:
+    file = next(folder.glob("changes/*.distcp"))
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def no_values(folder: Path) -> None:
+    (folder / "extra-0.pt").write_bytes(b"PK")
+
+
+@pytest.mark.parametrize("harm", [torn, foreign, damaged, truncated, no_values])
+def test_the_newest_whole_state_and_a_report(harm: Any, tmp_path: Path) -> None:
+    trained(tmp_path, 4, 4)
+    harm(tmp_path / "kept" / "delta-00000004")
+    _, model, optimizer = new(0)
+    restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+    assert restored.step == 2 and restored.entry.path.name == "delta-00000003"
+    assert [line.partition(":")[0] for line in restored.skipped] == ["delta-00000004"]
+
+
+def test_a_missing_delta_hides_those_after_it(tmp_path: Path) -> None:
+    trained(tmp_path, 4, 4)
+    shutil.rmtree(tmp_path / "kept" / "delta-00000003")
+    _, model, optimizer = new(0)
+    restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+    assert restored.step == 1 and "an entry before it is missing" in restored.skipped[0]
+
+
+def test_nothing_that_can_be_loaded(tmp_path: Path) -> None:
+    _, model, optimizer = new(0)
+    assert Checkpoints(tmp_path / "kept").restore(model, optimizer) is None
+    trained(tmp_path, 1, 1)
+    damaged(tmp_path / "kept" / "full-00000001")
+    setup, model, optimizer = new(0)
+    with pytest.raises(ValueError, match=r"expected an entry that can be loaded, got none.*full-0"):
+        quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+    train(model, setup, [0])  # no rows wait for a load
+    torn(tmp_path / "kept" / "full-00000001")
+    with pytest.raises(ValueError, match=r"expected an entry that can be loaded, got none.*full-0"):
+        Checkpoints(tmp_path / "kept").restore(model, optimizer)
+    with pytest.raises(ValueError, match=r"expected a step among \[\], got 7"):
+        Checkpoints(tmp_path / "kept").at(7)
+
+
+def hold(path: str, begun: Any) -> None:
+    """Holds the lock of a directory, as a writer does, until it is killed."""
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(path)
+    quietly(checkpoints.save, model, optimizer, step=0)
+    begun.set()
+    multiprocessing.Event().wait()
+
+
+def test_one_job_writes_and_a_kill_frees_the_directory(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    writer = context.Process(target=hold, args=(str(tmp_path / "kept"), begun), daemon=True)
+    writer.start()
+    assert begun.wait(120)
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
+    checkpoints.restore(model, optimizer)
+    with pytest.raises(RuntimeError, match="expected one job that writes"):
+        checkpoints.save(model, optimizer, step=1)
+    writer.kill()
+    writer.join()
+    assert checkpoints.save(model, optimizer, step=1).sequence == 2
+    checkpoints.close()
+
+
+def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", full_every=9)
+    checkpoints.save(model, optimizer, step=0)
+    train(model, setup, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(model, optimizer, step=1)
+    assert [one.name for one in sorted((tmp_path / "kept").iterdir())] == [
+        "full-00000001",
+        "writer.lock",
+    ]
+    assert checkpoints.save(model, optimizer, step=1).is_full  # the record of changes is used up
+    checkpoints.close()
+
+
+def test_a_converted_table_is_saved_in_full(tmp_path: Path) -> None:
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", full_every=9)
+    checkpoints.save(model, optimizer, step=0)
+    model.half()
+    assert checkpoints.save(model, optimizer, step=1).is_full
+    checkpoints.close()
+
+
+def save_own_positions(path: str) -> str:
+    _, model, optimizer = new(2)
+    rank = torch.distributed.get_rank()
+    checkpoints = Checkpoints(path)
+    entry = quietly(checkpoints.save, model, optimizer, step=0, extra={"own": rank, "all": [7]})
+    checkpoints.close()
+    assert dict(entry.extra) == {"own": False, "all": True}
+    restored = quietly(Checkpoints(path).restore, model, optimizer)
+    assert restored is not None
+    return str(restored.extra)
+
+
+def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
+    told = workers.run(save_own_positions, str(tmp_path / "kept"), world_size=2)
+    assert told == ["{'own': 0, 'all': [7]}", "{'own': 1, 'all': [7]}"]
+    _, model, optimizer = new(0)
+    with pytest.raises(ValueError, match="expected 2 ranks, each of which has its own own, got 1"):
+        quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+
+
+def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"got KeyedJaggedTensor that weights_only=True refuses"):
+        empty = KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))
+        checkpoints.save(model, optimizer, step=0, extra={"batch": empty})
+    assert not os.path.exists(tmp_path / "kept" / "full-00000001")
+    checkpoints.save(model, optimizer, step=0, extra={"a": 1})
+    with pytest.raises(ValueError, match=r"expected names among \['a'\] in extra, got \['b'\]"):
+        checkpoints.restore(model, optimizer, extra={"b": Positions([])})
+    checkpoints.close()
+    for name in ("keep", "full_every"):
+        with pytest.raises(ValueError, match=f"expected {name} of at least 1, got 0"):
+            Checkpoints(tmp_path, **{name: 0})
+
+
+def test_a_delta_has_no_rows_that_did_not_change(tmp_path: Path) -> None:
+    """The dense part of a delta reads no rows: it has no tensor of a table."""
+    trained(tmp_path, 2, 2)
+    (delta,) = (entry for entry in read_chain(tmp_path / "kept").entries if not entry.is_full)
+    assert not any("embedding_bags" in name for name in contents(delta.dense))
+
+
+def test_deltas_of_its_own_can_be_exported_beside_it(tmp_path: Path) -> None:
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", full_every=9)
+    marker = mark(model)
+    checkpoints.save(model, optimizer, step=0)
+    train(model, setup, [0])
+    export_delta(model, tmp_path / "delta", since=marker)
+    assert checkpoints.save(model, optimizer, step=1).kind == "delta"
+    checkpoints.close()
+
+
+def test_learning_rates_are_restored(tmp_path: Path) -> None:
+    """TorchRec's optimizers leave them out of their state dicts."""
+    _, model, optimizer = new(0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    checkpoints = Checkpoints(tmp_path / "kept")
+    checkpoints.save(model, optimizer, step=0)
+    checkpoints.close()
+    _, model, optimizer = new(0)
+    checkpoints.restore(model, optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_a_save_that_was_killed_is_cleared_away(tmp_path: Path) -> None:
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
+    checkpoints.save(model, optimizer, step=0)
+    for name in (".writing-00000002-ab", ".pruned-full-00000000-cd"):
+        (tmp_path / "kept" / name).mkdir()
+        (tmp_path / "kept" / name / "file").touch()
+    assert [entry.sequence for entry in checkpoints.entries()] == [1]
+    checkpoints.save(model, optimizer, step=1)
+    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == [
+        "full-00000001", "full-00000002", "writer.lock"
+    ]  # fmt: skip
+    checkpoints.close()

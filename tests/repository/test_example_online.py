@@ -1,0 +1,57 @@
+"""examples/online.py: killed on the way and started again, it saves and serves what one run does."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from example_criteo_files import EXAMPLES
+from forked import run_ranks
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+from torchrec_dyn import serving
+from torchrec_dyn.checkpoint import Checkpoints, checkpoints
+
+SCRIPT = EXAMPLES / "online.py"
+
+
+def run_until(folder: str, dies_at: int | None) -> None:
+    """Runs the script; the rank that writes dies at the n-th entry, before it is published."""
+    if dies_at is not None and os.environ["RANK"] == "0":
+        publish = checkpoints._publish
+
+        def publish_or_die(entry, path):
+            if entry.sequence == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            publish(entry, path)
+
+        checkpoints._publish = publish_or_die
+    sys.argv = [str(SCRIPT), folder]
+    exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "__main__"})
+
+
+def served_rows(folder: Path) -> torch.Tensor:
+    users = EmbeddingBagConfig(
+        name="user", embedding_dim=8, num_embeddings=1, feature_names=["user"]
+    )
+    (served,) = (folder / "served").iterdir()
+    ebc = serving.ServingEmbeddingBagCollection(served, [users])
+    ids = torch.arange(4000)
+    return ebc(KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).values()
+
+
+def test_a_killed_run_serves_what_one_run_does(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = run_ranks(run_until, str(whole), None, ranks=2)
+    assert done.codes == [0, 0], done.stderr
+    assert "batch 40: delta-00000004 saved and served" in done.stdout
+    assert -signal.SIGKILL in run_ranks(run_until, str(killed), 3, ranks=2).codes
+    assert [one.step for one in Checkpoints(killed / "checkpoints").entries()] == [10, 20]
+    done = run_ranks(run_until, str(killed), None, ranks=2)
+    assert done.codes == [0, 0] and "batch 20:" not in done.stdout, done.stderr
+    assert served_rows(whole).equal(served_rows(killed)) and served_rows(whole).any()
+
+
+def test_it_is_short():
+    assert len([line for line in SCRIPT.read_text().splitlines() if line]) <= 60

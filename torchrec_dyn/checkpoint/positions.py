@@ -1,0 +1,86 @@
+"""Positions: where the last trained batch ends in its source, of which a pipeline has read more."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+
+class Positions:
+    """An iterable of batches that knows the position behind the last trained one.
+
+    Pipelines and the workers of a loader pull batches before they are trained. So the position of a source is
+    ahead of the training. This object notes the position after each batch that it hands out, and `step` says
+    that the oldest of them was trained::
+
+        positions = Positions(loader)
+        batches = iter(positions)
+        while ...:
+            pipeline.progress(batches)
+            positions.step()
+
+    It has `state_dict` and `load_state_dict`, for `extra` of `Checkpoints`. After a load the next iteration
+    begins with the first batch that was not trained.
+
+    Args:
+        source: yields the same batches each time. If it has `state_dict` and `load_state_dict`, as
+            torchdata's StatefulDataLoader, these are its position; of another source the batches before the
+            position are read again and dropped.
+
+    Attributes:
+        batches: number of trained batches of this pass through the source.
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+        self._is_stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self.batches = 0
+        self._position: Any = (
+            None  # of the source, behind the last trained batch; None: the begin of a pass
+        )
+        self._ahead: deque[Any] = (
+            deque()
+        )  # positions behind the batches that are handed out and not trained
+        self._is_loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches behind a position that was loaded, else all batches."""
+        if not self._is_loaded:
+            self.batches, self._position = 0, None
+        self._is_loaded = False
+        self._ahead.clear()
+        skipped = 0 if self._is_stateful else self.batches
+        for batch in islice(self._source, skipped, None):
+            self._ahead.append(self._state_of_source())
+            yield batch
+
+    def _state_of_source(self) -> Any:
+        return self._source.state_dict() if self._is_stateful else None  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Notes that the oldest batch that was handed out is trained.
+
+        Raises:
+            RuntimeError: all batches that were handed out are trained already.
+        """
+        if not self._ahead:
+            raise RuntimeError(
+                "Positions.step: expected one call for each trained batch, got one without a batch. "
+                "Call it after the step of a batch that came from this object."
+            )
+        self._position = self._ahead.popleft()
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position behind the last trained batch."""
+        return {"batches": self.batches, "source": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to a position; the next iteration begins there."""
+        self.batches, self._position = int(state["batches"]), state["source"]
+        self._is_loaded = True
+        self._ahead.clear()
+        if self._is_stateful and self._position is not None:
+            self._source.load_state_dict(self._position)  # type: ignore[attr-defined]
