@@ -60,12 +60,13 @@ def _arguments() -> argparse.ArgumentParser:
     )
     diff = commands.add_parser(
         "diff",
-        help="print what differs between two checkpoints or two deltas",
+        help="print what differs between two checkpoints, deltas or runs",
         description="Compares the dynamic tables of two checkpoints, or of two deltas, number by number, "
-        "whatever their plans: ids that only one has, rows that differ by tensor, and ranges of their ids.",
+        "whatever their plans: ids that only one has, rows that differ by tensor, and ranges of their ids. "
+        "Of two directories of Checkpoints: the first step at which the runs differ.",
         epilog="Exit status: 0 equal, bit for bit; 1 different; 2 torn, damaged or wrong usage.",
     )
-    diff.add_argument("first", type=Path, help="directory of a checkpoint or delta")
+    diff.add_argument("first", type=Path, help="directory of a checkpoint, a delta or a run")
     diff.add_argument("second", type=Path, help="directory of another")
     diff.set_defaults(
         run=lambda chosen: not print_difference(chosen.first, chosen.second), failed=_IS_WRONG

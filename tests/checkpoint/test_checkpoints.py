@@ -14,6 +14,7 @@ from checkpoint_cases import Setup, contents, optimizer_of, quietly, train
 from checkpoint_cases import new as new_collection
 from torchrec import KeyedJaggedTensor
 
+from torchrec_dyn.__main__ import main
 from torchrec_dyn.checkpoint import Checkpoints, Positions, export_delta, mark
 from torchrec_dyn.checkpoint_format import read_chain
 
@@ -326,3 +327,22 @@ def test_a_save_that_was_killed_is_cleared_away(tmp_path: Path) -> None:
         "full-00000001", "full-00000002", "writer.lock"
     ]  # fmt: skip
     checkpoints.close()
+
+
+def test_the_first_step_at_which_two_runs_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for run_name, batches in (("one", [0, 1, 2, 3]), ("other", [0, 1, 3, 4])):
+        setup, model, optimizer = new(0)
+        checkpoints = Checkpoints(tmp_path / run_name, keep=9)
+        paths.append(str(checkpoints.path))
+        for step, batch in enumerate(batches):
+            train(model, setup, [batch])
+            quietly(checkpoints.save, model, optimizer, step=step)
+        checkpoints.close()
+    assert main(["diff", *paths]) == 1
+    told = capsys.readouterr().out
+    assert "4 steps in both" in told and "step 2: the first with other contents" in told
+    assert "rows differ" in told  # of the full saves of that step
+    assert main(["diff", paths[0], paths[0]]) == 0

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint.inspection import Histogram
-from torchrec_dyn.checkpoint_format import SavedCheckpoint, SavedTable, open_checkpoint
+from torchrec_dyn.checkpoint_format import (
+    SavedChain,
+    SavedCheckpoint,
+    SavedTable,
+    open_checkpoint,
+    read_chain,
+)
 
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
@@ -26,7 +32,10 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 def print_difference(first: Path, second: Path) -> bool:
-    """Prints what differs between the dynamic tables of two checkpoints, or of two deltas.
+    """Prints what differs between the dynamic tables of two checkpoints, of two deltas, or of two runs.
+
+    Of two directories of `Checkpoints` it prints the first step at which tables differ, by the sums of the
+    entries, and what differs there if both runs have full saves of that step.
 
     Returns:
         True if all tables are equal, bit for bit.
@@ -35,6 +44,9 @@ def print_difference(first: Path, second: Path) -> bool:
         ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not.
         OSError: if a file cannot be read.
     """
+    chains = [read_chain(path) for path in (first, second)]
+    if all(chain.entries for chain in chains):
+        return _print_first_difference(*chains)
     one, other = open_checkpoint(first), open_checkpoint(second)
     if one.is_delta != other.is_delta:
         kinds = ("a checkpoint", "a delta")
@@ -50,6 +62,26 @@ def print_difference(first: Path, second: Path) -> bool:
         print("\n".join(["", name, *(lines or ["  equal"])]), flush=True)
     print(f"\n{'all tables are equal' if is_equal else 'the tables differ'}")
     return is_equal
+
+
+def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
+    """Prints the first step at which two runs differ; returns True if there is none."""
+    theirs = {entry.step: entry for entry in other.entries}
+    both = [(entry, theirs[entry.step]) for entry in one.entries if entry.step in theirs]
+    print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
+    for mine, its in both:
+        names = [
+            name
+            for name in sorted({*mine.sums} | {*its.sums})
+            if mine.sums.get(name) != its.sums.get(name)
+        ]
+        if names:
+            print(f"step {mine.step}: the first with other contents, in {', '.join(names)}")
+            if mine.is_full and its.is_full:
+                print_difference(mine.tables, its.tables)
+            return False
+    print("all tables are equal at these steps")
+    return bool(both)
 
 
 def _pairs(
