@@ -133,6 +133,22 @@ def test_full_saves_are_kept_with_their_deltas(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_branch_is_kept(tmp_path: Path) -> None:
+    """A delta after an old full save, while newer full saves of the other branch are there."""
+    trained(tmp_path, 2, 5)
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", keep=1, full_every=3)
+    quietly(checkpoints.restore, model, optimizer, step=2)
+    train(model, setup, [5])
+    entry = quietly(checkpoints.save, model, optimizer, step=5)
+    checkpoints.close()
+    assert [one.step for one in checkpoints.line_of(entry)] == [2, 5]
+    assert checkpoints.latest() == entry
+    with pytest.raises(ValueError, match="expected the full save and deltas before it"):
+        shutil.rmtree(checkpoints.at(2).path)
+        checkpoints.line_of(entry)
+
+
 def torn(folder: Path) -> None:
     (folder / "entry.json").unlink()
 

@@ -26,6 +26,7 @@ from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.dropped_load import drop_load
 from torchrec_dyn.checkpoint.further_values import (
     alike,
+    check_ranks,
     hand_over,
     options_of,
     read_values,
@@ -287,8 +288,9 @@ class Checkpoints:
         fault: BaseException | None = None
         for line in lines:
             entry = line[-1]
+            check_ranks(entry, len(found))
             try:
-                values = _load(model, optimizer, tables, line, len(found))
+                values = _load(model, optimizer, tables, line)
             except (ValueError, RuntimeError, OSError, CheckpointException) as error:
                 with suppress(ValueError):
                     drop_load(model)
@@ -329,6 +331,8 @@ class Checkpoints:
         """
         chain = read_chain(self.path)
         kept = {entry.id for entry in [one for one in chain.entries if one.is_full][-self._keep :]}
+        # Newer full saves may be damaged, or of another branch.
+        kept |= {entry.id for entry in self._line[:1]}
         removed = []
         for entry in chain.entries:
             line = chain.line_of(entry)
@@ -390,11 +394,10 @@ def _load(
     optimizer: Any,
     tables: Sequence[Table],
     line: Sequence[Entry],
-    world_size: int,
 ) -> dict[str, Any]:
     """Loads a full save and the deltas after it; returns the further values of this rank. Collective."""
     group, rank = tables[0].group, tables[0].rank
-    values, options = run_together(group, _RESTORE, lambda: read_values(line[-1], rank, world_size))
+    values, options = run_together(group, _RESTORE, lambda: read_values(line[-1], rank))
     state = _places_to_load(model, optimizer, tables, line)
     alone = {"process_group": group, "no_dist": group is None}
     dcp.load(state, checkpoint_id=line[0].tables, planner=LoadPlanner(), **alone)

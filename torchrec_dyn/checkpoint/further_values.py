@@ -84,21 +84,23 @@ def write_values(
         raise
 
 
-def read_values(
-    entry: Entry, rank: int, world_size: int
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Returns the values of a rank by name, and the numbers of the parameter groups.
-
-    Raises:
-        ValueError: the file is damaged, or ranks have values of their own and were another number.
-        OSError: the file cannot be read.
-    """
+def check_ranks(entry: Entry, world_size: int) -> None:
+    """Raises ValueError if ranks have values of their own and were another number."""
     own = ", ".join(name for name, is_alike in entry.extra.items() if not is_alike)
     if own and entry.world_size != world_size:
         raise ValueError(
             f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
             f"{world_size}. Use as many ranks, or save a position that is the same on all ranks."
         )
+
+
+def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the values of a rank by name, and the numbers of the parameter groups.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
     path = entry.extra_of(min(rank, entry.world_size - 1))
     data = path.read_bytes()
     try:
