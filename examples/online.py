@@ -3,7 +3,6 @@
 .venv/bin/torchrun --nproc-per-node 2 examples/online.py FOLDER    # kill it, and start it again
 """
 
-import shutil
 import sys
 
 import torch
@@ -36,29 +35,18 @@ class Model(torch.nn.Module):  # noqa: D101
         return (rows - 1).square().mean(), rows
 
 
-def serve(line, anew):  # noqa: D103
-    folder = f"{FOLDER}/served/{line[0].path.name}"
-    if anew:
-        shutil.rmtree(folder, ignore_errors=True)
-        serving.build(line[0].tables, folder)
-    for entry in line[1:] if anew else line[-1:]:
-        serving.apply_delta(folder, entry.tables)
-
-
 sharders, device = [dyn.DynamicEmbeddingBagCollectionSharder()], torch.device("cpu")
 model = DistributedModelParallel(Model(), sharders=sharders, device=device)
 optimizer, positions = model.fused_optimizer, Positions(source)
 checkpoints = Checkpoints(f"{FOLDER}/checkpoints", full_every=4)
-was_restarted = checkpoints.restore(model, optimizer, extra={"position": positions}) is not None
+checkpoints.restore(model, optimizer, extra={"position": positions})
+follower = serving.Follower(checkpoints.path, f"{FOLDER}/served")  # or in a process of its own
 pipeline, batches = TrainPipelineSparseDist(model, optimizer, device), iter(positions)
 while positions.batches < BATCHES:
     pipeline.progress(batches)
     positions.step()
-    if positions.batches % 10:
-        continue
-    extra = {"position": positions}
-    entry = checkpoints.save(model, optimizer, step=positions.batches, extra=extra)
-    if dist.get_rank() == 0:
-        serve(checkpoints.line_of(entry), entry.is_full or was_restarted)
-        print(f"batch {positions.batches}: {entry.path.name} saved and served", flush=True)
-    was_restarted = False
+    if positions.batches % 10 == 0:
+        extra = {"position": positions}
+        checkpoints.save(model, optimizer, step=positions.batches, extra=extra)
+        if dist.get_rank() == 0 and (followed := follower.poll()):
+            print(f"batch {positions.batches}: {followed.entry.path.name} is served", flush=True)

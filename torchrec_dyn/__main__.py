@@ -29,9 +29,11 @@ EXAMPLES = (
     "inspect checkpoints/step_1000",
     "diff run_a/step_1000 run_b/step_1000",
     "verify served/",
+    "follow checkpoints/ --to served/",
     "size 50_000_000 64 --optimizer ADAM",
     "doctor",
 )
+_SERVED = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.int8)}
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -72,6 +74,7 @@ def _arguments() -> argparse.ArgumentParser:
         run=lambda chosen: not print_difference(chosen.first, chosen.second), failed=_IS_WRONG
     )
     _add_verify(commands.add_parser("verify", help="read files completely and check them"))
+    _add_follow(commands.add_parser("follow", help="keep served tables at the newest checkpoint"))
     _add_size(commands.add_parser("size", help="print the memory that a table needs"))
     report = commands.add_parser(
         "doctor",
@@ -119,6 +122,54 @@ def _verify(chosen: argparse.Namespace) -> None:
         print(verify_rows_file(path, Pace(chosen.rate)))
     else:
         print(verify_checkpoint(path, Pace(chosen.rate)))
+
+
+def _add_follow(follow: argparse.ArgumentParser) -> None:
+    follow.description = (
+        "Keeps a directory of served tables at the newest entry of a directory of torchrec_dyn's "
+        "Checkpoints, and prints a line for each new generation. Serving collections change to it at "
+        "their refresh()."
+    )
+    follow.epilog = "Exit status of --once: 0 the newest entry is served; 1 it cannot be."
+    follow.add_argument("path", type=Path, help="the directory of Checkpoints")
+    follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
+    follow.add_argument(
+        "--every", type=float, default=1.0, help="seconds between two looks; default: 1"
+    )
+    follow.add_argument("--once", action="store_true", help="end when the newest entry is served")
+    follow.add_argument(
+        "--dtype",
+        choices=[*_SERVED],
+        default="float32",
+        help="of the served rows; default: float32",
+    )
+    follow.set_defaults(run=_follow)
+
+
+def _follow(chosen: argparse.Namespace) -> None:
+    rows = _SERVED[chosen.dtype]
+    if chosen.once:
+        found = serving.Follower(chosen.path, chosen.to, rows=rows).poll()
+        if not chosen.to.exists():
+            raise ValueError(
+                f"follow: expected an entry of Checkpoints in {chosen.path}, got none."
+            )
+        if found is not None:
+            _print_followed(found)
+        return
+    for each in serving.follow(chosen.path, chosen.to, every=chosen.every, rows=rows):
+        _print_followed(each)
+
+
+def _print_followed(one: serving.Followed) -> None:
+    count = "all" if one.changed is None else f"{sum(map(len, one.changed.values())):,} changed"
+    print(
+        f"{one.entry.path.name} (step {one.entry.step}): generation {one.generation}, {count} rows, "
+        f"{one.lag:.1f} s after they were trained",
+        *one.skipped,
+        sep="\n  skipped ",
+        flush=True,
+    )
 
 
 def _add_size(size: argparse.ArgumentParser) -> None:

@@ -67,6 +67,13 @@ class Entry:
         """Folder of the DCP checkpoint of what is not of a dynamic table."""
         return self.path / ("state" if self.is_full else "dense")
 
+    def row_sums(self) -> dict[str, tuple[int, int]]:
+        """Returns the content sums of the ids and of the weights of each table, by name."""
+        words = {
+            name: [int(word, 16) for word in text.split()[:2]] for name, text in self.sums.items()
+        }
+        return {name: (ids, weight) for name, (ids, weight) in words.items()}
+
     def extra_of(self, rank: int) -> Path:
         """Returns the file of the further values of a rank."""
         return self.path / f"extra-{rank}.pt"

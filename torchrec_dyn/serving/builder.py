@@ -80,7 +80,7 @@ def build(
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         beside.chmod(0o755)
-        _write_tables(beside, saved, row_format)
+        write_tables(beside, saved, row_format)
         os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -113,7 +113,13 @@ def chosen_tables(
     return dict(sorted(chosen.items()))
 
 
-def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: RowFormat) -> None:
+def write_tables(
+    folder: Path,
+    saved: Mapping[str, SavedTable],
+    row_format: RowFormat,
+    after: str | None = None,
+) -> None:
+    """Writes a generation with these tables, and publishes it; `after` is the generation before."""
     tables = laid_out(
         {
             name: ServedTable(
@@ -130,7 +136,7 @@ def _write_tables(folder: Path, saved: Mapping[str, SavedTable], row_format: Row
             for name, table in saved.items()
         }
     )
-    generation, rows_file = new_generation(), new_rows_file()
+    generation, rows_file = new_generation(after), new_rows_file()
     slots = new_slots(folder / generation, tables)
     maps = maps_of(slots, tables)
     rows_sums = RunningSums(FileSums())

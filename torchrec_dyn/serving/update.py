@@ -36,6 +36,7 @@ from torchrec_dyn.serving.builder import (
     chosen_tables,
     new_slots,
     publish,
+    write_tables,
 )
 from torchrec_dyn.serving.checksums import (
     Checksums,
@@ -123,6 +124,35 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
                     os.truncate(path / manifest.rows_file, length)
             raise
         _remove_all_but(path, {before: manifest, generation: after})
+
+
+def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> None:
+    """Replaces served tables by those of a checkpoint, in a new generation.
+
+    Args:
+        folder: directory that `build` made; dtype and names of its tables stay.
+        checkpoint: directory of a full checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is a delta, is damaged or lacks a table, or another process writes. What
+            was served still is.
+        OSError: if the disk is full, or fails. What was served still is.
+    """
+    path = Path(folder)
+    current_generation(path)
+    with only_writer(path):
+        before = current_generation(path)
+        manifest = read_manifest(path, before)
+        where = f"serving.build_again({checkpoint})"
+        saved = chosen_tables(open_checkpoint(checkpoint).tables, tuple(manifest.tables), where)
+        for name, table in saved.items():
+            if table.is_delta:
+                raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
+        try:
+            write_tables(path, saved, manifest.row_format, before)
+        finally:  # after an error only what it wrote is removed, and the generation before the served one
+            now = current_generation(path)
+            _remove_all_but(path, {before: manifest, now: read_manifest(path, now)})
 
 
 def check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
