@@ -8,11 +8,11 @@ import pytest
 import torch
 from device_ops import LIBRARY, DeviceOps, simt_library
 from hypothesis import HealthCheck, settings
-from shards import Shard, part_of, read_shard
+from shards import Shard, draw, part_of, read_shard
 
 _FIRM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("dev", max_examples=50, **_FIRM)
-settings.register_profile("ci", max_examples=50, derandomize=True, **_FIRM)
+settings.register_profile("dev", max_examples=25, **_FIRM)
+settings.register_profile("ci", max_examples=25, derandomize=True, **_FIRM)
 settings.register_profile("deep", max_examples=2000, **_FIRM)
 
 
@@ -56,11 +56,25 @@ def _runs_simt(item: pytest.Item) -> bool:
     return named or item.get_closest_marker("simt") is not None
 
 
+def _draw_cases(items: list[pytest.Item]) -> None:
+    """Marks the cases of a test as deep that its mark `everyday` leaves out."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("everyday") and not item.get_closest_marker("needs_cuda"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, of_test in cases.items():
+        (count,) = of_test[0].get_closest_marker("everyday").args
+        for item in set(of_test) - set(draw(of_test, count, name)):
+            item.add_marker(pytest.mark.deep)
+
+
 @pytest.hookimpl(trylast=True)  # after Hypothesis, which marks its tests there
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {}
     if not _has_cuda_kernels():
         reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
+    if not config.getoption("--simt"):
+        _draw_cases(items)
     chosen = list(items)
     if config.getoption("--deep"):
         chosen = [

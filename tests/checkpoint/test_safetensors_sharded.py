@@ -70,6 +70,7 @@ def out_and_in(case: Case, folder: str) -> None:
     assert torch.equal(empty.table("t").ids(), sharded.table("t").ids())
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("world, local, pooled, kind", deep_but(EVERYDAY, PLANS))
 def test_the_file_and_the_rows_do_not_depend_on_the_plan(
     tmp_path: Path, world: int, local: int, pooled: bool, kind: str

@@ -31,6 +31,7 @@ def load_and_save(setup: Setup, path: str, again: str) -> None:
     save(load(new(setup), path), again)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("optimizer", ROW_WISE)
 def test_other_cuts_take_the_weighted_mean(tmp_path: Path, optimizer: str) -> None:
     def setup(world: int, kind: str) -> Setup:

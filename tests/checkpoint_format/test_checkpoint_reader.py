@@ -403,6 +403,7 @@ def test_a_file_that_shrinks_while_it_is_read(copy):
         next(table.chunks(("weight",), range(49, 50)))
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_flipped_bit_is_seen_and_named(copy, name, bit):
@@ -434,6 +435,7 @@ def _numbers_at(data, offset):
     return header + 30 + sum(sizes)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("name", ["ids", "weight", "momentum1"])
 def test_anything_wrong_in_an_archive_is_an_error_or_harmless(copy, name):

@@ -72,6 +72,7 @@ def train(forward: Callable[[Any, Any], torch.Tensor], injects: bool) -> Any:
 trained = cache(partial(workers.run, train, world_size=2, timeout=120))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "forward, injects", [(not_reentrant, False), (reentrant, False), (not_reentrant, True)]
 )

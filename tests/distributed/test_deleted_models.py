@@ -97,6 +97,7 @@ def left_after(use: Callable[[Any], None]) -> list[str]:
         return watch.alive()
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("use", [trained, evaluated_and_read, saved_and_loaded, moved])
 def test_sharded_model(world: int, use: Any) -> None:

@@ -81,6 +81,7 @@ def break_in(stage: str) -> tuple[int, int]:
     return before, table.num_rows
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_other_ranks_have_an_error_within_the_time_out(stage: str) -> None:
     by_rank = workers.run(break_in, stage, world_size=2, timeout=30)

@@ -135,6 +135,7 @@ def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: s
     workers.run(positions_of_each_plan, form, world_size=2)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("before", "after", "moving"),
     [

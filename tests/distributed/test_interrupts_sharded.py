@@ -40,6 +40,7 @@ def run_steps(life, kind, steps, every):
     return check_steps(ShardedTraining(LIVES[life], kind), steps, every)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("every", [307, pytest.param(3, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     ("life", "kind", "steps"),

@@ -39,6 +39,7 @@ def mixed_modes(run: Run, evaluating: list[int]) -> None:
     assert str(states_of(model)) != str(before)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", RUNS)
 def test_one_rank_in_evaluation(name: str) -> None:
     run, world, local = RUNS[name]

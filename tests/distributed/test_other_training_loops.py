@@ -107,6 +107,7 @@ def test_trains_as_a_plain_loop_bit_for_bit(train: Any) -> None:
         check_same_states(got[1], expected[1])
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "train, arguments, every",
     [(accumulated, ("base",), 2), (accumulated, ("sparse_dist",), 2), (fully_sharded, (), 1)],

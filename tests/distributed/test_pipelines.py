@@ -47,6 +47,7 @@ trained = cache(train)
 
 
 # A pipeline does not see the plan: every pipeline with one plan, and two of them with every plan.
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     "pipeline, plan",
     deep_but(
@@ -104,6 +105,7 @@ def test_prefetch_inserts_and_forward_finds() -> None:
             assert count["ids_seen"] > count["hits"]
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     "pipeline, plan",
     deep_but(

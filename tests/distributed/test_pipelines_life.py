@@ -72,6 +72,7 @@ PLANS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.everyday(2)
 @PLANS
 @pytest.mark.parametrize("pipeline", SAME_ORDER)
 def test_trains_as_the_plain_loop(by_node: bool, pipeline: str) -> None:

@@ -189,6 +189,7 @@ CASES = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("pipeline", "run"), CASES)
 def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     made, world = RUNS[run]

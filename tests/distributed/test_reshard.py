@@ -153,6 +153,7 @@ CASES = {
 LONG = ("back and on", "two nodes, sequences")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(one, marks=[pytest.mark.deep] * (one in LONG)) for one in CASES]
 )

@@ -133,6 +133,7 @@ def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], li
     return [float(loss) for loss, _ in plain], [float(loss) for loss, _ in outputs]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["sparse_dist", "prefetch", "fused"])
 def test_pipelines_run_out_before_tables_move(name: str) -> None:
     run, kinds = Run((TW, CW), (TW, RW)), {"pooled": (CW, TW), "sequences": (RW, CW)}

@@ -122,6 +122,7 @@ def train_and_act(case, action, trains_first=False):
         return twins.compare()
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("pooled", [True, pytest.param(False, marks=pytest.mark.deep)])
 def test_an_action_between_steps_has_the_result_of_the_cpu(action, pooled):

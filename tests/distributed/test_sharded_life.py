@@ -134,6 +134,7 @@ EVERYDAY = [
 LONG = [(plan, 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("plan", "steps", "adam"), deep_but(EVERYDAY, EVERYDAY + LONG))
 def test_every_shard_lives_as_the_unsharded_table(plan: str, steps: int, adam: bool) -> None:
     check_lives({**MIXED, **EACH}[plan], steps, **{"fused_params": ADAM} if adam else {})
@@ -240,6 +241,7 @@ def train_then_shard(case: Case, before: int) -> list[int]:
 
 # Before they were sharded the rows had one limit, of which the parts know nothing: under row-wise it is never
 # reached then.
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("plan, limit, before", [
     ("table_wise", 150, 12), ("column_wise", 150, 12), ("row_wise", 400, 5),
 ])  # fmt: skip
@@ -332,6 +334,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind, pieces", PLANS)
 def test_backward_comes_at_the_end_or_never(kind: str, pieces: Any) -> None:
     rows = workers.run(never_backward, case_of_graphs(kind, pieces), world_size=2)

@@ -156,6 +156,7 @@ def train_then_shard(case: Case, steps_before: int) -> None:
     check_rows(case, sharded.module.collection, unsharded)
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("optimizer", ["EXACT_ADAGRAD", "ADAM"])
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_rows_trained_before_are_carried_over(pooled: bool, kind: str, optimizer: str) -> None:

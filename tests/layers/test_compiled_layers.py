@@ -7,6 +7,7 @@ from compiled_training import compare, inputs, model_of
 KINDS = ["rows", "sum", "tile", "weighted", "blocks", "pairs"]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_without_a_compiler(kind: str) -> None:
     compare(kind, "model", "eager")

@@ -253,6 +253,7 @@ OPS = ("mult", "add", "concat")
 MIXED = ["row_wise", "table_wise", "column_wise"]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("plan", [["table_wise"], ["row_wise"], ["column_wise"], MIXED])
 @pytest.mark.parametrize("kind", ["block", "mult"])
 def test_two_ranks_train_as_one(kind: str, plan: list[str]) -> None:

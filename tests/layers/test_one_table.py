@@ -367,6 +367,7 @@ def test_rows(plan: str, padding: int | None) -> None:
     assert trained_rows(OneTable("rows", plan, options={"padding_idx": padding})) > 50
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("plan", POOLED)
 @pytest.mark.parametrize(("mode", "weighted"), [("sum", True), ("mean", False), ("mean", True)])
 def test_bags(mode: str, plan: str, weighted: bool) -> None:
@@ -388,6 +389,7 @@ def test_tiles(plan: str, weighted: bool) -> None:
     assert trained_rows(OneTable("tile", plan, weighted=weighted)) > 30
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("mode", ["rows", "mean", "tile"])
 @pytest.mark.parametrize("plan", SEQUENCE)
 def test_several_calls_a_step(mode: str, plan: str) -> None:

@@ -85,6 +85,7 @@ WAITS = {
 }
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("life", WAITS, ids=", ".join)
 def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
     """Steps of known ids, and steps of ten new ids a table, which are full, but for rare waits."""

@@ -16,6 +16,7 @@ LIMIT, SHARE = 640, 10  # a list has 80 rows
 LISTS = ["lru", "steps, lru", "time, lru", "lfu", "steps, lfu"]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("eviction", [*LISTS, "half, lfu"])
 def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
     """Listed rows are seen, erased, assigned or reused before their turn; most evictions do not search."""

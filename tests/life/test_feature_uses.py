@@ -100,6 +100,7 @@ EVERYDAY = [
 ]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("eviction", "admission"), deep_but(EVERYDAY, EVERY_LIFE))
 def test_a_table_lives_as_the_model_whatever_its_features_do(eviction, admission, device):
     life = (eviction, admission)
@@ -157,6 +158,7 @@ def test_initial_rows_of_ids_that_are_not_inserted(device):
     assert table.ids().tolist() == [1] and table.stats()["refused"] == 1
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "life", [("none", "all"), ("lru", "count"), ("steps, lfu", "all")], ids=str
 )

@@ -198,6 +198,7 @@ def live(case: Case) -> list[dict[str, float]]:
     return [shard.stats() for shard in beside.shards]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_shard_lives_as_the_unsharded_table(plan: str) -> None:
     world, local = PLANS[plan][:2]

@@ -72,6 +72,7 @@ def test_the_score_of_an_admitted_id_begins_with_its_step():
     assert stream.counts(1, 2) == [5, 2]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("half_life", [{}, {"half_life_steps": 3}, {"half_life_time": 7}])
 @pytest.mark.parametrize("admission", [None, dyn.AdmitAfter(2)])

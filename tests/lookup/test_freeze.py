@@ -98,6 +98,7 @@ def state_of(collection, name):
     return state, {key: one for key, one in table.stats().items() if key not in drop}
 
 
+@pytest.mark.everyday(15)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("lives", LIVES)
 @pytest.mark.parametrize("pooled", [True, False])

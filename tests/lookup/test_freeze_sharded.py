@@ -127,6 +127,7 @@ def freeze_at_times(case: Case, steps: int) -> dict[str, int]:
 EVERYDAY = ["rows", "columns", "rows, no policies", "mixed sequences", "nodes"]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("plan", deep_but(EVERYDAY, PLANS))
 def test_every_shard_freezes_as_the_unsharded_table(plan: str) -> None:
     world, local = PLANS[plan][:2]

@@ -26,6 +26,7 @@ def at_one_place_in(everyday, deep=1):
     )
 
 
+@pytest.mark.everyday(3)
 @at_one_place_in(97)
 @pytest.mark.parametrize(
     ("life", "steps"),
@@ -62,6 +63,7 @@ EDITS = {
 }
 
 
+@pytest.mark.everyday(3)
 @at_one_place_in(37)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("life", ["plain", "all"])
@@ -217,6 +219,7 @@ def in_a_handler(training, work, every):
         at += every
 
 
+@pytest.mark.everyday(2)
 @at_one_place_in(607, deep=37)  # 80 of about 3,000, in 44 s
 @pytest.mark.parametrize(
     "work",

@@ -248,6 +248,7 @@ OTHER_WAYS["wrapper_reentrant"] = lambda function, *given: checkpoint_wrapper(
 )(*given)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_other_ways_to_checkpoint(way: str) -> None:

@@ -160,6 +160,7 @@ def check(by_rank: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> No
         assert seen == ROWS * 8
 
 
+@pytest.mark.everyday(9)
 @pytest.mark.parametrize("saved", SAVED, ids=lambda saved: saved[2])
 @pytest.mark.parametrize("loaded", [*LOADED, (2, 2, "thirds")], ids=lambda loaded: loaded[2])
 def test_any_plan_to_any_plan(checkpoints: Any, saved: Any, loaded: Any) -> None:

@@ -182,6 +182,7 @@ def assert_same(got, expected):
         assert torch.equal(got[key], expected[key]), key
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.simt
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*inverse")
@@ -247,6 +248,7 @@ RARE = ("life/eviction_candidates.py", "life/scores.py", "storage/id_map.py")
 TABLES = [(policy, 1) for policy in POLICIES] + [("both", 20), ("expires", 20)]
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(("policy", "count"), TABLES)
 def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
     limit, options = POLICIES[policy]
@@ -297,6 +299,7 @@ def test_the_host_waits_four_times_at_most_with_several_policies(device):
     assert ordinary == {False: {4}, True: {4}}
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["two groups", "half", "counts", "expires"])
 def test_trained_modules_move_between_devices(device, name):
     here = MODULES[name]()
@@ -342,6 +345,7 @@ def unpickled(module, place):
     return pickle.loads(file.getvalue())
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", UNPICKLED)
 def test_a_module_lives_where_it_was_unpickled(device, name):
     here = MODULES[name]()
@@ -402,6 +406,7 @@ WRONG = {
 }
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("lengths", WRONG)
 @pytest.mark.parametrize("name", ["pooled", "two groups", "half", "replaces", "expires", "frozen"])
 def test_wrong_lengths_change_nothing(device, name, lengths):

@@ -59,6 +59,7 @@ def random_ids(count, seed=0):
     return ids
 
 
+@pytest.mark.everyday(96)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [0, 1, 2, 3, 4, 5, 16, 33, 100])
@@ -103,6 +104,7 @@ def test_the_sums_of_parts_add_up(rows, columns, dtype):
         assert torch.equal(parts, whole)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_bit_changes_the_sum(dtype):

@@ -84,6 +84,7 @@ def report():
     return run.stdout
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("op", FAULTS)
 def test_faults_are_found(report, op):
     found = [line for line in report.splitlines() if line.startswith(f"FOUND {op} ")]

@@ -115,6 +115,7 @@ def check_spread(slots, key=0):
     assert lengths.max() < 200
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_ids_of_one_owner_spread_over_its_map(rank):
     """Routing and home slots share no bits: each of 8 owners has an eighth of the range of mixed ids."""
@@ -134,6 +135,7 @@ def test_ids_of_one_owner_spread_over_its_map(rank):
     check_spread(secret, 77)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
 def test_patterned_ids_spread(stride):
     ids = tensor([signed(k * stride % 2**64) for k in range(50_000)])

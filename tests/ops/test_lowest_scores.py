@@ -110,6 +110,7 @@ def test_the_lowest_are_those_of_a_plain_sort(data):
         )
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("span", [1, 5, 3000, FREE])
 def test_many_rows_at_any_thread_count(threads, device, is_growing, span):
@@ -156,6 +157,7 @@ MIXED = {
 }
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize("is_growing", [False, True])
 @pytest.mark.parametrize("mixed", MIXED)
 def test_many_ties_are_cut_by_mixed_id_however_these_lie(threads, device, mixed, is_growing):

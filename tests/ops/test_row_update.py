@@ -67,6 +67,7 @@ def dense_step(rows, ids, offsets, mode, weights, upstream):
     rows.update(place, leaf.grad)
 
 
+@pytest.mark.everyday(40)
 @on_devices
 @pytest.mark.parametrize(("mode", "columns"), [("sum", 13), ("mean", 32), ("weighted", 33)])
 @pytest.mark.parametrize("rule", ALL_RULES, ids=shown)
@@ -304,6 +305,7 @@ def only(number, ids, offsets, weights):
     return ids[keep], before[offsets], None if weights is None else weights[keep]
 
 
+@pytest.mark.everyday(72)
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -378,6 +380,7 @@ def test_a_wild_row_reaches_no_moment(rule, wild, order):
     assert not table.lookup(ids_of(1))[0].isfinite().any()
 
 
+@pytest.mark.everyday(18)
 @on_devices
 @every_rule
 def test_threads_do_not_change_the_bits_where_most_rows_are_named_once(rule, threads):

@@ -82,6 +82,7 @@ def test_all_can_be_imported():
     assert [name for name in names if callable(importlib.import_module(name).main)] == names
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", deep_but({*IN_PROCESS} - {"bench_serving"}, IN_PROCESS))
 @NO_TIME
 def test_runs_and_writes(name, tiny_run):
@@ -369,6 +370,7 @@ def test_streams_of_a_full_table_bring_what_they_promise(number):
     assert evictions >= 4
 
 
+@pytest.mark.deep
 def test_training_is_measured_as_the_summary_asks(tmp_path):
     import summary
 

@@ -30,11 +30,13 @@ def test_two_towers_find_items_of_the_users_taste() -> None:
     assert last < first - 1 and fit > 0.8  # by chance a twentieth
 
 
+@pytest.mark.deep
 def test_masked_items_are_found() -> None:
     first, last = numbers_in(output_of("sequences.py", 150))
     assert first < 0.1 and last > 0.5
 
 
+@pytest.mark.deep
 def test_clicks_are_predicted() -> None:
     said = output_of("click_loop.py", 240)
     rates = [float(rate) for rate in re.findall(r"learning rate ([\d.]+)", said)]

@@ -70,6 +70,7 @@ def test_one_process_adam_and_the_planner_s_own_choice(tmp_path):
     assert len(results["rows_per_rank"]) == 1
 
 
+@pytest.mark.deep
 def test_a_file_with_a_bad_line_skipped_on_uneven_ranks(tmp_path):
     lines = learnable_lines(6001)
     lines[99] = "1\tbroken"

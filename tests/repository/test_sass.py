@@ -36,6 +36,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cubins")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "source",
     ["lookup/pooling", "lookup/row_update", "storage/storage", "life/life", "ranks/owners"],

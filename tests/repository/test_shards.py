@@ -4,7 +4,7 @@ import argparse
 import itertools
 
 import pytest
-from shards import Shard, part_of, read_shard
+from shards import Shard, draw, part_of, read_shard
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 20])
@@ -23,3 +23,11 @@ def test_the_whole_is_the_default():
 def test_other_texts_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="expected K/N with 1 <= K <= N, got"):
         read_shard(text)
+
+
+def test_the_same_cases_are_drawn_each_day_from_all_of_a_test():
+    cases = list(range(40))
+    drawn = draw(cases, 6, "tests/a.py::test_b")
+    assert len(set(drawn)) == 6 and drawn == draw(cases, 6, "tests/a.py::test_b")
+    assert set(itertools.chain(*(draw(cases, 6, str(name)) for name in range(99)))) == set(cases)
+    assert sorted(draw(cases, 50, "few")) == cases

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.deep  # `make release` builds and tries it, too
 
 PROGRAM = """
 import shutil, sys

@@ -49,6 +49,7 @@ def trained(collection, *tables: Plain):
     return collection.eval()
 
 
+@pytest.mark.everyday(18)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooling", [SUMS, MIXED, MEANS])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -42,6 +42,7 @@ def quiet(monkeypatch):
     )  # torch 2.13 logs a message it cannot format
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("dtype", "unseen", "weighted", "keys"),
     [

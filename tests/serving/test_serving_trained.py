@@ -43,6 +43,7 @@ def train(training, numbers, seed: int) -> None:
     training.eval()
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", ["pooled", "sequences"])
 @pytest.mark.parametrize("trained_as", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_trained_module_is_served_as_it_evaluates(tmp_path, kind, trained_as):

@@ -53,6 +53,7 @@ changes = st.lists(
 )
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 @given(changes=changes)
 @settings(max_examples=max(1, settings.default.max_examples // 8))

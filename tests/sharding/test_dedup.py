@@ -118,6 +118,7 @@ def case_of(kinds: list[str], world: int, **options: Any) -> Case:
     return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, **options})
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     "kinds, world",
     [*((SEQUENCE, world) for world in (1, 2, 4)), *(([kind], 4) for kind in SEQUENCE)],
@@ -170,6 +171,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_batches_of_all_shapes(batch: str) -> None:
     case = case_of(SEQUENCE, 4, **BATCHES[batch])
@@ -273,6 +275,7 @@ def live_beside(case: Case, steps: int) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("life", LIVES)
 def test_lives_as_the_unsharded_table(life: str) -> None:
     config, limit, must_happen = LIVES[life]
@@ -289,6 +292,7 @@ def test_lives_as_the_unsharded_table(life: str) -> None:
         assert sum(counts[name] for counts in of_ranks) > 0, name
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("life", LIVES)
 def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     """Also of a table without a policy beside: counts travel past it."""
@@ -465,6 +469,7 @@ def trained(run: str, pipeline: str) -> Any:
     return workers.run(pipeline_runs.train, RUNS[run], pipeline, world_size=2, timeout=120)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "pipeline, run",
     deep_but(

@@ -107,6 +107,7 @@ def train_sharded(case):
     return noted.sums
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_training_adds_in_a_fixed_order(name):
     expected = set() if CASES[name].pooled else REPEATS

@@ -101,6 +101,7 @@ def test_more_ids_than_a_count_can_tell():
         SendOnce([("t", 1)], True, "EC")(features)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("sent, columns", [(1, 8), (7, 64), (3000, 8), (3000, 130)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_summed_in_the_order_of_the_batch(threads, sent, columns, dtype):

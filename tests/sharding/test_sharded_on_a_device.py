@@ -42,6 +42,7 @@ EVERYDAY = (
 )  # fmt: skip
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", deep_but(EVERYDAY, CASES))
 def test_a_collection_trains_on_a_device_with_the_bits_of_the_cpu(name):
     assert sum(workers.run(train_twins, CASES[name], world_size=2)) > 0

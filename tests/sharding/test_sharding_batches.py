@@ -18,6 +18,7 @@ def run(case: Case) -> None:
     workers.run(train_beside, case, world_size=4, local_size=2)
 
 
+@pytest.mark.everyday(2)
 @every_plan
 def test_a_batch_size_per_feature(plans: str) -> None:
     # Grid too, which TorchRec 1.8.0 cannot.
@@ -42,6 +43,7 @@ def test_weighted_bags(plans: str) -> None:
     run(case_of_plans(plans, weighted=True))
 
 
+@pytest.mark.everyday(3)
 @every_plan
 @pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
 def test_a_batch_size_per_rank(plans: str, sizes: list[int]) -> None:
@@ -135,6 +137,7 @@ def scores_travel(case: Case) -> None:
             shard(replace(case, dedup=True), collection_of(case))
 
 
+@pytest.mark.everyday(2)
 @every_plan
 @pytest.mark.parametrize("variable", [False, True])
 def test_scores_travel_with_the_ids(plans: str, variable: bool) -> None:

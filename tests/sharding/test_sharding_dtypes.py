@@ -61,6 +61,7 @@ def look_up_beside(case: Case) -> None:
         torch.autograd.backward(theirs, [torch.full_like(v, 0.25) for v in theirs])
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("output", ["FP16", pytest.param("BF16", marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     "kind, pooled", [*((kind, True) for kind in NOT_ON_ALL), *((kind, False) for kind in SEQUENCE)]
@@ -83,6 +84,7 @@ def test_means_of_spread_rows_keep_the_dtype_of_the_outputs(output: str) -> None
 # Quantized comms round what travels between ranks, and nothing else
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("comm", ["FP16", "BF16"])
 @pytest.mark.parametrize("plans", EVERY_PLAN)
 def test_quantized_comms(plans: str, comm: str) -> None:

@@ -19,6 +19,7 @@ def run(case: Case) -> None:
     workers.run(train_beside, case, world_size=4, local_size=2)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", POOLED)
 def test_mean_of_one_type(kind: str) -> None:
     run(Case(two_tables(kind, kind, ("MEAN", "MEAN"), shared=False), exact=False))
@@ -37,6 +38,7 @@ def tables_of_all_kinds(mean: int, features: list[str]) -> list[Table]:
     ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("features", [[], ["shared"]], ids=["own features", "shared feature"])
 def test_mean_beside_all_other_types(features: list[str], mean: int) -> None:
@@ -50,6 +52,7 @@ def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, 
     run(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", SPREAD_ROWS)
 @pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN")])
 def test_feature_of_a_sum_and_a_mean_table(kind: str, poolings: tuple[str, str]) -> None:

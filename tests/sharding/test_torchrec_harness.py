@@ -186,6 +186,7 @@ EVERYDAY = {
 }
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", deep_but(EVERYDAY, TRIALS))
 def test_torchrec_finds_no_difference(name: str) -> None:
     trial, world = TRIALS[name]

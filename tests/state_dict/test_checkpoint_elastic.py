@@ -126,6 +126,7 @@ def with_feedback(setup: Setup, feedback: bool) -> Setup:
     return Setup(setup.world, setup.kinds, setup.pooled, setup.optimizer, feedback=feedback)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("source", "target"),
     [

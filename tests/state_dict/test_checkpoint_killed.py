@@ -141,6 +141,7 @@ def check(folder: Path, sound: Path, setups: tuple[Setup, ...]) -> bool:
     return True
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "moment, victim, number",
     [("reads a chunk", 1, 1), ("has written a chunk", 0, 5), ("renames", 0, 0)],

@@ -100,6 +100,7 @@ def saved_by_dcp() -> None:
     check_same_states(rows(again), rows(model))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("function", [sharded_round_trip, saved_by_dcp])
 def test_sharded(function: Any, world: int) -> None:

@@ -162,6 +162,7 @@ class Changes(RuleBasedStateMachine):
             assert (side.table.change_log is not None) == bool(side.held)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.hypothesis  # it marks its own tests only
 @pytest.mark.parametrize(
     "lives",

@@ -162,6 +162,7 @@ RUNS = {
 }
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("grown", deep_but([20, 32], [16, 20, 24, 32]))
 @pytest.mark.parametrize("scaled", RUNS.values(), ids=RUNS)

@@ -95,6 +95,7 @@ def test_normal_quantile(probability):
         assert block.item() == pytest.approx(UNIT_NORMAL.inv_cdf(1 - probability), rel=2e-7)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("initializer", FOUR, ids=lambda i: type(i).__name__)
 @given(ids=st.lists(hard_ids, min_size=1, max_size=20, unique=True), cut=st.integers(1, 12))
 def test_rows_depend_on_id_and_column_alone(initializer, ids, cut):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +30,11 @@ def read_shard(text: str) -> Shard:
 def part_of(tests: list[T], shard: Shard) -> list[T]:
     """Returns every `count`-th test: neighbouring tests usually take equally long, so parts do too."""
     return tests[shard.number - 1 :: shard.count]
+
+
+def draw(cases: list[T], count: int, name: str) -> list[T]:
+    """Returns `count` of the cases of a test, the same ones each day: their number and its name decide."""
+    return random.Random(name).sample(cases, min(count, len(cases)))
 
 
 def deep_but(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:

@@ -30,6 +30,7 @@ def filled(where, kind=OptimizerKind.ADAM, dtype=torch.float32):
     return table
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.EXACT_ROWWISE_ADAGRAD])
 def test_contents_move_there_and_back_bit_for_bit(device, kind, dtype, monkeypatch):

@@ -56,6 +56,7 @@ def gpu(request):
         yield
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("in_ranges", [True, False])
 @pytest.mark.parametrize("kind", [OptimizerKind.EXACT_ROWWISE_ADAGRAD, OptimizerKind.ADAM])

@@ -110,12 +110,14 @@ def read_and_edit(case: Case) -> None:
         check_reads(sharded, whole, table)
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("world, local, pooled, kind", PLANS)
 def test_answers_do_not_depend_on_the_plan(world: int, local: int, pooled: bool, kind: str) -> None:
     case = usual_case(pooled, kind, world, local)
     workers.run(read_and_edit, case, world_size=world, local_size=local)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shards_in_any_order_on_repeated_ranks(name: str) -> None:
     world, kind, pieces = BY_HAND[name]
@@ -445,6 +447,7 @@ def read_lives(case: Case, dynamic: Any) -> None:
     check_lives(sharded, whole)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("dynamic", [BY_STEPS, BY_TIME], ids=["steps", "time"])
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_lives_do_not_depend_on_the_plan(pooled: bool, kind: str, dynamic: Any) -> None:

@@ -273,6 +273,7 @@ def test_a_hook_from_before_sharding_goes_on() -> None:
     assert watched("sparse_dist", before_sharding=True) == watched("base")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "fused", "semi_sync", "prefetch"])
 def test_pipelines_write_what_the_plain_loop_does(pipeline: str) -> None:
     for got, expected in zip(watched(pipeline), watched("base"), strict=True):
