@@ -1,6 +1,6 @@
 """Measures what shared rows cost, what old rows cost, and how many bytes deltas save.
 
-    python examples/anchors.py --plot anchors.png        # minutes on one core
+    python examples/anchors.py --plot anchors.png        # four minutes on one core
     python examples/anchors.py --quick                   # a small stream, a few seconds
 
 A small click model trains on a stream whose ids come and go (parts/drifting_stream.py), and each batch is

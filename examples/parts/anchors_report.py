@@ -115,9 +115,10 @@ def draw(results: dict[str, Any], picture: Path) -> None:
         of_ages.errorbar(x, y, error, marker="o", capsize=3, label=label, **look)
     of_ages.set_xscale("log")
     times = sorted({one["hours"] for kind in KINDS for one in runs[0][kind]})
-    of_ages.set_xticks(times, [in_words(hours) for hours in times], fontsize=8)
+    of_ages.set_xticks(times, [in_words(hours) for hours in times], fontsize=8, rotation=40)
     of_ages.set_xticks([], minor=True)
     of_ages.set_xlabel("age, or interval (log)")
+    of_ages.set_ylabel("AUC, the same difference")
 
     for (name, day), look in zip(results["days"].items(), (looks[0], looks[4]), strict=True):
         hours = range(1, len(day["deltas"]) + 1)
@@ -125,13 +126,14 @@ def draw(results: dict[str, Any], picture: Path) -> None:
             total = [sum(day[key][:hour]) / 1e6 for hour in hours]
             of_bytes.plot(hours, total, label=f"{words}, {name}", linewidth=width, **look)
     of_bytes.set_yscale("log")
+    of_bytes.set_ylim(bottom=min(day["deltas"][0] for day in results["days"].values()) / 1e6 / 20)
     of_bytes.set_xlabel("hour of the day")
     of_bytes.set_ylabel("MB written since the morning (log)")
 
     for panel in (of_shares, of_ages, of_bytes):
         panel.grid(alpha=0.25)
-    for panel in (of_ages, of_bytes):
-        panel.legend(frameon=False, fontsize=7)
+    of_ages.legend(frameon=False, fontsize=8, loc="lower left")
+    of_bytes.legend(frameon=False, fontsize=7, loc="lower right")
     figure.suptitle(
         f"{results['living']:,} users and items live at a time, each for two days of {results['hours']} x "
         f"{results['hour']} steps of {results['batch_size']} views; bars: deviation of {len(runs)} seeds",
