@@ -7,7 +7,9 @@ import torch
 from device_ops import kernels_of
 from fuzz_ops import copies
 from op_cases import CASES as FUZZED
-from op_samples import NAMESPACE, SAMPLES
+from op_samples import SAMPLES
+
+from torchrec_dyn import ops
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
 
@@ -31,6 +33,6 @@ def test_valid_calls_of_the_fuzzer(device):
             given = FUZZED[op].draw(random.Random(seed))
             before = copies(given)
             try:
-                FUZZED[op].check(before, given, getattr(NAMESPACE, op)(**given))
+                FUZZED[op].check(before, given, getattr(ops, op)(**given))
             except Exception as error:
                 raise AssertionError(f"{op}, seed {seed}, on {device}: {error}") from error
