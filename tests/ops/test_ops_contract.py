@@ -26,6 +26,13 @@ def test_opcheck(op, make):
     torch.library.opcheck(getattr(torch.ops.torchrec_dyn, op).default, (), make())
 
 
+def test_the_kernels_of_the_device_are_called(device):
+    """Else every test on a device would be one of the CPU."""
+    for op in kernels_of("simt" if device == "cpu" else device):
+        is_own = getattr(ops, op) is getattr(torch.ops.torchrec_dyn, op).default
+        assert is_own == (device == "cpu"), op
+
+
 def test_valid_calls_of_the_fuzzer(device):
     """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
     for op in kernels_of("simt") - {"advise_huge_pages"}:
