@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from device_ops import LIBRARY, DeviceOps, simt_library
+from device_ops import LIBRARY, simt_library, use_kernels
 from hypothesis import HealthCheck, settings
 from shards import Shard, draw, part_of, read_shard
 
@@ -106,7 +106,7 @@ def pytest_sessionfinish() -> None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test with the kernels of each device that there is; its tensors stay on the CPU."""
     if request.param != "cpu":
-        monkeypatch.setattr("torchrec_dyn.ops._ops", DeviceOps(request.param))
+        use_kernels(monkeypatch, request.param)
         monkeypatch.setenv(
             "TORCHREC_DYN_SYNC_ERRORS", "1"
         )  # errors as on the CPU: by the call itself

@@ -6,9 +6,8 @@ The schemas and the meaning of every argument are in csrc/library.cpp. This is t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +22,6 @@ except ImportError as fault:
         f"with the installed torch (make build), or install a wheel. {REPORT}"
     ) from fault
 
-_ops = torch.ops.torchrec_dyn
-
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -36,13 +33,9 @@ def _op(fake: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """
     name = fake.__name__
     torch.library.register_fake(f"torchrec_dyn::{name}")(fake)
-
-    @functools.wraps(fake)
-    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        result: Result = getattr(_ops, name).default(*args, **kwargs)
-        return result
-
-    return called
+    op = getattr(torch.ops.torchrec_dyn, name).default
+    op.__doc__ = fake.__doc__
+    return cast("Callable[Arguments, Result]", op)
 
 
 def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,9 +69,7 @@ def raise_errors(like: Tensor) -> None:
 
     Ops on a GPU do not wait to see whether the contents of their arguments are valid
     (csrc/device_errors.h). On the CPU each op raises its own errors, and this does nothing.
-
-    Args:
-        like: any tensor on the GPU; not read.
+    like: any tensor on the GPU; not read.
     """
 
 

@@ -12,9 +12,6 @@ from typing import NoReturn
 
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
 MOST_COUNT = 2**32 - 1
-# The default of AdmitAfter.counters: this many for each row, and never fewer than LEAST_COUNTERS.
-COUNTERS_A_ROW = 4
-LEAST_COUNTERS = 1 << 16
 _MOST_STEPS = 2**32 - 2
 _MOST_TIME = 2**63 - 1
 
@@ -148,8 +145,7 @@ class LeastFrequentlyUsed:
     def __post_init__(self) -> None:
         _check_half_life("LeastFrequentlyUsed", self.half_life_steps, self.half_life_time)
 
-    def __repr__(self) -> str:
-        return _changed_fields(self)
+    __repr__ = _changed_fields
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -186,8 +182,7 @@ class LowestScore:
             )
         _check_half_life("LowestScore", self.half_life_steps, self.half_life_time)
 
-    def __repr__(self) -> str:
-        return _changed_fields(self)
+    __repr__ = _changed_fields
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
@@ -266,17 +261,3 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
     """Returns the part of an eviction policy for a full table, or None."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
-
-
-def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int:
-    """Returns the maximum number of waiting ids of a table with this row limit and `rows` rows in use."""
-    if not isinstance(admission, AdmitAfter):
-        return 0
-    return admission.counters or min(row_limit, max(LEAST_COUNTERS, COUNTERS_A_ROW * rows))
-
-
-def decays(replacement: Replacement | None) -> bool:
-    """Returns True if a policy for a full table has a half-life."""
-    if not isinstance(replacement, LeastFrequentlyUsed | LowestScore):
-        return False
-    return (replacement.half_life_steps or replacement.half_life_time) is not None

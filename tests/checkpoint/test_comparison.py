@@ -9,7 +9,6 @@ from checkpoint_cases import Setup, new, run_on, save, train
 from saved_cases import model_state, optimizer_state, save_table
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn import ops
 from torchrec_dyn.checkpoint import comparison
 from torchrec_dyn.checkpoint_format import SavedTable
 
@@ -122,10 +121,3 @@ def test_what_cannot_be_compared(tmp_path, capsys, first):
     file.write_bytes(file.read_bytes()[:-9000])
     status, _, error = told(capsys, first, first)
     assert status == 2 and "truncated" in error
-
-
-def test_the_order_is_that_of_mixed_ids():
-    ids = torch.tensor([-1, 0, 5, 2**62])
-    assert comparison._keys(ids).argsort().tolist() == sorted(
-        range(4), key=lambda i: int(ops.mix64(ids)[i]) % 2**64
-    )

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_samples import (
     I64,
-    NAMESPACE,
     SAMPLES,
     blocks,
     filled_slots,
@@ -33,7 +32,7 @@ def refuses(op, sample, rule, what=""):
     """Asserts that a call raises an error with this rule and changes no argument."""
     before = copy.deepcopy(sample)
     try:
-        getattr(NAMESPACE, op)(**sample)
+        getattr(ops, op)(**sample)
     except RuntimeError as error:
         assert re.search(f"{op}: expected .*{rule}", str(error)), f"{what or rule}: {error}"
     else:
@@ -103,7 +102,7 @@ def test_what_is_wrong_is_an_error_that_says_so(op):
     for argument, how, wrong in arguments(op):
         sample = {**SAMPLES[op][0](), argument: wrong}
         if (op, argument, how) in HARMLESS:
-            getattr(NAMESPACE, op)(**sample)
+            getattr(ops, op)(**sample)
         else:
             refuses(op, sample, r".*, got .+\.", f"{argument}: {how}")
 
@@ -363,7 +362,7 @@ def test_wild_numbers_never_crash(which, name, place, number, second):
     flat.view(-1)[place % flat.numel()] = number
     flat.view(-1)[second[0] % flat.numel()] = second[1]
     try:
-        getattr(NAMESPACE, which)(**sample)
+        getattr(ops, which)(**sample)
     except RuntimeError as error:
         assert re.search(f"{which}: expected .+, got .+", str(error))
 
@@ -394,7 +393,7 @@ def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
     """A bag in two segments was read with the columns of the wrong table; outputs had holes."""
     sample = SAMPLES[op][0]() | {"segments": torch.tensor(segments)}
     if rule is None:
-        getattr(NAMESPACE, op)(**sample)
+        getattr(ops, op)(**sample)
     else:
         refuses(op, sample, rule)
 
@@ -428,7 +427,7 @@ def test_extreme_numbers_are_right():
 
 def written(op):
     """Yields (name, index) for the tensors that an op writes."""
-    for argument in getattr(NAMESPACE, op).default._schema.arguments:
+    for argument in getattr(ops, op)._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield argument.name
 
@@ -503,7 +502,7 @@ def accepted_without_storage():
         for left in (tensor.numel() * tensor.itemsize - 1, 0):
             tensor.untyped_storage().resize_(left)
             try:
-                getattr(NAMESPACE, op)(**sample)
+                getattr(ops, op)(**sample)
                 accepted.append((op, name, left))
             except RuntimeError as error:
                 if "in a storage that holds its" not in str(error):

@@ -7,7 +7,9 @@ import torch
 from device_ops import kernels_of
 from fuzz_ops import copies
 from op_cases import CASES as FUZZED
-from op_samples import NAMESPACE, SAMPLES
+from op_samples import SAMPLES
+
+from torchrec_dyn import ops
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
 
@@ -24,6 +26,13 @@ def test_opcheck(op, make):
     torch.library.opcheck(getattr(torch.ops.torchrec_dyn, op).default, (), make())
 
 
+def test_the_kernels_of_the_device_are_called(device):
+    """Else every test on a device would be one of the CPU."""
+    for op in kernels_of("simt" if device == "cpu" else device):
+        is_own = getattr(ops, op) is getattr(torch.ops.torchrec_dyn, op).default
+        assert is_own == (device == "cpu"), op
+
+
 def test_valid_calls_of_the_fuzzer(device):
     """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
     for op in kernels_of("simt") - {"advise_huge_pages"}:
@@ -31,6 +40,6 @@ def test_valid_calls_of_the_fuzzer(device):
             given = FUZZED[op].draw(random.Random(seed))
             before = copies(given)
             try:
-                FUZZED[op].check(before, given, getattr(NAMESPACE, op)(**given))
+                FUZZED[op].check(before, given, getattr(ops, op)(**given))
             except Exception as error:
                 raise AssertionError(f"{op}, seed {seed}, on {device}: {error}") from error

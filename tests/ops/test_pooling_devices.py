@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
 from op_cases import CASES, FLOATS
-from op_samples import NAMESPACE
 from table_cases import bits, ids_of, random_bags
 
 from torchrec_dyn import ops
@@ -23,7 +22,7 @@ def test_valid_calls_of_the_fuzzer(op):
     for seed in range(60):
         drawn = CASES[op].draw(random.Random(seed))
         before = copies(drawn)
-        result = getattr(NAMESPACE, op)(**drawn)
+        result = getattr(ops, op)(**drawn)
         CASES[op].check(before, drawn, result)
 
 
@@ -151,7 +150,7 @@ def test_a_row_outside_is_found_at_all_places_of_a_bag(row, count):
             rows[length + place] = row
             bags = ids_of(0, length, 2 * length)
             with pytest.raises(RuntimeError, match=r"expected rows in \[-1, 12\), got one outside"):
-                gather(NAMESPACE, rows, bags, None, blocks, int(layout[0, 2]), 4)
+                gather(ops, rows, bags, None, blocks, int(layout[0, 2]), 4)
 
 
 @pytest.mark.usefixtures("device")
@@ -159,7 +158,7 @@ def test_a_table_without_rows_has_absent_ones():
     got = gather(ops, ids_of(-1, -1, -1), ids_of(0, 1, 3), None, [], 2, 5)
     assert torch.equal(got, torch.zeros(2, 5))
     with pytest.raises(RuntimeError, match=r"expected rows in \[-1, 0\), got one outside"):
-        gather(NAMESPACE, ids_of(-1, 0), ids_of(0, 2), None, [], 2, 5)
+        gather(ops, ids_of(-1, 0), ids_of(0, 2), None, [], 2, 5)
 
 
 @pytest.mark.usefixtures("device")
@@ -208,9 +207,9 @@ def test_the_first_fault_is_named(op, change, rule):
     """Of two faults the error names the first, with the capacity of its own table."""
     more = {"gather_pool": {"bag_weights": None, "elements": 12, "dtype": torch.float32}}
     own = more.get(op, {"grad": torch.ones(12)})
-    getattr(NAMESPACE, op)(**second_of_two(), **own)
+    getattr(ops, op)(**second_of_two(), **own)
     with pytest.raises(RuntimeError, match=f"{op}: expected {rule}"):
-        getattr(NAMESPACE, op)(**second_of_two(**change), **own)
+        getattr(ops, op)(**second_of_two(**change), **own)
 
 
 wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 4, 5, 8, 9, 12, 2**32, 2**62, 2**63 - 1])
@@ -230,7 +229,7 @@ def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
             return str(error).split("\n")[0]
 
     for op, more in (("gather_pool", own), ("bag_weights_grad", {"grad": torch.ones(12)})):
-        assert outcome(NAMESPACE, op, more) == outcome(CPU, op, more)
+        assert outcome(ops, op, more) == outcome(CPU, op, more)
 
 
 @pytest.mark.usefixtures("device")
@@ -262,15 +261,15 @@ def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offset
     own = {"out": torch.zeros(12), "new_index": None, "bag_weights": None}
     wrong = second_of_two(rows=ids_of(11, 0, -1, 3, 8, 0, 90, 2))
     with pytest.raises(RuntimeError, match=r"pool_into_: expected rows in \[-1, 8\)"):
-        NAMESPACE.pool_into_(**wrong, **own)
+        ops.pool_into_(**wrong, **own)
     wrong["offsets"] = ids_of(*offsets)
     if device == "cpu":
         with pytest.raises(
             RuntimeError, match=r"pool_into_: expected (ascending offsets|offsets in)"
         ):
-            NAMESPACE.pool_into_(**wrong, **own)
+            ops.pool_into_(**wrong, **own)
     else:
-        NAMESPACE.pool_into_(**wrong, **own)
+        ops.pool_into_(**wrong, **own)
 
 
 def test_where_the_host_waits_for_pooling():

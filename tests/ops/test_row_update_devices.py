@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
 from op_cases import CASES, FLOATS
-from op_samples import NAMESPACE, SAMPLES, update
+from op_samples import SAMPLES, update
 from table_cases import bits, ids_of
 from update_cases import WRITTEN, drawn_update
 
@@ -84,7 +84,7 @@ def test_faults_are_named_as_on_the_cpu_and_change_nothing(change):
     """Of two faults the error names the one that the CPU finds first."""
     given = copies(ADAM | change)
     before = copies(given)
-    assert outcome(NAMESPACE, given) == outcome(CPU, copies(before))
+    assert outcome(ops, given) == outcome(CPU, copies(before))
     if isinstance(outcome(CPU, copies(before)), str):
         for name in WRITTEN:
             for now, then in zip(given[name], before[name], strict=True):
@@ -113,7 +113,7 @@ wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 2, 4, 5, 7, 8, 2**32, 2**62, 2**
 @given(offsets=st.lists(wild, min_size=5, max_size=5), rows=st.lists(wild, min_size=5, max_size=5))
 def test_wild_offsets_and_rows_have_the_cpus_outcome(offsets, rows):
     sample = update(2) | {"rows": ids_of(*rows), "offsets": ids_of(*offsets)}
-    assert outcome(NAMESPACE, copies(sample)) == outcome(CPU, copies(sample))
+    assert outcome(ops, copies(sample)) == outcome(CPU, copies(sample))
 
 
 @pytest.mark.usefixtures("device")

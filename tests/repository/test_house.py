@@ -97,7 +97,7 @@ PUBLIC = [
 
 # docs/glossary.md, words not used: as a whole word of a public name.
 DO_NOT_SAY = {
-    *("sign", "hash", "hashtable", "bucket", "buckets", "segment", "collision", "collisions"),
+    *("sign", "hash", "hashtable", "bucket", "buckets", "collision", "collisions"),
     *("priority", "timestamp", "purge", "variable", "utils", "util", "common"),
     *("helper", "helpers", "manager", "base", "misc"),
 }

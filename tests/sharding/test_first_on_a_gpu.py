@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import oracle
 import pytest
 import torch
-from device_ops import DeviceOps
+from device_ops import use_kernels
 from oracle import WORD, signed, unmixed
 from torchrec import EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
@@ -27,7 +27,7 @@ LAST_ID = -3487469807577879104  # of the last mixed id, 2^64 - 1
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The device of all tensors: the CPU with the kernels of the simt build, or a GPU."""
     if request.param == "simt":
-        monkeypatch.setattr("torchrec_dyn.ops._ops", DeviceOps("simt"))
+        use_kernels(monkeypatch, "simt")
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device_ops import DeviceOps
+from device_ops import use_kernels
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -126,7 +126,7 @@ class DeviceMapBesideDict(MapBesideDict):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("torchrec_dyn.ops._ops", DeviceOps(self.device))
+        use_kernels(self.patch, self.device)
         self.patch.setattr(IdMap, "_grows_in_steps", lambda self, capacity: False)
 
     def teardown(self):

@@ -43,34 +43,27 @@ def kernels_of(device):
     return {name.split("::")[1] for name in registered if name.split("::")[0] == library}
 
 
-class DeviceOp:
-    """One op, called as torch's are: op(...) or op.default(...)."""
+class CudaOp:
+    """An op on a GPU, for tensors on the CPU."""
 
-    def __init__(self, op, device):
+    def __init__(self, op):
         self._op = op
-        self._device = device
-        self._schema = op.default._schema
-
-    @property
-    def default(self):
-        return self
+        self._schema = op._schema
 
     def __call__(self, *args, **kwargs):
-        if self._device == "cpu":
-            return self._op.default(*args, **kwargs)
         names = [argument.name for argument in self._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        sent = {name: self._sent(name, value) for name, value in given.items()}
+        sent = {
+            name: value if name in DESCRIPTIONS else _moved(value, "cuda")
+            for name, value in given.items()
+        }
         try:
-            result = self._op.default(**sent)
+            result = self._op(**sent)
         finally:
             for argument in self._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     _copy_back(sent[argument.name], given[argument.name])
         return _moved(result, "cpu")
-
-    def _sent(self, name, value):
-        return value if name in DESCRIPTIONS else _moved(value, self._device)
 
 
 def _moved(value, device):
@@ -92,27 +85,9 @@ def _copy_back(sent, given):
             _copy_back(one, other)
 
 
-class DeviceOps:
-    """The ops with the kernels of a device, in the place of `ops._ops`."""
-
-    def __init__(self, device):
-        self._device = device
-
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name not in kernels_of(self._device):
-            return getattr(CPU, name)
-        if self._device == "simt":
-            return DeviceOp(getattr(simt_library(), name), "cpu")
-        return DeviceOp(getattr(CPU, name), "cuda")
-
-
-class _Namespace:
-    """The ops that `torchrec_dyn.ops` calls at this moment."""
-
-    def __getattr__(self, name):
-        return getattr(ops._ops, name)
-
-
-NAMESPACE = _Namespace()
+def use_kernels(patch, device):
+    """Lets `torchrec_dyn.ops` call the kernels of "simt" or "cuda", until the MonkeyPatch is undone."""
+    for name in kernels_of(device):
+        simt = device == "simt"
+        op = getattr(simt_library() if simt else CPU, name).default
+        patch.setattr(ops, name, op if simt else CudaOp(op))

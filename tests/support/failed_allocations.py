@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from device_ops import LIBRARY, kernels_of, simt_library
 from mock_device import HOST_RESULTS
-from op_samples import NAMESPACE, SAMPLES, empty, whole
+from op_samples import SAMPLES, empty, whole
 from update_rules import hyper_of
 
 import torchrec_dyn
+from torchrec_dyn import ops
 
 memory = ctypes.CDLL(os.environ["LD_PRELOAD"])
 memory.waits_to_fail.restype = ctypes.c_bool
@@ -40,7 +41,7 @@ def many_slots():
     """Returns a map that grows in several pieces."""
     outgoing = empty(1 << 17)
     ids = torch.arange(-40_000, 40_000)
-    NAMESPACE.insert(ids, ids + 40_000, whole(0, len(ids)), [outgoing], whole(-1))
+    ops.insert(ids, ids + 40_000, whole(0, len(ids)), [outgoing], whole(-1))
     return {"outgoing": outgoing, "slots": empty(1 << 17), "moved": 0, "until": 1 << 17}
 
 
@@ -91,7 +92,7 @@ def check_error(op, error):
 def failed_calls(op, make):
     """Returns the number of allocations of a call. Each has failed once, and no argument had changed."""
     failed = 0
-    while (error := error_of(getattr(NAMESPACE, op).default, make, failed)) is not None:
+    while (error := error_of(getattr(ops, op), make, failed)) is not None:
         check_error(op, error)
         failed += 1
     return failed

@@ -16,6 +16,7 @@ from fractions import Fraction
 from oracle import mix64
 
 import torchrec_dyn as dyn
+from torchrec_dyn.life import admission_counters
 
 MOST = 2**32 - 1  # the largest count
 
@@ -197,7 +198,7 @@ class LifeModel:
         return math.floor(self._decayed(row) + Fraction(1, 2))
 
     def _drop_counters(self, rows: int) -> None:
-        most = min(self.limit, max(dyn.policies.LEAST_COUNTERS, 4 * rows))
+        most = min(self.limit, max(admission_counters.LEAST_COUNTERS, 4 * rows))
         if self.counts_first and self.admission.counters is not None:
             most = self.admission.counters
         surplus = len(self.waiting) - most

@@ -1,12 +1,11 @@
 """Valid arguments of every op, small: functions that return new arguments."""
 
 import torch
-from device_ops import NAMESPACE
 from update_rules import NUMBERS, hyper_of, state_widths
 
 from torchrec_dyn import ops
 
-__all__ = ["I64", "NAMESPACE", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
+__all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
 I64 = torch.int64
 
 

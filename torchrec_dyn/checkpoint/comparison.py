@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.checkpoint.inspection import Histogram
+from torchrec_dyn.checkpoint.inspection import Histogram, titled
 from torchrec_dyn.checkpoint_format import (
     SavedChain,
     SavedCheckpoint,
@@ -25,6 +24,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     read_chain,
 )
+from torchrec_dyn.storage import canonical_keys
 
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
@@ -110,7 +110,7 @@ def _lines(one: SavedTable | None, other: SavedTable | None) -> Iterator[str]:
     for name in _SMALL:
         mine, theirs = (table.read(name) if name in table.names else None for table in (one, other))
         if not _are_equal(mine, theirs):
-            yield _line(name, f"{_in_words(mine)} | {_in_words(theirs)}")
+            yield titled(name, f"{_in_words(mine)} | {_in_words(theirs)}")
     if (one.embedding_dim, one.dtype) == (other.embedding_dim, other.dtype):
         yield from _of_rows(one, other)
 
@@ -118,7 +118,7 @@ def _lines(one: SavedTable | None, other: SavedTable | None) -> Iterator[str]:
 def _of_configs(prefix: str, one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     for name in sorted(one.keys() | other.keys()):
         if one.get(name) != other.get(name):
-            yield _line(prefix + name, f"{one.get(name)} | {other.get(name)}")
+            yield titled(prefix + name, f"{one.get(name)} | {other.get(name)}")
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
@@ -138,9 +138,8 @@ class _Differences:
     """Counts of the rows that differ."""
 
     common: int = 0
-    missing: list[int] = field(
-        default_factory=lambda: [0, 0]
-    )  # ids that only the first, second has
+    # Numbers of ids that only the first, only the second has.
+    missing: list[int] = field(default_factory=lambda: [0, 0])
     rows: dict[str, int] = field(default_factory=dict)  # by tensor: common rows that differ
     most: dict[str, float] = field(default_factory=dict)  # by tensor: the largest difference
     examples: list[int] = field(default_factory=list)
@@ -163,18 +162,18 @@ def _of_rows(one: SavedTable, other: SavedTable) -> Iterator[str]:
         _compare(names, mine, theirs, found)
     for name in {*one.row_names} ^ {*other.row_names}:
         if one.num_rows and other.num_rows:
-            yield _line(name, f"only in the {'first' if name in one.row_names else 'second'}")
+            yield titled(name, f"only in the {'first' if name in one.row_names else 'second'}")
     for side, count in zip(("first", "second"), found.missing, strict=True):
         if count:
-            yield _line(f"only in the {side}", f"{count:,} ids")
+            yield titled(f"only in the {side}", f"{count:,} ids")
     for name in names:
         if found.rows.get(name):
-            yield _line(
+            yield titled(
                 name,
                 f"{found.rows[name]:,} of {found.common:,} rows differ, by at most {found.most[name]:.3g}",
             )
     if found.examples:
-        yield _line("for example", ", ".join(map(str, found.examples)))
+        yield titled("for example", ", ".join(map(str, found.examples)))
         yield "  ids that differ, by range"
         if found.negative:
             yield f"    negative  {found.negative:,}"
@@ -186,7 +185,7 @@ def _compare(
 ) -> None:
     """Compares rows whose ids lie in the same part of the canonical order."""
     ids, others = mine["ids"], theirs["ids"]
-    keys, other_keys = _keys(ids), _keys(others)
+    keys, other_keys = canonical_keys(ids), canonical_keys(others)
     places = torch.searchsorted(other_keys, keys)
     is_common = places < len(others)
     is_common[is_common.clone()] = other_keys[places[is_common]] == keys[is_common]
@@ -218,11 +217,6 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     return differs if differs.dim() == 1 else differs.any(1)
 
 
-def _keys(ids: Tensor) -> Tensor:
-    """Returns ids [M] as numbers whose signed order is the canonical order."""
-    return ops.mix64(ids) ^ torch.iinfo(torch.int64).min
-
-
 def _merged(
     one: SavedTable, other: SavedTable, names: Sequence[str]
 ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -237,8 +231,11 @@ def _merged(
         if not any(len(rows["ids"]) for rows in held):
             return
         # An empty side is at its end. Else the smaller of the last ids is the end of what both have read.
-        ends = [_keys(rows["ids"][-1:]).item() for rows in held if len(rows["ids"])]
-        cuts = [int(torch.searchsorted(_keys(rows["ids"]), min(ends), right=True)) for rows in held]
+        ends = [canonical_keys(rows["ids"][-1:]).item() for rows in held if len(rows["ids"])]
+        cuts = [
+            int(torch.searchsorted(canonical_keys(rows["ids"]), min(ends), right=True))
+            for rows in held
+        ]
         mine, theirs = (
             {name: rows[name][:cut] for name in names} for rows, cut in zip(held, cuts, strict=True)
         )
@@ -246,7 +243,3 @@ def _merged(
         held = [
             {name: rows[name][cut:] for name in names} for rows, cut in zip(held, cuts, strict=True)
         ]
-
-
-def _line(title: str, text: str) -> str:
-    return f"  {title:<22}{text}"

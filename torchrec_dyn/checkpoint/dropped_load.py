@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchrec_dyn.modules import UnshardedCollection
 from torchrec_dyn.state_dict import drop_awaited
-from torchrec_dyn.whole_model import collections_of
+from torchrec_dyn.whole_model import collections_of, lock_of
 
 
 def drop_load(model: nn.Module) -> list[str]:
@@ -26,8 +25,5 @@ def drop_load(model: nn.Module) -> list[str]:
     """
     dropped: list[str] = []
     for _, collection in collections_of(model, "drop_load"):
-        if isinstance(collection, UnshardedCollection):
-            dropped += drop_awaited(collection.unsharded_lookup.lock)
-        else:
-            dropped += drop_awaited(collection._shards.lock)
+        dropped += drop_awaited(lock_of(collection))
     return sorted(dropped)

@@ -111,34 +111,35 @@ def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
     yield table.key
     dtype = str(table.dtype).removeprefix("torch.")
     changed = " changed" * table.is_delta
-    yield _line(
+    yield titled(
         "rows",
         f"{table.num_rows:,}{changed} x {table.embedding_dim} {dtype}, {readable(table.bytes)}",
     )
     if table.is_delta:
-        yield _line("removed", f"{table.rows_of('removed'):,} rows")
-    yield _line("initial rows", f"{_initializer(table)}, seed {table.config.get('seed')}")
+        yield titled("removed", f"{table.rows_of('removed'):,} rows")
+    yield titled("initial rows", f"{_initializer(table)}, seed {table.config.get('seed')}")
     if table.optimizer is not None:
         cuts = len(table.optimizer.get("cuts", ())) - 1
         shared = f", one number a row for each of {cuts} column shards" * (cuts > 1)
-        yield _line(
+        yield titled(
             "optimizer", f"{table.optimizer['optimizer']}, step {_last_step(table):,}{shared}"
         )
     if waiting := table.rows_of("waiting"):
-        yield _line("waiting ids", f"{waiting:,}")
+        yield titled("waiting ids", f"{waiting:,}")
     for title, of_optimizer in (("fingerprint", False), ("  of optimizer state", True)):
         if not of_optimizer or table.optimizer is not None:
             found = [table.fingerprint(when, of_optimizer) for when in _moments(table.is_delta)]
-            yield _line(title, " -> ".join(f"{one:016x}" for one in found))
+            yield titled(title, " -> ".join(f"{one:016x}" for one in found))
     if report.not_finite:
-        yield _line("not finite", f"{report.not_finite:,} rows have a NaN or an infinite number")
+        yield titled("not finite", f"{report.not_finite:,} rows have a NaN or an infinite number")
     for histogram in report.histograms:
         if lines := histogram.lines(block):
             yield f"  {histogram.title}"
             yield from (f"    {line}" for line in lines)
 
 
-def _line(title: str, text: str) -> str:
+def titled(title: str, text: str) -> str:
+    """Returns a line of a report: a title and, in a second column, its text."""
     return f"  {title:<22}{text}"
 
 

@@ -125,11 +125,7 @@ def check_config_is_whole(
 ) -> None:
     """Raises ValueError if the config of a table is damaged. Call it before the config is read.
 
-    Args:
-        where: the table, for messages.
-        table: name of the table.
-        saved: tensors by name.
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+    saved: tensors by name.
     """
     if {"config", "checksum"} <= saved.keys():
         summed = {"config": sum_of_small(table, "config", saved["config"])}

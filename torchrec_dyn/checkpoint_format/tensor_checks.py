@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
@@ -18,6 +17,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     content_sum,
 )
 from torchrec_dyn.optimizers import STATE_NAMES
+from torchrec_dyn.storage import canonical_keys
 
 # Prefix of the optimizer state's tensors whose names the table uses too: "optimizer.checksum".
 OPTIMIZER = "optimizer."
@@ -72,10 +72,8 @@ def is_canonical(ids: Tensor) -> bool:
         ids: [M] int64.
     """
     for begin in range(0, ids.numel(), _CHECKED_TOGETHER):
-        # Flipping the sign bit turns the unsigned order into the signed order.
-        some = ids[begin : begin + _CHECKED_TOGETHER + 1]
-        mixed = ops.mix64(some) ^ torch.iinfo(torch.int64).min
-        if not (mixed[1:] > mixed[:-1]).all():
+        keys = canonical_keys(ids[begin : begin + _CHECKED_TOGETHER + 1])
+        if not (keys[1:] > keys[:-1]).all():
             return False
     return True
 

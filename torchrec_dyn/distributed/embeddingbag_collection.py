@@ -51,16 +51,8 @@ class ShardedDynamicEmbeddingBagCollection(
 ):
     """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
 
-    Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied.
-
-    Args:
-        module: the collection to shard; it is not changed.
-        table_name_to_parameter_sharding: the plan of its tables.
-        env: the ranks.
-        fused_params: the sharder's `fused_params`.
-        device: device of the rows.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
-        module_fqn: path of the collection in the model.
+    Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied; `module`
+    is not changed. The arguments are those of TorchRec's class.
 
     Raises:
         ValueError: if the plan is not valid; raised before anything is built.

@@ -235,14 +235,9 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedDynamicFeatureProcessedEmbeddingBagCollection:
-        """Shards a collection and its processors.
+        """Shards a collection and its processors; the arguments are those of TorchRec's sharders.
 
-        Args:
-            module: the module. Its collection is not changed; its processors become the sharded module's.
-            params: the plan of its tables.
-            env: the ranks.
-            device: device of the rows; None: cpu.
-            module_fqn: path of the module in the model.
+        The collection of `module` is not changed; its processors become the sharded module's.
 
         Raises:
             ValueError: if the collection is not dynamic, a processor does not support spread rows, or the
@@ -262,14 +257,8 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     ) -> ShardedDynamicFeatureProcessedEmbeddingBagCollection:
         """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
 
-        Args:
-            sharded_module: sharded by this sharder; changed in place.
-            changed_shard_to_params: the new plan of the tables that move.
-            env: the ranks.
-            device: device of the rows.
-
         Returns:
-            `sharded_module`.
+            `sharded_module`, changed in place.
 
         Raises:
             ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if

@@ -24,6 +24,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
+    DefaultSelection,
     UnshardedTable,
     chosen_fused_params,
     chosen_optimizer,
@@ -171,7 +172,7 @@ def _claim_names(
     claimed.update(dict.fromkeys(names, module_fqn))
 
 
-class ShardableView(nn.Module):
+class ShardableView(DefaultSelection, nn.Module):
     """The module that TorchRec shards in place of a dynamic collection; read only.
 
     `fused_params` are the merged options of sharder and module; options on a table's parameter have priority.
@@ -237,17 +238,6 @@ class ShardableView(nn.Module):
     def embedding_configs(self) -> list[Any]:
         """Returns the configs of a sequence collection."""
         return self._configs
-
-    def use_gather_select(self) -> bool:
-        """Returns False: TorchRec does not select with torch.gather."""
-        return False
-
-    def use_gather_select_per_sharding(self) -> None:
-        """Returns None: the selection is the same for all sharding types."""
-
-    def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
-        return False
 
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""

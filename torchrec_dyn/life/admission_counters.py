@@ -14,6 +14,7 @@ from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
 from torchrec_dyn.life.scores import SCORE_BYTES, Scores
+from torchrec_dyn.policies import Admission, AdmitAfter
 from torchrec_dyn.storage import (
     HostRead,
     IdMap,
@@ -29,6 +30,16 @@ FREED_SHARE = 64
 # Candidates listed at once, in such shares. Listed by age, a candidate takes 24 bytes: 3 for each counter or
 # row.
 SHARES_AHEAD = 8
+# The default of AdmitAfter.counters: this many for each row, and never fewer than LEAST_COUNTERS.
+COUNTERS_A_ROW = 4
+LEAST_COUNTERS = 1 << 16
+
+
+def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int:
+    """Returns the maximum number of waiting ids of a table with this row limit and `rows` rows in use."""
+    if not isinstance(admission, AdmitAfter):
+        return 0
+    return admission.counters or min(row_limit, max(LEAST_COUNTERS, COUNTERS_A_ROW * rows))
 
 
 class Drop(NamedTuple):

@@ -20,9 +20,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.life.decay import DecayedScores
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import HostRead, IdMap, keep_in_use, places_of
-
-_INT64 = torch.iinfo(torch.int64)
+from torchrec_dyn.storage import HostRead, IdMap, canonical_keys, keep_in_use, places_of
 
 
 class _Place(NamedTuple):
@@ -69,7 +67,7 @@ class CountCandidates:
             return
         # On a GPU the number of those up to `end` costs a wait; the next eviction drops the others.
         if ids.is_cpu:
-            ids = ids[_up_to(listed.end, counts, _signed_mixed(ids))]
+            ids = ids[_up_to(listed.end, counts, canonical_keys(ids))]
         others = [*listed.others, ids]
         while len(others) > 1 and others[-1].numel() >= others[-2].numel():
             others[-2:] = [torch.cat(others[-2:])]
@@ -114,7 +112,11 @@ class CountCandidates:
         order = ops.oldest_first(ids, counts)
         ids, counts = ids[order], counts[order]
         is_whole = ids.numel() < most
-        end = _Place(MOST_COUNT, _INT64.max) if is_whole else _place(ids, counts, most)
+        end = (
+            _Place(MOST_COUNT, torch.iinfo(torch.int64).max)
+            if is_whole
+            else _place(ids, counts, most)
+        )
         self._listed = _Listed(ids, counts, ids.numel(), end, [], self._none_chosen)
 
     def _front(
@@ -135,7 +137,7 @@ class CountCandidates:
             ids = torch.cat([listed.ids[:examined], *listed.others, listed.chosen[0]])
             rows = id_map.lookup(ids)
             last_seen, counts = scores.read(rows)
-            mixed = _signed_mixed(ids)
+            mixed = canonical_keys(ids)
             # All rows up to `end` are examined; rows beyond it may be higher than rows not examined.
             is_low = (last_seen >= 0) & _up_to(end, counts, mixed)
             is_low &= (last_seen < before) | ((last_seen == before) & (counts == 0))
@@ -165,11 +167,7 @@ class CountCandidates:
 
 def _place(ids: Tensor, counts: Tensor, number: int) -> _Place:
     """Returns the place of the `number`th of listed ids."""
-    return _Place(counts[number - 1], _signed_mixed(ids[number - 1 : number])[0])
-
-
-def _signed_mixed(ids: Tensor) -> Tensor:
-    return ops.mix64(ids) ^ _INT64.min
+    return _Place(counts[number - 1], canonical_keys(ids[number - 1 : number])[0])
 
 
 def _up_to(end: _Place, counts: Tensor, mixed: Tensor) -> Tensor:

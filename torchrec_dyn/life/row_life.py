@@ -20,6 +20,7 @@ from torchrec_dyn.life.admission_counters import (
     SHARES_AHEAD,
     AdmissionCounters,
     Drop,
+    most_counters,
 )
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.count_candidates import CountCandidates
@@ -35,8 +36,6 @@ from torchrec_dyn.policies import (
     LowestScore,
     Never,
     age_limit_of,
-    decays,
-    most_counters,
     replacement_of,
 )
 from torchrec_dyn.storage import HostRead, IdMap, gather_pair, places_of
@@ -154,14 +153,16 @@ class RowLife:
         self.ages = age_limit is not None
         self.expires_by_time = age_limit is not None and age_limit.time is not None
         self._decay: Decay | None = None
-        if isinstance(replacement, LeastFrequentlyUsed | LowestScore) and decays(replacement):
-            self._decay = Decay(replacement)
+        self._by_count = False
+        if isinstance(replacement, LeastFrequentlyUsed | LowestScore):
+            self._by_count = True
+            if (replacement.half_life_steps or replacement.half_life_time) is not None:
+                self._decay = Decay(replacement)
         self.decays = self._decay is not None
         self.is_timed = self.expires_by_time or (self._decay is not None and self._decay.is_timed)
         self.replaces = replacement is not None
         self.is_unscored = False
         self._steps_without_time = 0
-        self._by_count = isinstance(replacement, LeastFrequentlyUsed | LowestScore)
         self.unit = replacement.unit if isinstance(replacement, LowestScore) else None
         self._row_limit = row_limit
         self._device = device

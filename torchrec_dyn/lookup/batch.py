@@ -1,5 +1,7 @@
 """Batch: what a caller says of the ids of one forward; TakenStep: what the step has made of them.
 
+PrefetchedStep is a TakenStep of a batch whose forward has not begun.
+
 Legend: T tables, F features (in table order), B bags of a feature, N ids.
 """
 
@@ -16,6 +18,8 @@ from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders
+from torchrec_dyn.lookup.table_lists import TableLists
+from torchrec_dyn.storage import OpenForward, keep_in_use
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -44,6 +48,21 @@ class Batch:
     table_offsets: Tensor = _NONE
 
 
+def no_scores(where: str) -> ValueError:
+    """Returns the error of a training batch without the weights that LowestScore adds up."""
+    return ValueError(
+        f"{where}: expected weights of the ids, which LowestScore adds up, got none. "
+        "Pass weights in the KeyedJaggedTensor."
+    )
+
+
+def wrong_scores(where: str, number: int) -> ValueError:
+    """Returns the error of a training batch with weights that LowestScore cannot add up."""
+    return ValueError(
+        f"{where}: expected finite weights from 0 on for LowestScore, got {number} others."
+    )
+
+
 class TakenStep(NamedTuple):
     """The rows of a batch after its step, or without one in evaluation.
 
@@ -63,3 +82,47 @@ class TakenStep(NamedTuple):
     learning: Tensor | None = None
     streams: Tensor | None = None
     noted: list[object] | None = None
+
+
+@dataclass(frozen=True)
+class PrefetchedStep:
+    """A training step that is taken before the forward of its batch, when a pipeline prefetches.
+
+    A step of tables with a life needs numbers that the host reads, and a GPU's host waits where it reads.
+    Taken ahead, on a stream of its own, the step waits while the GPU trains the batch before. The forward of
+    the batch gets the rows of the step and takes no step itself. The forward is open from the step on, so
+    these rows are not reused, whatever other steps, erasures and growth of tables come in between.
+
+    Attributes:
+        generations: [T], generation of each table at the step.
+        open_forward: the forward of the step, open since then.
+    """
+
+    taken: TakenStep
+    generations: list[int]
+    open_forward: OpenForward
+
+    def keep_in_use(self) -> None:
+        """Keeps the memory of the rows, which another stream has allocated, for the current stream."""
+        keep_in_use(self.taken.learning, self.taken.rows)
+
+    def is_of(self, lists: TableLists) -> bool:
+        """Returns False if a table was loaded or converted since the step: its rows are other rows now."""
+        return self.generations == lists.generations
+
+    def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
+        """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.
+
+        ids [N] int64, the batch of the step; table_offsets [T + 1] int64, where the ids of each table begin.
+
+        Raises:
+            ValueError: the step was taken for a batch of another size.
+        """
+        rows, learning = self.taken.rows, self.taken.learning
+        if rows.numel() != ids.numel():
+            raise ValueError(
+                f"lookup: expected the batch that was prefetched, of {rows.numel()} ids, got "
+                f"{ids.numel()} ids. Use one context for one batch."
+            )
+        assert learning is not None
+        return self.taken._replace(learning=lists.rows_to_update(learning, table_offsets))

@@ -15,7 +15,7 @@ Legend: T tables, F features, N ids, k batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,11 +87,7 @@ class DeferredUpdates:
         if update.weights is not None:
             update.weights = update.weights.clone()
         if update.bags.offsets is not None:
-            offsets = update.bags.offsets.clone()
-            update.bags = Bags(
-                update.bags.table_offsets, offsets, update.bags.segments,
-                update.bags.elements, update.bags.shape,
-            )  # fmt: skip
+            update.bags = replace(update.bags, offsets=update.bags.offsets.clone())
         self.updates.append(update)
 
     def multiply(self, factor: float) -> None:
@@ -107,14 +103,14 @@ class DeferredUpdates:
         """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""
         updates = self.updates
         if limit is not None:
-            updates = [_replaced(one, grad=one.grad.clamp(-limit, limit)) for one in updates]
+            updates = [replace(one, grad=one.grad.clamp(-limit, limit)) for one in updates]
         last = updates[-1]
         scales = [scale * self.scale for scale in last.reduction.scales]
         for update in updates:
             keep_in_use(update.grad, update.ids, update.rows, update.weights)
         if len(updates) == 1:
             reduction = Reduction(scales, last.reduction.senders)
-            return _replaced(last, reduction=reduction)
+            return replace(last, reduction=reduction)
         begins = [update.begins for update in updates if update.begins is not None]
         bags, places = layout.joined([update.bags for update in updates], begins)
         places = places.to(last.ids.device, non_blocking=True)
@@ -126,7 +122,7 @@ class DeferredUpdates:
         weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
         senders = [update.reduction.senders for update in updates]
         of_ids = _joined(senders, updates, -1, torch.int32)
-        return _replaced(
+        return replace(
             last,
             grad=grad,
             ids=torch.cat([update.ids for update in updates])[places],
@@ -136,10 +132,6 @@ class DeferredUpdates:
             reduction=Reduction(scales, None if of_ids is None else of_ids[places]),
             noted=None,
         )
-
-
-def _replaced(update: Update, **changes: object) -> Update:
-    return Update(**{**update.__dict__, **changes})
 
 
 def _joined(

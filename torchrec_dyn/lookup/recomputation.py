@@ -37,18 +37,19 @@ _KEPT = "_torchrec_dyn_lookups"  # attribute of a frame and of a ctx
 _MODULE = checkpoint.__name__
 
 
-def _code(function: Callable[..., Any]) -> CodeType:
+def code_of(function: Callable[..., Any]) -> CodeType:
+    """Returns the code of a function, without the decorators around it."""
     return inspect.unwrap(function).__code__
 
 
 def _inner_code(function: Callable[..., Any], name: str) -> CodeType:
     """Returns the code of a function that is defined inside another."""
-    inside = _code(function).co_consts
+    inside = code_of(function).co_consts
     return next(one for one in inside if isinstance(one, CodeType) and one.co_name == name)
 
 
-_FIRST_RUN = _code(checkpoint.CheckpointFunction.forward)
-_BACKWARD = _code(checkpoint.CheckpointFunction.backward)
+_FIRST_RUN = code_of(checkpoint.CheckpointFunction.forward)
+_BACKWARD = code_of(checkpoint.CheckpointFunction.backward)
 _UNPACK = _inner_code(checkpoint._checkpoint_hook.__init__, "unpack_hook")
 
 
@@ -112,7 +113,7 @@ def _differs(where: str, expected: str, got: str) -> RuntimeError:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointedCalls:
     """The checkpointed functions that call a lookup.
 
     Attributes:
@@ -142,7 +143,7 @@ def again(forward: Forward, recomputation: Recomputation) -> Forward:
     return replace(forward, open_forward=None, is_done=False, repeated=forward)
 
 
-def checkpoints_around() -> Checkpoints | None:
+def checkpointed_calls() -> CheckpointedCalls | None:
     """Returns the checkpointed functions that run on this thread, around the caller; None if none does."""
     has_hooks = _autograd._top_saved_tensors_default_hooks(True) is not None
     if not has_hooks and not _may_be_reentrant():
@@ -159,7 +160,7 @@ def checkpoints_around() -> Checkpoints | None:
         frame = frame.f_back
     if not first_runs and recomputation is None:
         return None
-    return Checkpoints(tuple(first_runs), recomputation)
+    return CheckpointedCalls(tuple(first_runs), recomputation)
 
 
 def _may_be_reentrant() -> bool:

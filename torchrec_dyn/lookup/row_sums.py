@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from torchrec_dyn.table import ranges_of
 
 _SHIFT = 10  # of the blocks in which rows are summed
 _NUMBERS_AT_ONCE = 1 << 22  # float64 copies of them are made for a norm
-_ADD_UP = RULES[OptimizerKind.EXACT_SGD].number, [-1.0]  # SGD at learning rate -1
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,38 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
         lines.append([len(blocks), len(of_room), _SHIFT, width])
         blocks += of_room
         sums.append(RowSums(ids[of_table], distinct[of_table], room[:count]))
-    ops.update_rows_(
-        update.grad, update.ids, numbers, update.bags.offsets, update.weights, blocks, [], [], [],
-        host_numbers(lines), update.bags.segments, update.streams, is_mean, *_ADD_UP,
-        update.reduction.scales, update.reduction.senders, (), None, [], [],
-    )  # fmt: skip
+    subtract_gradients(
+        -1.0,
+        grad=update.grad,
+        ids=update.ids,
+        rows=numbers,
+        offsets=update.bags.offsets,
+        bag_weights=update.weights,
+        weights=blocks,
+        layout=host_numbers(lines),
+        segments=update.bags.segments,
+        streams=update.streams,
+        mean=is_mean,
+        grad_scales=update.reduction.scales,
+        senders=update.reduction.senders,
+    )
     return sums
+
+
+def subtract_gradients(learning_rate: float, **given: Any) -> None:
+    """Subtracts the summed gradient of each row, times a rate: `ops.update_rows_` as SGD, without records."""
+    ops.update_rows_(
+        **given,
+        momentum1=[],
+        momentum2=[],
+        row_counter=[],
+        optimizer=RULES[OptimizerKind.EXACT_SGD].number,
+        hyper=[learning_rate],
+        marks=[],
+        mark_layout=None,
+        on_nonfinite=[],
+        nonfinite=[],
+    )
 
 
 def norm_of(sums: Sequence[RowSums], power: float) -> Tensor:

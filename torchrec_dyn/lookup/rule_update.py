@@ -15,14 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.lookup.row_sums import RowSums
-from torchrec_dyn.optimizers import RULES, OptimizerKind
+from torchrec_dyn.lookup.row_sums import RowSums, subtract_gradients
 from torchrec_dyn.row_rules import RowRule
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
-
-_SUBTRACT = RULES[OptimizerKind.EXACT_SGD].number, [1.0]  # SGD at learning rate 1
 
 
 @dataclass(frozen=True)
@@ -104,12 +100,21 @@ def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tens
     count, columns = before.shape
     rounded, shift = before.clone(), max(4, (count - 1).bit_length())
     blocks = [torch.cat([rounded, rounded.new_empty((1 << shift) - count, columns)])]
-    rows = torch.arange(count, device=ids.device)
-    ops.update_rows_(
-        (before.float() - after).flatten(), ids, rows, None, None, blocks, [], [], [],
-        host_numbers([[0, 1, shift, columns]]), host_numbers([[0, 0, count, 0, columns]]), stream[None],
-        False, *_SUBTRACT, [1.0], None, (), None, [], [],
-    )  # fmt: skip
+    subtract_gradients(
+        1.0,
+        grad=(before.float() - after).flatten(),
+        ids=ids,
+        rows=torch.arange(count, device=ids.device),
+        offsets=None,
+        bag_weights=None,
+        weights=blocks,
+        layout=host_numbers([[0, 1, shift, columns]]),
+        segments=host_numbers([[0, 0, count, 0, columns]]),
+        streams=stream[None],
+        mean=False,
+        grad_scales=[1.0],
+        senders=None,
+    )
     return blocks[0][:count]
 
 

@@ -11,7 +11,7 @@ Forward:
 4. Gather the rows and pool them by bag.
 
 On a GPU the first numbers of a batch are read together, while its rows are pooled already (first_read.py).
-And a pipeline that prefetches has taken the step before (prefetched_step.py).
+And a pipeline that prefetches has taken the step before (`PrefetchedStep`).
 A forward that activation checkpointing runs again takes no step: it repeats the first (recomputation.py).
 
 Backward:
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.batch import Batch, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
@@ -49,8 +49,7 @@ from torchrec_dyn.lookup.lookup_function import (
     pool,
     raise_after_backward,
 )
-from torchrec_dyn.lookup.prefetched_step import PrefetchedStep
-from torchrec_dyn.lookup.recomputation import Checkpoints, again, checkpoints_around
+from torchrec_dyn.lookup.recomputation import CheckpointedCalls, again, checkpointed_calls
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
 from torchrec_dyn.lookup.rule_update import update_by_rule
 from torchrec_dyn.lookup.table_lists import (
@@ -187,7 +186,7 @@ class TableGroup:
         batch = Batch(
             ids, offsets, weights, training, batch_sizes, counts, senders, times, scores
         )  # fmt: skip
-        around = checkpoints_around()
+        around = checkpointed_calls()
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
         if lock.is_changing:
@@ -206,7 +205,7 @@ class TableGroup:
                 lock.is_changing = False
 
     def _look_up(
-        self, batch: Batch, ahead: PrefetchedStep | None, around: Checkpoints | None
+        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
     ) -> Tensor:
         if around is not None and around.recomputation is not None:
             return self._repeat(batch, around)
@@ -257,7 +256,7 @@ class TableGroup:
             around.keep(self, forward)
         return output.view(bags.shape)
 
-    def _repeat(self, batch: Batch, around: Checkpoints) -> Tensor:
+    def _repeat(self, batch: Batch, around: CheckpointedCalls) -> Tensor:
         """Returns the output of a lookup that activation checkpointing runs again; no table changes."""
         assert around.recomputation is not None
         forward = around.recomputation.next_of(self, batch.ids, self._where)
@@ -576,7 +575,7 @@ class TableGroup:
     def _write(self, update: Update) -> None:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
         lists, bags = self._current(), update.bags
-        withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.deferred]
+        withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.withheld_parts]
         if withheld:
             tables = {t: self.tables[t] for t in withheld}
             count_late_grads(tables, update.rows, bags.table_offsets)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, Asked, Decision
-from torchrec_dyn.lookup.batch import Batch, TakenStep
+from torchrec_dyn.lookup.batch import Batch, TakenStep, no_scores, wrong_scores
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import FirstRead
 from torchrec_dyn.lookup.table_lists import TrainedTables
@@ -232,10 +232,7 @@ def _check_scores(trained: TrainedTables, batch: Batch) -> HostRead[None]:
     if scores is None:
         if not ids.numel():
             return
-        raise ValueError(
-            f"{where}: expected weights of the ids, which LowestScore adds up, got none. "
-            "Pass weights in the KeyedJaggedTensor."
-        )
+        raise no_scores(where)
     if not scores.is_floating_point() or scores.shape != ids.shape:
         raise ValueError(
             f"{where}: expected one weight per id for LowestScore, got {list(scores.shape)} of "
@@ -245,9 +242,7 @@ def _check_scores(trained: TrainedTables, batch: Batch) -> HostRead[None]:
     parts = torch.cat([scores[ends[number] : ends[number + 1]] for number in trained.units])
     [wrong] = yield [((parts >= 0) & (parts < torch.inf)).logical_not_().sum()]
     if wrong:
-        raise ValueError(
-            f"{where}: expected finite weights from 0 on for LowestScore, got {wrong} others."
-        )
+        raise wrong_scores(where, wrong)
 
 
 def _added(trained: TrainedTables, batch: Batch) -> Tensor | None:

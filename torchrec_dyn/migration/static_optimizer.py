@@ -146,12 +146,7 @@ def saved_moments(
 ) -> SavedMoments:
     """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
 
-    Args:
-        trainer: the optimizer that trained the table.
-        weight: [N, D], the parameter.
-        optimizer: the rule for further training.
-        table: name of the table.
-        where: name of the table for error messages.
+    weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
 
     Raises:
         ValueError: if the state is the state of another rule, or its shape does not match the rows.

@@ -8,8 +8,11 @@ The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict`
 """
 
 from torchrec_dyn.modules.collection_tables import UnshardedCollection
-from torchrec_dyn.modules.embedding_collection import DynamicEmbeddingCollection
-from torchrec_dyn.modules.embeddingbag_collection import DynamicEmbeddingBagCollection
+from torchrec_dyn.modules.embedding_collection import DefaultSelection, DynamicEmbeddingCollection
+from torchrec_dyn.modules.embeddingbag_collection import (
+    DynamicEmbeddingBagCollection,
+    outputs_by_sample,
+)
 from torchrec_dyn.modules.feature_ids import FeatureReader, as_int64, checked_features
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, LearningRateGroup
 from torchrec_dyn.modules.optimizer_choice import (
@@ -21,7 +24,6 @@ from torchrec_dyn.modules.optimizer_choice import (
     merged_fused_params,
 )
 from torchrec_dyn.modules.optimizer_state import saved_states
-from torchrec_dyn.modules.sample_outputs import outputs_by_sample
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,

@@ -33,14 +33,7 @@ def unsharded_tables(
     device: torch.device | str | None,
     where: str,
 ) -> dict[str, UnshardedTable]:
-    """Creates the tables of one collection, by name.
-
-    Args:
-        configs: checked configs.
-        dynamic: the `dynamic` argument of the collection.
-        fused_params: the `fused_params` argument of the collection.
-        device: device of the rows; None: cpu.
-        where: the collection's class name, for messages.
+    """Creates the tables of one collection, by name, from checked configs and the collection's arguments.
 
     Raises:
         ValueError: if an option or an optimizer is not valid.

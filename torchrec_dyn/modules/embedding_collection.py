@@ -23,7 +23,28 @@ from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
 
-class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterface):
+class DefaultSelection:
+    """Mixin of what TorchRec's sharded collection asks a module before it selects features.
+
+    Its default selection is correct for any ids.
+    """
+
+    def use_gather_select(self) -> bool:
+        """Returns False: TorchRec does not select with torch.gather."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """Returns None: the selection is the same for all sharding types."""
+        return None
+
+    def use_sorted_select(self) -> bool:
+        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
+        return False
+
+
+class DynamicEmbeddingCollection(
+    DefaultSelection, UnshardedCollection, EmbeddingCollectionInterface
+):
     """Looks up the row of each id, as TorchRec's EmbeddingCollection does, for any int64 ids.
 
     In training an unseen id gets a row, and backward updates the rows with the fused optimizer. In
@@ -118,21 +139,6 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
     def need_indices(self) -> bool:
         """Returns True if outputs contain the ids."""
         return self._need_indices
-
-    # TorchRec's sharded collection calls these methods before it selects features. Its default selection is
-    # correct for any ids.
-
-    def use_gather_select(self) -> bool:
-        """Returns False: TorchRec does not select with torch.gather."""
-        return False
-
-    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """Returns None: the selection is the same for all sharding types."""
-        return None
-
-    def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
-        return False
 
     @property
     def unsharded_lookup(self) -> UnshardedLookup:

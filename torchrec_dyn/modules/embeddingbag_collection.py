@@ -9,20 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
+    reorder_inverse_indices,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
 from torchrec_dyn.modules.feature_ids import FeatureReader
-from torchrec_dyn.modules.sample_outputs import outputs_by_sample
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
@@ -135,3 +136,25 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         )
         made._copy_marks(self)
         return made
+
+
+def outputs_by_sample(
+    pooled: Sequence[Tensor], inverse_indices: tuple[list[str], Tensor] | None, names: list[str]
+) -> Tensor:
+    """Returns the outputs of all features side by side, with the bags that each sample refers to.
+
+    TorchRec's `process_pooled_embeddings` does the same, but adds gradients in any order on CUDA.
+
+    Args:
+        pooled: [bags, columns] of each feature.
+        inverse_indices: feature names, and for each of them the bag of each sample, [features, B]; None if
+            bag i belongs to sample i.
+        names: feature name of each output.
+
+    Returns:
+        [B, sum of columns].
+    """
+    if inverse_indices is not None:
+        bags = reorder_inverse_indices(inverse_indices, names)
+        pooled = [repeat_rows(of_bags, one) for of_bags, one in zip(pooled, bags, strict=True)]
+    return torch.cat(list(pooled), dim=1)

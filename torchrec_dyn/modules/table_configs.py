@@ -257,11 +257,7 @@ def number_by_table(
 ) -> dict[str, int]:
     """Returns an integer option, such as a dimension or a divisor, for each table.
 
-    Args:
-        given: one number for all tables, or a mapping with a number for each table.
-        names: the tables of the collection.
-        most: the largest allowed number of each table.
-        where: collection and option, for messages.
+    `given` is one number for all tables, or a mapping with a number for each. `where` names the option, too.
 
     Raises:
         ValueError: if a table has no number, a name is not a table, or a number is not in [1, most].

@@ -38,12 +38,7 @@ class UnshardedTable(nn.Module):
     TableShard, created at first use, when their optimizer is known. The table is frozen if `weight`
     requires no gradient; `rows()` sets `is_frozen` of the TableShard accordingly.
 
-    Args:
-        config: the table's checked config.
-        dynamic: the table's options.
-        fused_params: the collection's `fused_params`, or None.
-        device: device of the rows; meta: there are no rows.
-        where: the collection's class name, for messages.
+    `config` was checked. On the device meta there are no rows. `where` is the collection's class name.
     """
 
     def __init__(

@@ -16,10 +16,8 @@ GradientClippingOptimizer clips nothing if some parameters are on the meta devic
 
 from __future__ import annotations
 
-import inspect
 import sys
 from abc import ABCMeta
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -37,23 +35,20 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
+from torchrec_dyn.lookup import code_of
 
-def _code(function: Callable[..., Any]) -> CodeType:
-    return inspect.unwrap(function).__code__
-
-
-_DDP = _code(DistributedDataParallel.__init__)
-_DMP = _code(DistributedModelParallel.__init__)
-_DMP_SHARDS = _code(DistributedModelParallel._shard_modules_impl)
-_FULLY_SHARD = _code(fully_shard)
-_GET_MODEL_STATE_DICT = _code(dcp_state_dict._get_model_state_dict)
-_AVERAGED = _code(AveragedModel.__init__)
-_SHARE_MEMORY = _code(nn.Module.share_memory)
-_SCALED = _code(GradScaler._maybe_opt_step)
-_CLIPPED = _code(GradientClippingOptimizer.step)
+_DDP = code_of(DistributedDataParallel.__init__)
+_DMP = code_of(DistributedModelParallel.__init__)
+_DMP_SHARDS = code_of(DistributedModelParallel._shard_modules_impl)
+_FULLY_SHARD = code_of(fully_shard)
+_GET_MODEL_STATE_DICT = code_of(dcp_state_dict._get_model_state_dict)
+_AVERAGED = code_of(AveragedModel.__init__)
+_SHARE_MEMORY = code_of(nn.Module.share_memory)
+_SCALED = code_of(GradScaler._maybe_opt_step)
+_CLIPPED = code_of(GradientClippingOptimizer.step)
 _STATIC = (
-    _code(ShardedEmbeddingBagCollection.__init__),
-    _code(ShardedEmbeddingCollection.__init__),
+    code_of(ShardedEmbeddingBagCollection.__init__),
+    code_of(ShardedEmbeddingCollection.__init__),
 )
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "

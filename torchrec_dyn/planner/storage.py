@@ -24,6 +24,7 @@ from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torchrec_dyn.life import most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
     chosen_optimizer,
@@ -32,7 +33,6 @@ from torchrec_dyn.modules import (
 )
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.shard_memory import table_bytes
-from torchrec_dyn.policies import most_counters
 from torchrec_dyn.ranks import config_of_share, row_limit
 
 

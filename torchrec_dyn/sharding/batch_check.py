@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from torchrec_dyn.lookup import no_scores, wrong_scores
 from torchrec_dyn.modules import checked_features
 
 
@@ -96,17 +97,12 @@ class BatchCheck:
         weights = features.weights_or_none()
         if weights is None:
             if training and self.needs_weights:
-                raise ValueError(
-                    f"{self.where}: expected weights of the ids, which LowestScore adds up, got none. "
-                    "Pass weights in the KeyedJaggedTensor."
-                )
+                raise no_scores(self.where)
             return features
         if training and self.needs_weights:
             wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
             if wrong:
-                raise ValueError(
-                    f"{self.where}: expected finite weights from 0 on for LowestScore, got {wrong} others."
-                )
+                raise wrong_scores(self.where, wrong)
         if weights.dtype == torch.float32 and not weights.requires_grad:
             return features
         return _made(features, features.values(), weights.detach().float())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,26 @@ from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 PrefetchedSteps: TypeAlias = dict[DynamicKernel, PrefetchedStep]
 
 
-class PooledLookup(GroupedPooledEmbeddingsLookup):
+class _RefusesStateTracker:
+    """Mixin for TorchRec's lookups; its tracker reads optimizer state of its own tables, by row number."""
+
+    grouped_configs: list[GroupedEmbeddingConfig]
+
+    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
+
+        Raises:
+            ValueError: always.
+        """
+        names = {name for group in self.grouped_configs for name in group.table_names()}
+        raise ValueError(
+            f"tables {', '.join(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
+            "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
+            "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
+        )
+
+
+class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
     """Looks up the pooled tables of one sharding type on this rank.
 
     Attributes:
@@ -44,14 +63,6 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
         **later_torchrec: Any,
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
-
-    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
-
-        Raises:
-            ValueError: always.
-        """
-        _refuse_state_tracker(self.grouped_configs)
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
@@ -81,7 +92,7 @@ def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list
     ]
 
 
-class SequenceLookup(GroupedEmbeddingsLookup):
+class SequenceLookup(_RefusesStateTracker, GroupedEmbeddingsLookup):
     """Looks up the sequence tables of one sharding type on this rank."""
 
     node_size: int = 1  # TorchRec does not spread rows of sequence tables within nodes
@@ -100,24 +111,6 @@ class SequenceLookup(GroupedEmbeddingsLookup):
         **later_torchrec: Any,
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
-
-    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
-
-        Raises:
-            ValueError: always.
-        """
-        _refuse_state_tracker(self.grouped_configs)
-
-
-def _refuse_state_tracker(groups: Sequence[GroupedEmbeddingConfig]) -> NoReturn:
-    """Raises ValueError: TorchRec's tracker reads optimizer state of its own tables, by row number."""
-    names = ", ".join(sorted({name for group in groups for name in group.table_names()}))
-    raise ValueError(
-        f"tables {names}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, or EMBEDDING for a "
-        "sequence collection), got a mode with optimizer state. "
-        "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
-    )
 
 
 def prefetch(

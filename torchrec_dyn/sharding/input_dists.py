@@ -7,19 +7,21 @@ of all sharding types.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import ismethod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, SequenceLookup, device_of
 from torchrec_dyn.sharding.sent_modes import with_mode_of
 
 
@@ -58,15 +60,26 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         return self._dist(by_owner)
 
 
-class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
-    """Sends ids to their owners within the node that holds the table.
+class RoutesIds(CreatesLookup):
+    """Mixin for TorchRec's row-wise shardings, with our lookups and input dist."""
 
-    Args:
-        pg: all ranks.
-        local_size: number of ranks of a node.
-        features_per_rank: number of features of the tables of each rank.
-        device: of the positions of the features.
-    """
+    _get_num_features: Callable[[], int]
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """Creates the input dist that routes by range of the mixed id."""
+        sharding: Any = self
+        return RowWiseInputDist(
+            pg=sharding._pg,
+            num_features=self._get_num_features(),
+            device=device_of(self, device),
+            is_sequence=self.lookup_class is SequenceLookup,
+        )
+
+
+class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
+    """Sends ids to their owners within the node that holds the table; `pg` has all ranks."""
 
     def __init__(
         self,

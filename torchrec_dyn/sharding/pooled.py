@@ -25,7 +25,7 @@ from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, Shardin
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, PooledLookup, device_of
-from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
+from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RoutesIds
 from torchrec_dyn.sharding.output_dists import (
     GridOutputDist,
     NodeRowWiseOutputDist,
@@ -105,19 +105,8 @@ class TableColumnWisePooled(ColumnWisePooled, TwCwPooledEmbeddingSharding):
     """Column ranges of tables on the ranks of one node."""
 
 
-class RowWisePooled(_CreatesPooledLookup, RwPooledEmbeddingSharding):
+class RowWisePooled(_CreatesPooledLookup, RoutesIds, RwPooledEmbeddingSharding):
     """Rows spread over all ranks."""
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the input dist that routes by range of the mixed id."""
-        return RowWiseInputDist(
-            pg=self._pg,
-            num_features=self._get_num_features(),
-            device=device_of(self, device),
-            is_sequence=False,
-        )
 
     def create_output_dist(
         self, device: torch.device | None = None

@@ -139,9 +139,7 @@ def load_tables(
 def stage_table(table: Table, saved: Mapping[str, Tensor]) -> ModelEntry:
     """Returns the verified load of an unsharded table, which is to be committed.
 
-    Args:
-        table: the table.
-        saved: tensors by name, with "weight" and "ids".
+    saved: tensors by name, with "weight" and "ids".
 
     Raises:
         ValueError: if the table is damaged or does not match the model.

@@ -250,11 +250,8 @@ class TableEntry(ABC):
 class LoadSession:
     """The tables that are read in one load.
 
-    Args:
-        entries: entries of the tables, in the same order on all ranks.
-
     Attributes:
-        entries: entries of the tables.
+        entries: of the tables, in the same order on all ranks.
     """
 
     def __init__(self, entries: Sequence[TableEntry]) -> None:

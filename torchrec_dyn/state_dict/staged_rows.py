@@ -42,18 +42,10 @@ _READ_AT_ONCE = 1 << 20
 def put_block(
     store: RowStore, origin: int, places: Places, place: int, column: int, values: Tensor
 ) -> int:
-    """Copies the part of a block of a saved tensor that belongs into a store.
+    """Copies the part of a block of a saved tensor that belongs into a store; returns the count of numbers.
 
-    Args:
-        store: store of the rows at `places`.
-        origin: column of the tensor at which the store begins.
-        places: places of the rows of the store.
-        place: place of the block's first row.
-        column: column of the tensor at which the block begins.
-        values: [M, C], the block.
-
-    Returns:
-        The count of copied numbers.
+    The store has the rows at `places`, and the columns of the tensor from `origin` on. The block,
+    values [M, C], begins with the row at `place` and at `column` of the tensor.
     """
     first = max(column, origin)
     end = min(column + values.shape[1], origin + store.columns)
@@ -72,12 +64,7 @@ def place_of_block(
 ) -> Tensor | None:
     """Returns the part of a store into which a whole block of a saved tensor belongs; None if there is none.
 
-    Args:
-        store: store of the rows at `places`.
-        origin: column of the tensor at which the store begins.
-        places: places of the rows of the store.
-        offset: row and column of the tensor at which the block begins.
-        size: numbers of rows and columns of the block.
+    `offset` and `size` are in rows and columns of the tensor; the others as in `put_block`.
     """
     column = offset[1] - origin
     ranges = list(places.within(offset[0], offset[0] + size[0]))
@@ -91,13 +78,10 @@ class StagedRows:
     """The staged ids, weights, scores and waiting ids for one shard of a table.
 
     Args:
-        name: name of the table.
-        where: the table, for messages.
         places: places of the rows to read.
         columns: first column of the shard, and its number of columns.
         dtype: dtype of the saved rows.
         shift: binary logarithm of the number of rows of a block of the table.
-        device: device of the table, where rows are staged.
         limit: limit of the table, for its id map.
         owns: function that returns for ids [M] a mask, [M] bool, of the ids that belong here; None: all ids.
         counters: limit of the waiting ids; None if ids do not wait.

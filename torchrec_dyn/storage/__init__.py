@@ -33,6 +33,7 @@ from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
     IdMap,
     MapList,
+    canonical_keys,
     canonical_order,
     most_slots,
     new_key,

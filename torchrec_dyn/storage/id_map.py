@@ -72,10 +72,15 @@ def new_key() -> int:
     return secrets.randbits(62) + 1
 
 
-def canonical_order(ids: Tensor) -> Tensor:
-    """Returns the permutation that sorts ids [M] int64 by their mixed id, unsigned."""
+def canonical_keys(ids: Tensor) -> Tensor:
+    """Returns keys of ids [M] int64, [M] int64: their order is the canonical order, by mixed id, unsigned."""
     # Flipping the sign bit turns the unsigned order into the signed order.
-    return torch.argsort(ops.mix64(ids) ^ torch.iinfo(torch.int64).min)
+    return ops.mix64(ids) ^ torch.iinfo(torch.int64).min
+
+
+def canonical_order(ids: Tensor) -> Tensor:
+    """Returns the permutation that sorts ids [M] int64 into the canonical order."""
+    return torch.argsort(canonical_keys(ids))
 
 
 class IdMap:

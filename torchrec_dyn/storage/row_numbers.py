@@ -105,8 +105,8 @@ class RowNumbers:
 
     Attributes:
         high_water_mark: number of rows ever handed out; every row below it is in use, free or withheld.
-        deferred: withheld rows that were freed together, each with the number of the latest forward that was
-            open then. The next call may release some of them.
+        withheld_parts: withheld rows that were freed together, each with the number of the latest forward
+            that was open then. The next call may release some of them.
     """
 
     def __init__(self, forwards: OpenForwards, device: torch.device) -> None:
@@ -115,7 +115,7 @@ class RowNumbers:
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self._num_free = 0
-        self.deferred: list[tuple[int, Tensor]] = []
+        self.withheld_parts: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
         """Hands out and returns `count` distinct rows, [count] int64."""
@@ -159,25 +159,25 @@ class RowNumbers:
         rows [M] int64, distinct, handed out before. A second call with the same tensor directly after changes
         nothing.
         """
-        is_new = not self.deferred or self.deferred[-1][1] is not rows
+        is_new = not self.withheld_parts or self.withheld_parts[-1][1] is not rows
         if rows.numel() and is_new:
-            self.deferred.append((self.forwards.latest, rows))
+            self.withheld_parts.append((self.forwards.latest, rows))
 
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""
         self._release()
-        keep_in_use(*(rows for _, rows in self.deferred))  # as in `prepare`
+        keep_in_use(*(rows for _, rows in self.withheld_parts))  # as in `prepare`
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return torch.cat([nothing, *(rows for _, rows in self.deferred)])
+        return torch.cat([nothing, *(rows for _, rows in self.withheld_parts)])
 
     def _release(self) -> None:
         free: list[Tensor] = []
         withheld: list[tuple[int, Tensor]] = []
-        for latest, rows in self.deferred:
+        for latest, rows in self.withheld_parts:
             if self.forwards.all_closed_up_to(latest):
                 free.append(rows)
             else:
                 withheld.append((latest, rows))
         if free:
             count = self._num_free + sum(rows.numel() for rows in free)
-            self._free, self._num_free, self.deferred = self._free + free, count, withheld
+            self._free, self._num_free, self.withheld_parts = self._free + free, count, withheld

@@ -33,18 +33,20 @@ from torchrec_dyn.table.checks import (
     checked_device,
 )
 from torchrec_dyn.table.contents import (
+    from_saved_bytes,
     given_state,
+    is_spawning,
     read_state,
     replace_contents,
     state_for_copy,
     state_shapes,
     stored_state,
+    to_saved_bytes,
     write_state,
 )
 from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
-from torchrec_dyn.table.spawned_copies import from_saved_bytes, is_spawning, to_saved_bytes
 
 
 class TableShard(TableArrays):

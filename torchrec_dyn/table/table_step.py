@@ -36,13 +36,7 @@ def expired_of(table: TableArrays) -> HostRead[Expired]:
     """Returns the expired ids of a table with an age limit and removes nothing."""
     assert table.life is not None
     if table.life.expires_by_time and table.life.has_missed_time():
-        warnings.warn(
-            f"{table.where}: expected set_time(t) before training, since its rows expire by time, got no "
-            f"time in {STEPS_WITHOUT_TIME} training steps, so no row expires. "
-            "Call collection.set_time(t) before each batch.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn_of_missed_time(table, "rows expire", "no row expires")
     high = table.row_numbers.high_water_mark
     expired = yield from table.life.expired(table.next_step, table.id_map, high)
     return Expired(*(expired or (_NONE, _NONE)), table.id_map.num_ids)
@@ -55,14 +49,18 @@ def touched_of(table: TableArrays, rows: Tensor, times: Tensor | None) -> tuple[
     """
     assert table.life is not None
     if not table.life.expires_by_time and table.life.has_missed_time():
-        warnings.warn(
-            f"{table.where}: expected set_time(t) before training, since its counts decay by time, got no "
-            f"time in {STEPS_WITHOUT_TIME} training steps, so no count decays. "
-            "Call collection.set_time(t) before each batch.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn_of_missed_time(table, "counts decay", "no count decays")
     return table.life.touched(rows, times, table.next_step)
+
+
+def _warn_of_missed_time(table: TableArrays, rule: str, effect: str) -> None:
+    warnings.warn(
+        f"{table.where}: expected set_time(t) before training, since its {rule} by time, got no "
+        f"time in {STEPS_WITHOUT_TIME} training steps, so {effect}. "
+        "Call collection.set_time(t) before each batch.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def admission(

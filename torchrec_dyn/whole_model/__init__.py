@@ -1,7 +1,7 @@
 """Functions on whole models and collections, sharded or not, under any plan.
 
-Imports `distributed`, `modules`, `state_dict`, `ranks`, `lookup`, `checkpoint_format` and the ground. Start
-with `by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.
+Imports `distributed`, `modules`, `state_dict`, `ranks`, `lookup`, `storage`, `checkpoint_format` and the
+ground. Start with `by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.
 """
 
 from torchrec_dyn.whole_model.by_id import (
@@ -21,6 +21,7 @@ from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, sta
 from torchrec_dyn.whole_model.tables import (
     Collection,
     collections_of,
+    lock_of,
     saved_forms,
     saved_sums,
     table_names,

@@ -19,7 +19,12 @@ from torchrec.distributed.types import ShardedModule, ShardingType
 
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.ranks import gather_results
-from torchrec_dyn.whole_model.tables import Collection, ShardedCollection, collections_of
+from torchrec_dyn.whole_model.tables import (
+    ShardedCollection,
+    collections_of,
+    groups_of,
+    optimizers_of,
+)
 
 _Groups = list[tuple[dist.ProcessGroup | None, list[TableGroup]]]
 
@@ -119,26 +124,14 @@ def _deferring_groups(model: nn.Module, where: str) -> _Groups:
     """
     grouped: _Groups = []
     for path, collection in collections_of(model, where):
-        group, groups = _groups_of(collection)
-        optimizers = (
-            collection._shards.optimizers()
-            if isinstance(collection, ShardedCollection)
-            else [table.tables[0].optimizer for table in groups]
-        )
-        if not all(optimizer.defer_updates for optimizer in optimizers):
+        if not all(optimizer.defer_updates for optimizer in optimizers_of(collection)):
             raise ValueError(
                 f"{where}: expected deferred updates of the tables of {path or type(collection).__name__}, "
                 "got tables that backward updates: their gradients are gone. Set "
                 "fused_params={'defer_updates': True, ...}."
             )
-        grouped.append((group, groups))
+        grouped.append(groups_of(collection))
     return grouped
-
-
-def _groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
-    if isinstance(collection, ShardedCollection):
-        return collection._env.process_group, collection._shards.groups()
-    return None, collection.unsharded_lookup.table_groups()
 
 
 def _check_no_sharded_gradients(model: nn.Module, where: str) -> None:
@@ -199,7 +192,7 @@ class GradScaler(TorchGradScaler):
             if not any(id(param) in held for param in params):
                 continue
             is_ours = True
-            process_group, groups = _groups_of(collection)
+            process_group, groups = groups_of(collection)
             factor = float(inv_scale)
             of_ranks = gather_results(
                 process_group, where, partial(_unscaled, groups, factor, of_dense)

@@ -41,13 +41,7 @@ class ScalarWriter(Protocol):
     """A writer of numbers, such as TensorBoard's `SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Writes one number.
-
-        Args:
-            tag: name of the number.
-            scalar_value: the number.
-            global_step: step of the number.
-        """
+        """Writes one number under its name."""
         ...
 
 

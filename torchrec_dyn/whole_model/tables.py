@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -13,13 +14,16 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
+from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection
+from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
     saved_tensors,
 )
+from torchrec_dyn.storage import TableLock
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
 Collection = UnshardedCollection | ShardedCollection
@@ -93,10 +97,10 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
     collection = checked_collection(module, call)
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
-    if isinstance(collection, ShardedCollection):
-        tables = collection._shards.tables()
-    else:
+    if isinstance(collection, UnshardedCollection):
         tables = [one.as_table() for one in collection.unsharded_lookup.tables]
+    else:
+        tables = collection._shards.tables()
     return {one.name: replace(one, key=prefix + one.name) for one in tables}
 
 
@@ -105,6 +109,28 @@ def table_names(collection: Collection) -> list[str]:
     if isinstance(collection, UnshardedCollection):
         return list(collection.dynamic_configs())
     return list(collection.module_sharding_plan)
+
+
+def lock_of(collection: Collection) -> TableLock:
+    """Returns the lock of a collection's tables."""
+    if isinstance(collection, UnshardedCollection):
+        return collection.unsharded_lookup.lock
+    return collection._shards.lock
+
+
+def groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
+    """Returns the ranks of a collection, None for one process, and the table groups of this rank."""
+    if isinstance(collection, UnshardedCollection):
+        return None, collection.unsharded_lookup.table_groups()
+    return collection._env.process_group, collection._shards.groups()
+
+
+def optimizers_of(collection: Collection) -> list[RowOptimizer]:
+    """Returns the row optimizers of a collection's tables, on any rank."""
+    if isinstance(collection, UnshardedCollection):
+        groups = collection.unsharded_lookup.table_groups()
+        return [group.tables[0].optimizer for group in groups]
+    return list(collection._shards.optimizers())
 
 
 def _collections(model: nn.Module) -> list[tuple[str, Collection]]:
