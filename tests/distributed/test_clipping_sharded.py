@@ -36,9 +36,9 @@ class WithHead(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        outputs = self.collection(features)
-        pooled = outputs if isinstance(outputs, torch.Tensor) else outputs.values()
-        return (3.0 * self.head(pooled)).square().mean()
+        outputs = self.collection(features)  # in an order that depends on the plan
+        pooled = torch.cat([outputs[name] for name in sorted(outputs.keys())], dim=1)
+        return self.head(pooled).square().mean()
 
 
 class Static(nn.Module):
@@ -52,13 +52,15 @@ class Static(nn.Module):
             rows, _ = dyn.lookup_rows(collection, table.name, self.ids[table.name])
             self.bags[table.name] = nn.EmbeddingBag.from_pretrained(rows, False, mode="sum")
 
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        jagged, pooled = features.to_dict(), []
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        pooled = {}
         for table in self.tables:
-            for of_feature in (jagged[name] for name in table.features):
-                places = torch.searchsorted(self.ids[table.name], of_feature.values())
-                pooled.append(self.bags[table.name](places, of_feature.offsets()[:-1]))
-        return torch.cat(pooled, dim=1)
+            for name in table.features:
+                jagged = features[name]
+                places = torch.searchsorted(self.ids[table.name], jagged.values())
+                output = f"{name}@{table.name}" if name == "a" else name  # "a" has two tables
+                pooled[output] = self.bags[table.name](places, jagged.offsets()[:-1])
+        return pooled
 
 
 def clipped_with_a_head(kinds: tuple[str, ...]) -> None:
@@ -79,13 +81,14 @@ def clipped_with_a_head(kinds: tuple[str, ...]) -> None:
     model = DistributedModelParallel(dynamic, plan=plan, sharders=[sharder_of(case)])
     optimizer = with_dense_sgd(model, 0.1)
     plain = torch.optim.SGD(static.parameters(), lr=0.1)
-    for step, most in enumerate((0.05, 1e9, 0.2)):
+    for step, part in enumerate((0.1, 10.0, 0.5)):
         optimizer.zero_grad(), plain.zero_grad()
         for per_rank, together in source[2 * step : 2 * step + 2]:
             model(per_rank[rank]).backward(), static(together).backward()
+        most = part * float(dyn.clip_grad_norm_(model, math.inf))
         norm = dyn.clip_grad_norm_(model, most)
         expected = nn.utils.clip_grad_norm_(static.parameters(), most)
-        assert float(norm) == pytest.approx(float(expected), rel=1e-5) and 0.2 < norm < 1e9
+        assert float(norm) == pytest.approx(float(expected), rel=1e-5)
         got = [one.grad for one in model.parameters() if one.grad is not None]
         for one, other in zip(got, static.head.parameters(), strict=True):
             torch.testing.assert_close(one, other.grad, rtol=1e-4, atol=1e-6)

@@ -38,6 +38,7 @@ from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
 )
+from torchrec.optim.keyed import OptimizerWrapper
 
 import torchrec_dyn as dyn
 
@@ -257,13 +258,25 @@ def test_saves_and_loads_between_backward_and_step(tmp_path: Any) -> None:
 RUN = Run(("table_wise", "row_wise"), ("row_wise",), steps=5, fused_params=DEFERRED)
 
 
-def in_cycles(ahead: bool) -> Any:
+class Clipped(OptimizerWrapper):
+    """An optimizer that clips before its step, as docs/guide/accumulation.md has it."""
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        super().__init__(optimizer)
+        self._model = model
+
+    def step(self, closure: Any = None) -> None:
+        assert dyn.clip_grad_norm_(self._model, 0.01) > 0.01
+        super().step(closure)
+
+
+def in_cycles(ahead: bool, run: Run = RUN, clips: bool = False) -> Any:
     """A plain loop of cycles of two batches, the last of one; `ahead`: as semi-sync pipelines look up."""
-    model = sharded_model(RUN)
-    optimizer = optimizer_of(RUN, model)
+    model = sharded_model(run)
+    optimizer = optimizer_of(run, model)
     lookups = [model.module.pooled, model.module.sequences]
     forwards = [lookup.forward for lookup in lookups]
-    source = run_batches(RUN)
+    source = run_batches(run)
     rows = [forward(source[0].features) for forward in forwards]
     for number, batch in enumerate(source):
         for lookup, of_lookup in zip(lookups, rows, strict=True):
@@ -273,7 +286,9 @@ def in_cycles(ahead: bool) -> Any:
             if ahead:
                 rows = [forward(following.features) for forward in forwards]
         loss.backward()
-        if number % 2 or number == RUN.steps - 1:
+        if number % 2 or number == run.steps - 1:
+            if clips:
+                dyn.clip_grad_norm_(model, 0.01)
             optimizer.step()
             optimizer.zero_grad()
         for following in source[number + 1 : number + 2]:
@@ -286,15 +301,16 @@ def steps_of(model: Any) -> list[int]:
     return [table.stats()["step"] for table in tables_of(model).values()]
 
 
-def by_the_wrapper(pipeline: str, cleared: bool) -> Any:
-    model = sharded_model(RUN)
+def by_the_wrapper(pipeline: str, cleared: bool, run: Run = RUN, clips: bool = False) -> Any:
+    model = sharded_model(run)
     with shims_for(pipeline):
-        inner = make_pipeline(RUN, pipeline, model)
+        inner = make_pipeline(run, pipeline, model)
+        optimizer = Clipped(inner._optimizer, model) if clips else inner._optimizer
         config = GradientAccumulationConfig(num_steps=2)
-        wrapper = GradientAccumulationWrapper(inner, inner._optimizer, model, config)
+        wrapper = GradientAccumulationWrapper(inner, optimizer, model, config)
         if cleared:
             wrapper.optimizer_wrapper.zero_grad()
-        drain(wrapper, run_batches(RUN))
+        drain(wrapper, run_batches(run))
     return states_of(model), steps_of(model)
 
 
@@ -308,6 +324,16 @@ def test_accumulates_by_the_wrapper_of_torchrec(pipeline: str) -> None:
         check_same_states(one, another)
         # In the semi-sync pipeline the third lookup runs before the first step, the fifth before the second.
         assert steps == expected_steps == [2 if ahead else 3] * len(steps)
+
+
+def test_clips_in_a_pipeline_once_a_cycle() -> None:
+    """The sums of dense gradients have another order, so the norm is another up to rounding."""
+    run = replace(RUN, steps=4)
+    got = workers.run(by_the_wrapper, "sparse_dist", False, run, True, world_size=2)
+    expected = workers.run(in_cycles, False, run, True, world_size=2)
+    for (one, _), (another, _) in zip(got, expected, strict=True):
+        for table, state in another.items():
+            torch.testing.assert_close(one[table], state, rtol=1e-5, atol=1e-6)
 
 
 def first_gradients() -> tuple[bool, bool]:

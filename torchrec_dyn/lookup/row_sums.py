@@ -60,7 +60,7 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
     for number, width in enumerate(columns):
         of_table = ranges.get(number, slice(0, 0))
         count = of_table.stop - of_table.start
-        room = update.grad.new_zeros(-(-count >> _SHIFT) << _SHIFT, width)
+        room = _zeros(-(-count >> _SHIFT) << _SHIFT, width, update)
         of_room = room.split(1 << _SHIFT) if count else ()
         lines.append([len(blocks), len(of_room), _SHIFT, width])
         blocks += of_room
@@ -71,6 +71,12 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
         update.reduction.scales, update.reduction.senders, (), None, [], [],
     )  # fmt: skip
     return sums
+
+
+def _zeros(rows: int, columns: int, update: Update) -> Tensor:
+    """Returns zeros [rows, columns] in memory that the ops keep: fresh memory costs as much as the sums."""
+    absent = update.rows.new_full((rows,), -1)
+    return ops.gather_rows(absent, [update.grad.new_empty(1, columns)], 0, columns, torch.float32)
 
 
 def norm_of(sums: Sequence[RowSums], power: float) -> Tensor:
