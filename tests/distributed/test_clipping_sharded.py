@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 import torchrec_dyn as dyn
@@ -135,7 +135,9 @@ def beside_static_tables(kind: str) -> str:
     beside = EmbeddingBagConfig(name="s", embedding_dim=8, num_embeddings=1000, feature_names=["s"])
     static = EmbeddingBagCollection([beside])
     model = nn.ModuleDict({"collection": collection_of(case), "static": static})
-    of_static = replace(usual_plan(kind, 8, 2, 2), compute_kernel="dense")
+    of_static = replace(usual_plan("table_wise", 8, 2, 2), compute_kernel="dense")
+    if kind == "data_parallel":
+        of_static = ParameterSharding(kind, "dense", [0, 1])
     plan = ShardingPlan({"collection": {"t": case.tables[0].plan}, "static": {"s": of_static}})
     sharded = DistributedModelParallel(
         model, plan=plan, sharders=[sharder_of(case), EmbeddingBagCollectionSharder()]
@@ -149,4 +151,5 @@ def beside_static_tables(kind: str) -> str:
 
 def test_gradients_of_static_tables_spread_over_ranks_are_refused() -> None:
     for message in workers.run(beside_static_tables, "table_wise", world_size=2):
-        assert "got static.s with the kernel dense, whose gradients are spread" in message
+        assert "static.s with the kernel dense, whose gradients are spread" in message
+    assert workers.run(beside_static_tables, "data_parallel", world_size=2) == ["", ""]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
-from sharded_training import Holder, collection_of
+from sharded_training import Holder, collection_of, shard
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -231,8 +231,8 @@ def clamped_repeats() -> dict[bool, float]:
     moved = {}
     for dedup in (False, True):
         table = Table("t", ["a"], shard_by_hand("row_wise", [([0], 0, 8)]))
-        case = Case([table], pooled=False, dedup=dedup)
-        model = sharded(collection_of(case), case, {**SGD, **limit})
+        case = Case([table], pooled=False, dedup=dedup, fused_params={**SGD, **limit})
+        model = shard(case, collection_of(case))
         model(batch)["a"].values()  # the row is there from now on
         before = model.module.collection.table("t").lookup(IDS[:1])[0]
         (2.0 * model(batch)["a"].values()).sum().backward()
