@@ -377,8 +377,13 @@ def _kind(value: Any, where: str) -> OptimizerKind:
         return OptimizerKind[name.upper()]
     except KeyError:
         supported = ", ".join(kind.name for kind in OptimizerKind)
+        way = (
+            "Use dyn.LarsSGD()."
+            if name == "LARS_SGD"
+            else "Use one of them, or write a dyn.RowRule."
+        )
         raise ValueError(
-            f"fused_params of {where}: expected an optimizer among {supported}, got {name}."
+            f"fused_params of {where}: expected an optimizer among {supported}, got {name}. {way}"
         ) from None
 
 

@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import workers
 from pipeline_model import Run, sharded_model
 from pipeline_model import batches as run_batches
-from pipeline_runs import check_same_states, drain, make_pipeline, optimizer_of, states_of
-from sharded_cases import Case, three_tables
+from pipeline_runs import (
+    check_same_states,
+    drain,
+    make_pipeline,
+    optimizer_of,
+    shims_for,
+    states_of,
+    tables_of,
+)
+from sharded_cases import Case, Table, three_tables, usual_plan
 from sharded_training import (
     batches,
     check_rows,
@@ -24,16 +33,28 @@ from sharded_training import (
     with_dense_sgd,
 )
 from torch import nn
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
 )
+from torchrec.optim.keyed import OptimizerWrapper
 
 import torchrec_dyn as dyn
 
 DEFERRED = {"optimizer": "EXACT_ADAGRAD", "learning_rate": 0.1, "eps": 1e-2, "defer_updates": True}
 LOCAL = ("table_wise", "column_wise")
 ALL = ("table_wise", "row_wise", "column_wise")
+EXPIRING = dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2), eviction=dyn.ExpireAfter(steps=1))
+FREQUENT = dyn.DynamicTableConfig(
+    admission=dyn.AdmitAfter(2), eviction=dyn.LeastFrequentlyUsed(half_life_steps=2)
+)
+
+
+def one_table(kind: str, rows: int = 1000, **options: Any) -> list[Table]:
+    return [Table("t", ["a"], usual_plan(kind, 8, 2, 2, rows=rows), rows=rows, **options)]
+
+
 CASES = {
     "tables and columns": Case(three_tables(LOCAL, 2, 2, (8, 4, 12))),
     "rows": Case(three_tables(("row_wise",), 2, 2), exact=False),
@@ -42,6 +63,11 @@ CASES = {
     "sequences, each id once": Case(three_tables(ALL, 2, 2), pooled=False, dedup=True),
     "variable, weighted": Case(
         three_tables(LOCAL, 2, 2), batch_sizes=[5, 3], variable=True, weighted=True
+    ),
+    "expired rows": Case(one_table("row_wise", config=EXPIRING), exact=False, steps=4),
+    "evicted columns": Case(one_table("column_wise", 32, config=FREQUENT), steps=4),
+    "expired sequences": Case(
+        one_table("row_wise", config=EXPIRING), pooled=False, dedup=True, exact=False, steps=4
     ),
 }
 
@@ -52,7 +78,8 @@ def train_deferred(case: Case, most: float) -> None:
     case = replace(case, fused_params=DEFERRED)
     unsharded = collection_of(case, fused_params=case.fused_params)
     sharded = shard(case, copy.deepcopy(unsharded))
-    for step in range(2):
+    steps = case.steps if case.tables[0].config else 2
+    for step in range(steps):
         for number in range(3 * step, 3 * step + 3):
             per_rank, together = batches(case, number)
             for model, batch, divisor in (
@@ -70,7 +97,17 @@ def train_deferred(case: Case, most: float) -> None:
         check_rows(case, sharded.module.collection, unsharded)
     for table in case.tables:
         stats = dyn.read_stats(sharded.module.collection, table.name)
-        assert stats["step"] == 2, stats
+        assert stats["step"] == steps, stats
+        if table.config:
+            check_life(sharded.module.collection, unsharded, table.name)
+
+
+def check_life(sharded: Any, unsharded: Any, table: str) -> None:
+    ids, stats = dyn.read_ids(unsharded, table), dyn.read_stats(sharded, table)
+    assert torch.equal(dyn.read_ids(sharded, table), ids)
+    counts = [dyn.read_counts(model, table, ids) for model in (sharded, unsharded)]
+    assert torch.equal(*counts)
+    assert stats["evicted_full"] + stats["evicted_expired"] > 0 and stats["late_grads"] == 0, stats
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,34 +166,188 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(spoiled: str) -> None:
     workers.run(scaled, spoiled, world_size=2)
 
 
+def large_batch_on_one_rank(kind: str) -> None:
+    """Three batches a step against one of all their samples; the gradients are equal."""
+    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 1, 1))], fused_params=DEFERRED)
+    at_once = replace(case, fused_params={**DEFERRED, "defer_updates": False})
+    small, large = (shard(one, collection_of(one)) for one in (case, at_once))
+    for step in range(2):
+        parts = [batches(case, 3 * step + number)[0][0] for number in range(3)]
+        grads = []
+        for part in parts:
+            output = small(part).values()
+            grads.append(torch.randn_like(output))
+            output.backward(grads[-1])
+        small.fused_optimizer.step()
+        keys, jagged = parts[0].keys(), [part.to_dict() for part in parts]
+        ids, lengths = (
+            torch.cat([getattr(one[key], kind)() for key in keys for one in jagged])
+            for kind in ("values", "lengths")
+        )
+        large(KeyedJaggedTensor(keys, ids, lengths=lengths)).values().backward(torch.cat(grads))
+        check_rows(replace(case, exact=True), small.module.collection, large.module.collection)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
+def test_bits_of_one_large_batch_on_one_rank(kind: str) -> None:
+    workers.run(large_batch_on_one_rank, kind, world_size=1)
+
+
+def backward(case: Case, model: Any, number: int) -> torch.Tensor:
+    """Returns the outputs of a batch, after their backward."""
+    output = model(batches(case, number)[0][dist.get_rank()]).values()
+    output.sum().backward()
+    return output
+
+
+def resharded_between() -> None:
+    case = Case(one_table("row_wise"), fused_params=DEFERRED)
+    moved = {"t": usual_plan("table_wise", 8, 2, 2)}
+    model = shard(case, collection_of(case))
+
+    def move() -> None:
+        model.sharders[0].reshard(model.module.collection, moved, model._env, model.device)
+
+    kept = backward(case, model, 0)
+    ids = dyn.read_ids(model.module.collection, "t")
+    before, _ = dyn.lookup_rows(model.module.collection, "t", ids)
+    with pytest.raises(ValueError, match=r"updates that wait .* step\(\), or zero_grad\(\)"):
+        move()
+    model.fused_optimizer.zero_grad()
+    move()  # although the outputs are still there
+    backward(case, model, 0)
+    model.fused_optimizer.step()
+    after, _ = dyn.lookup_rows(model.module.collection, "t", ids)
+    assert kept.requires_grad and not torch.equal(before, after)
+
+
+def test_a_reshard_with_pending_updates_is_refused() -> None:
+    workers.run(resharded_between, world_size=2)
+
+
+def saved_between(folder: str) -> None:
+    """A save has the rows of the last step; a load drops the gradients, and `step()` says so."""
+    case = Case(one_table("row_wise"), fused_params=DEFERRED)
+    model = shard(case, collection_of(case))
+    backward(case, model, 0)
+    model.fused_optimizer.step()
+    backward(case, model, 0)
+    ids = dyn.read_ids(model.module.collection, "t")
+    before, _ = dyn.lookup_rows(model.module.collection, "t", ids)
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "rows": model.fused_optimizer.state_dict()}
+
+    dcp.save(state(), checkpoint_id=folder)
+    model.fused_optimizer.step()
+    assert not torch.equal(dyn.lookup_rows(model.module.collection, "t", ids)[0], before)
+    backward(case, model, 0)
+    loaded = state()
+    dcp.load(loaded, checkpoint_id=folder, planner=dyn.checkpoint.LoadPlanner())
+    model.load_state_dict(loaded["model"])
+    model.fused_optimizer.load_state_dict(loaded["rows"])
+    with pytest.raises(RuntimeError, match=r"the optimizer's step\(\).* dropped"):
+        model.fused_optimizer.step()
+    assert torch.equal(dyn.lookup_rows(model.module.collection, "t", ids)[0], before)
+
+
+def test_saves_and_loads_between_backward_and_step(tmp_path: Any) -> None:
+    workers.run(saved_between, str(tmp_path / "saved"), world_size=2)
+
+
 RUN = Run(("table_wise", "row_wise"), ("row_wise",), steps=5, fused_params=DEFERRED)
 
 
-def in_cycles() -> Any:
-    """A plain loop of cycles of two batches, the last of one."""
-    model = sharded_model(RUN)
-    optimizer = optimizer_of(RUN, model)
-    for number, batch in enumerate(run_batches(RUN)):
-        if number % 2 == 0:
-            optimizer.zero_grad()
-        model(batch)[0].backward()
-        if number % 2 or number == RUN.steps - 1:
+class Clipped(OptimizerWrapper):
+    """An optimizer that clips before its step, as docs/guide/accumulation.md has it."""
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        super().__init__(optimizer)
+        self._model = model
+
+    def step(self, closure: Any = None) -> None:
+        assert dyn.clip_grad_norm_(self._model, 0.01) > 0.01
+        super().step(closure)
+
+
+def in_cycles(ahead: bool, run: Run = RUN, clips: bool = False) -> Any:
+    """A plain loop of cycles of two batches, the last of one; `ahead`: as semi-sync pipelines look up."""
+    model = sharded_model(run)
+    optimizer = optimizer_of(run, model)
+    lookups = [model.module.pooled, model.module.sequences]
+    forwards = [lookup.forward for lookup in lookups]
+    source = run_batches(run)
+    rows = [forward(source[0].features) for forward in forwards]
+    for number, batch in enumerate(source):
+        for lookup, of_lookup in zip(lookups, rows, strict=True):
+            lookup.forward = lambda features, looked_up=of_lookup: looked_up
+        loss = model(batch)[0]
+        for following in source[number + 1 : number + 2]:
+            if ahead:
+                rows = [forward(following.features) for forward in forwards]
+        loss.backward()
+        if number % 2 or number == run.steps - 1:
+            if clips:
+                dyn.clip_grad_norm_(model, 0.01)
             optimizer.step()
-    return states_of(model)
+            optimizer.zero_grad()
+        for following in source[number + 1 : number + 2]:
+            if not ahead:
+                rows = [forward(following.features) for forward in forwards]
+    return states_of(model), steps_of(model)
 
 
-def by_the_wrapper(pipeline: str) -> Any:
-    model = sharded_model(RUN)
-    inner = make_pipeline(RUN, pipeline, model)
-    config = GradientAccumulationConfig(num_steps=2)
-    drain(GradientAccumulationWrapper(inner, inner._optimizer, model, config), run_batches(RUN))
-    return states_of(model)
+def steps_of(model: Any) -> list[int]:
+    return [table.stats()["step"] for table in tables_of(model).values()]
 
 
-@pytest.mark.parametrize("pipeline", ["base", "sparse_dist"])
+def by_the_wrapper(pipeline: str, cleared: bool, run: Run = RUN, clips: bool = False) -> Any:
+    model = sharded_model(run)
+    with shims_for(pipeline):
+        inner = make_pipeline(run, pipeline, model)
+        optimizer = Clipped(inner._optimizer, model) if clips else inner._optimizer
+        config = GradientAccumulationConfig(num_steps=2)
+        wrapper = GradientAccumulationWrapper(inner, optimizer, model, config)
+        if cleared:
+            wrapper.optimizer_wrapper.zero_grad()
+        drain(wrapper, run_batches(run))
+    return states_of(model), steps_of(model)
+
+
+@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch", "semi_sync"])
 def test_accumulates_by_the_wrapper_of_torchrec(pipeline: str) -> None:
     """It flushes the last, partial cycle. The dense gradients are summed in another order."""
-    got = workers.run(by_the_wrapper, pipeline, world_size=2)
-    expected = workers.run(in_cycles, world_size=2)
-    for one, another in zip(got, expected, strict=True):
+    ahead = pipeline == "semi_sync"
+    got = workers.run(by_the_wrapper, pipeline, ahead, world_size=2)
+    expected = workers.run(in_cycles, ahead, world_size=2)
+    for (one, steps), (another, expected_steps) in zip(got, expected, strict=True):
         check_same_states(one, another)
+        # In the semi-sync pipeline the third lookup runs before the first step, the fifth before the second.
+        assert steps == expected_steps == [2 if ahead else 3] * len(steps)
+
+
+def test_clips_in_a_pipeline_once_a_cycle() -> None:
+    """The sums of dense gradients have another order, so the norm is another up to rounding."""
+    run = replace(RUN, steps=4)
+    got = workers.run(by_the_wrapper, "sparse_dist", False, run, True, world_size=2)
+    expected = workers.run(in_cycles, False, run, True, world_size=2)
+    for (one, _), (another, _) in zip(got, expected, strict=True):
+        for table, state in another.items():
+            torch.testing.assert_close(one[table], state, rtol=1e-5, atol=1e-6)
+
+
+def first_gradients() -> tuple[bool, bool]:
+    """Returns for a wrapped semi-sync pipeline if rows and dense gradients wait after the first batch."""
+    model = sharded_model(RUN)
+    with shims_for("semi_sync"):
+        inner = make_pipeline(RUN, "semi_sync", model)
+        config = GradientAccumulationConfig(num_steps=2)
+        wrapper = GradientAccumulationWrapper(inner, inner._optimizer, model, config)
+        wrapper.progress(iter(run_batches(RUN)))
+    waits = any(group.deferred.updates for group in model.module.pooled._shards.groups())
+    return waits, any(one.grad is not None and one.grad.any() for one in model.parameters())
+
+
+def test_the_wrapper_of_torchrec_drops_the_first_batch_of_a_semi_sync_pipeline() -> None:
+    """It clears gradients before the first step, and this pipeline asks for that after backward."""
+    assert workers.run(first_gradients, world_size=2) == [(False, False)] * 2

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
-from sharded_training import Holder, collection_of
+from sharded_training import Holder, collection_of, shard
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -205,8 +205,9 @@ def clamped_means() -> dict[str, float]:
     limit = {"learning_rate": 1.0, "gradient_clipping": True, "max_gradient": 0.25}
     batch = KeyedJaggedTensor(keys=["a"], values=torch.arange(4), lengths=torch.tensor([4]))
     moved = {}
-    for kind in ("table_wise", "row_wise"):
-        case = Case([Table("t", ["a"], shard_by_hand(kind, [([0], 0, 8)]), pooling="MEAN")])
+    for kind in ("table_wise", "row_wise", "table_row_wise", "grid_shard"):
+        pieces = [([0], 0, 4), ([0], 4, 4)] if kind == "grid_shard" else [([0], 0, 8)]
+        case = Case([Table("t", ["a"], shard_by_hand(kind, pieces), pooling="MEAN")])
         model = sharded(collection_of(case), case, {**SGD, **limit})
         model(batch).values()  # the rows are there from now on
         before = model.module.collection.table("t").lookup(torch.tensor([3]))[0]
@@ -219,4 +220,27 @@ def clamped_means() -> dict[str, float]:
 def test_the_gradient_of_a_mean_is_clamped_where_its_sums_are_divided() -> None:
     """Spread rows are divided by the length behind the dist, so before the clamp in backward."""
     (moved,) = workers.run(clamped_means, world_size=1)
-    assert moved == {"table_wise": 0.0625, "row_wise": 0.25}
+    spread = dict.fromkeys(("row_wise", "table_row_wise", "grid_shard"), 0.25)
+    assert moved == {"table_wise": 0.0625, **spread}
+
+
+def clamped_repeats() -> dict[bool, float]:
+    """Returns by how much the row of an id with four occurrences moves, each with the gradient 2."""
+    limit = {"learning_rate": 1.0, "gradient_clipping": True, "max_gradient": 0.25}
+    batch = KeyedJaggedTensor(keys=["a"], values=IDS[:1].repeat(4), lengths=torch.tensor([4]))
+    moved = {}
+    for dedup in (False, True):
+        table = Table("t", ["a"], shard_by_hand("row_wise", [([0], 0, 8)]))
+        case = Case([table], pooled=False, dedup=dedup, fused_params={**SGD, **limit})
+        model = shard(case, collection_of(case))
+        model(batch)["a"].values()  # the row is there from now on
+        before = model.module.collection.table("t").lookup(IDS[:1])[0]
+        (2.0 * model(batch)["a"].values()).sum().backward()
+        after = model.module.collection.table("t").lookup(IDS[:1])[0]
+        moved[dedup] = round((before - after).mean().item(), 4)
+    return moved
+
+
+def test_repeats_that_are_sent_once_are_clamped_as_a_sum() -> None:
+    (moved,) = workers.run(clamped_repeats, world_size=1)
+    assert moved == {False: 1.0, True: 0.25}

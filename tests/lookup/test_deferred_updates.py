@@ -137,6 +137,54 @@ def test_micro_batches_train_as_one_large_batch_bit_for_bit(kind: str) -> None:
     assert stats["ids_seen"] == large.table("a").stats()["ids_seen"]
 
 
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("kind", ["ADAM", "counted"])
+def test_zero_grad_before_a_forward_or_before_its_backward(kind: str, between: bool) -> None:
+    """A step is one step in both orders, also after a step that was dropped."""
+    torch.manual_seed(9)
+    options = {"optimizer": "ADAM"} if kind == "ADAM" else CASES[kind]
+    large, small = collection(False, **options), collection(True, **options)
+    for _ in range(3):
+        parts = [part(4), part(6)]
+        grads = grads_of(parts, True)
+        backward(large, features_of(parts), [torch.cat([of[f] for of in grads]) for f in range(3)])
+        for number, (one, of_one) in enumerate(zip(parts, grads, strict=True)):
+            if not number and not between:
+                small.fused_optimizer.zero_grad()
+            out = small(features_of([one]))
+            if not number and between:
+                small.fused_optimizer.zero_grad()
+            torch.autograd.backward([out[name] for name in FEATURES], of_one)
+        small.fused_optimizer.step()
+        check_same(small, large)
+    assert small.table("a").stats()["step"] == 3
+
+
+def test_a_forward_before_zero_grad_drops_other_gradients_keeps_its_rows() -> None:
+    """The step before was not written. The forward's rows are still those of the present step."""
+    model = collection(
+        True, limit=8, config=dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
+    )
+
+    def forward(*ids: int) -> torch.Tensor:
+        lengths = torch.tensor([len(ids), 0, 0])
+        return model(KeyedJaggedTensor(FEATURES, torch.tensor(ids), lengths=lengths)).values().sum()
+
+    skipped = forward(1, 2, 3, 4)
+    skipped.backward()
+    waits = forward(5, 6, 7, 8)
+    model.fused_optimizer.zero_grad()
+    waits.backward()
+    with pytest.raises(RuntimeError, match="at most 8 rows"):
+        forward(9)
+    model.fused_optimizer.step()
+    forward(9)
+    assert (model.table("a").stats()["step"], model.table("a").stats()["late_grads"]) == (2, 0)
+    model.fused_optimizer.zero_grad()
+    forward(10)
+    assert model.table("a").stats()["step"] == 3  # no forward waited
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_batches_train_as_one(data: st.DataObject) -> None:

@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import workers
+from checkpoint_cases import Setup, load, new, run_on, save
+from checkpoint_cases import train as train_steps
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from sharded_cases import Case, three_tables
 from sharded_training import train_beside
 from table_cases import bits
@@ -245,3 +248,61 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_under_plans_bit_for_bit(name: str) -> None:
     workers.run(train_beside, PLANS[name], world_size=2)
+
+
+def test_on_a_device_as_on_the_cpu() -> None:
+    torch.manual_seed(4)
+    ids = [torch.randint(8, (3 * number,)) for number in (2, 3)]
+    batches = [
+        (
+            KeyedJaggedTensor(
+                ["f", "g", "h"], of_batch, lengths=torch.full((6,), len(of_batch) // 6)
+            ),
+            torch.randn(2, 20),
+        )
+        for of_batch in (one.repeat(2) for one in ids)
+    ]
+    here = collection(dyn.Lion())
+    for features, grad in batches:
+        here(features).values().backward(grad)
+    with MockDevice() as device:
+        there = collection(dyn.Lion()).to(CUDA)
+        for features, grad in batches:
+            run_lookups_backward(there(features.to(CUDA)), grad=grad.to(CUDA))
+        assert not device.mixed
+        rows = {table: there.table(table).lookup(IDS)[0].cpu() for table in ("a", "b")}
+    for table, of_table in rows.items():
+        assert torch.equal(of_table, here.table(table).lookup(IDS)[0])
+
+
+def test_lars_without_a_norm_takes_the_plain_rate() -> None:
+    """A row of zeros, and a gradient of zeros, in which only the weight decay moves the row."""
+    rule, rows = dyn.LarsSGD(0.02, 0.5, 0.1), torch.tensor([[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]])
+    grads = torch.tensor([[1.0, -2.0], [0.0, 0.0], [6.0, 8.0]])
+    states = {"momentum": torch.ones(3, 2)}
+    rate = 0.02 * 5 / (10 + 0.1 * 5)
+    change = torch.tensor([[0.1, -0.2], [0.03, 0.04], [0.63 * rate, 0.84 * rate]])
+    before = rows.clone()
+    rule.update(rows, grads, states, 0.1, 1)
+    torch.testing.assert_close(states["momentum"], 0.5 + change)
+    torch.testing.assert_close(rows, before - 0.5 - change)
+
+
+def saved_with_a_rule(setup: Setup, folder: str) -> None:
+    model = new(setup)
+    train_steps(model, setup, range(2))
+    save(model, folder)
+
+
+def refused_at_load(setup: Setup, folder: str) -> None:
+    with pytest.raises(ValueError, match="got that of lion with momentum"):
+        load(new(setup), folder)
+
+
+@pytest.mark.parametrize("wrong", ["EXACT_ADAGRAD", "EXACT_SGD", "lars_sgd"])
+def test_a_distributed_load_with_another_rule_is_refused(tmp_path: Any, wrong: str) -> None:
+    setup = Setup(2, ("row_wise",), optimizer="lion", tables=1)
+    run_on(setup, saved_with_a_rule, str(tmp_path / "saved"))
+    run_on(
+        Setup(2, ("row_wise",), optimizer=wrong, tables=1), refused_at_load, str(tmp_path / "saved")
+    )

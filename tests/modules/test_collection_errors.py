@@ -107,7 +107,8 @@ def test_impossible_collections() -> None:
 @pytest.mark.parametrize(
     ("fused_params", "message"),
     [
-        ({"optimizer": EmbOptimType.LARS_SGD}, "expected an optimizer among EXACT_SGD"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, r"among EXACT_SGD.* Use dyn.LarsSGD\(\)"),
+        ({"optimizer": "RMSPROP"}, r"among EXACT_SGD.*got RMSPROP. .* write a dyn.RowRule"),
         ({"learning_rte": 0.1}, "got 'learning_rte'"),
         ({"learning_rate": -1.0}, "learning_rate"),
     ],

@@ -1,7 +1,10 @@
 """The ids and lengths that a collection reads from batches, against the plain definition."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -45,6 +48,32 @@ def test_int32_ids_are_widened_once() -> None:
     assert torch.equal(read.ids, ids) and read.ids.dtype == torch.int64
     features = KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([1, 2]))
     assert checked_features(features, False, "C").ids is features.values()  # no copy
+
+
+class Widenings(TorchDispatchMode):
+    """Counts the conversions of int32 tensors to int64, by their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.int32:
+            self.sizes.append(args[0].numel())
+        return result
+
+
+def test_a_forward_widens_int32_ids_once() -> None:
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[feature])
+        for name, feature in (("t", "a"), ("u", "b"), ("v", "a"))
+    ]
+    collection = dyn.DynamicEmbeddingBagCollection(tables, fused_params={"learning_rate": 0.1})
+    ids = torch.arange(17, dtype=torch.int32)
+    with Widenings() as widenings:
+        collection(KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([9, 8])))
+    assert widenings.sizes == [17]
 
 
 def test_bags_that_vary_by_feature() -> None:

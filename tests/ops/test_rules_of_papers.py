@@ -176,3 +176,22 @@ def test_max_norm_is_torchs_renorm_after_the_update(dtype, columns):
     torch.testing.assert_close(
         bounded, expected, **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01})
     )
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(RowOptimizer(kind, 0.1, weight_decay=0.1) for kind in LAMBS),
+        RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, 0.1, max_norm=0.3),
+    ],
+    ids=lambda rule: rule.kind.name,
+)
+def test_norms_are_those_of_the_columns_of_a_shard(rule):
+    """The last 5 of 12 columns train as a table of 5 columns, not as a part of a table of 12."""
+    options = {"optimizer": rule, "initializer": Constant(0.5)}
+    shard = make_table(embedding_dim=12, first_column=7, columns=5, **options)
+    alone, whole = (make_table(embedding_dim=columns, **options) for columns in (5, 12))
+    for grad in gradients(12, 3):
+        train(shard, grad[:, 7:]), train(alone, grad[:, 7:]), train(whole, grad)
+    assert torch.equal(rows_of(shard), rows_of(alone))
+    assert not torch.allclose(rows_of(shard), rows_of(whole)[:, 7:], rtol=1e-3)

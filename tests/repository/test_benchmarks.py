@@ -27,6 +27,7 @@ IN_PROCESS = [
     "bench_sweep",
     "bench_serving",
     "bench_host",
+    "bench_rules",
     "bench_gpu",
 ]
 MORE = {

@@ -13,6 +13,7 @@ from checkpoint_cases import (
     OPTIMIZERS,
     POOLED_KINDS,
     TABLES,
+    WITH_NORMS,
     Setup,
     contents,
     differences,
@@ -106,10 +107,10 @@ def setups(draw: Any, pooled: bool, optimizer: str, cuts: tuple[str, ...] | None
 
 @st.composite
 def moves(draw: Any) -> tuple[Setup, Setup]:
-    """Where a model is and where it goes; row-wise state stays on equal cuts."""
+    """Where a model is and where it goes; row-wise state and norms stay on equal cuts."""
     pooled, optimizer = draw(st.booleans()), draw(st.sampled_from(OPTIMIZERS))
     cuts = None
-    if "ROWWISE" in optimizer:
+    if "ROWWISE" in optimizer or optimizer in WITH_NORMS:
         uncut = ("table_wise", "row_wise", "table_row_wise")
         cuts = draw(st.sampled_from([uncut, CUT, ("three_columns",)]))
     two = [draw(setups(pooled, optimizer, cuts)) for _ in range(2)]
@@ -133,6 +134,9 @@ def with_feedback(setup: Setup, feedback: bool) -> Setup:
         (Setup(4, NODE_KINDS), Setup(3, ("row_wise", "three_columns"))),
         (Setup(2, ("row_wise",), False), Setup(3, ("row_wise", "three_columns"), False)),
         (Setup(3, ("three_columns",), optimizer="ADAM"), Setup(0, optimizer="ADAM")),
+        (Setup(2, ("row_wise",), optimizer="LAMB"), Setup(0, optimizer="LAMB")),
+        (Setup(2, ("column_wise",), optimizer="FTRL"), Setup(0, optimizer="FTRL")),
+        (Setup(0, optimizer="lion"), Setup(2, ("column_wise", "row_wise"), optimizer="lion")),
     ],
 )
 def test_training_goes_on_as_if_nothing_had_moved(source: Setup, target: Setup) -> None:

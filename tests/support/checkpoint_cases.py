@@ -44,7 +44,12 @@ ROW_WISE_STATES = {
     "ADAM_BY_ROW": "row_counter",
 }
 ROW_WISE = tuple(ROW_WISE_STATES)
-OPTIMIZERS = ("EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", *ROW_WISE)
+OPTIMIZERS = (
+    *("EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", *ROW_WISE),
+    *("LAMB", "PARTIAL_ROWWISE_LAMB", "FTRL", "lion"),
+)
+WITH_NORMS = ("LAMB", "PARTIAL_ROWWISE_LAMB")  # of the columns of a shard
+RULES: dict[str, dyn.RowRule] = {"lion": dyn.Lion(), "lars_sgd": dyn.LarsSGD()}
 
 _COUNTED = dyn.DynamicTableConfig(
     admission=dyn.AdmitAfter(3), eviction=dyn.ExpireAfter(time=10), seed=3
@@ -71,7 +76,7 @@ class Setup:
         world: number of ranks; 0: unsharded.
         kinds: sharding types that the tables take in turn.
         pooled: True for a pooled collection, False for a sequence collection.
-        optimizer: optimizer of all tables.
+        optimizer: optimizer of all tables, or the name of a rule in Python.
         tables: number of tables, the first of TABLES.
         rows: limit of each table.
         feedback: True if gradients depend on the outputs, so that an error of one step grows in the next.
@@ -94,7 +99,8 @@ class Setup:
             kind = self.kinds[turn % len(self.kinds)]
             plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))
-        kind = getattr(EmbOptimType, self.optimizer, self.optimizer)  # FBGEMM has no ADAMW
+        kind: Any = getattr(EmbOptimType, self.optimizer, self.optimizer)  # FBGEMM has no ADAMW
+        kind = RULES.get(self.optimizer, kind)
         fused = {"optimizer": kind, "learning_rate": 0.1}
         return Case(tables, pooled=self.pooled, fused_params=fused)
 

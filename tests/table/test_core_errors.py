@@ -98,7 +98,8 @@ class Foreign:
         (
             {"optimizer": Foreign},
             "expected an optimizer among EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, "
-            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, ADAM_BY_ROW, got LARS_SGD.",
+            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, ADAM_BY_ROW, got LARS_SGD. "
+            "Use dyn.LarsSGD().",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
         ({"eps": NAN}, "expected a finite eps >= 0, got nan."),

@@ -143,7 +143,10 @@ def _shard_again(
 
 
 def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
-    """Raises ValueError if a batch was sent and not looked up, or a forward of a table that moves is open."""
+    """Raises ValueError if a batch was sent and not looked up, or a forward of a table that moves is open.
+
+    The forward of a deferred update is open, too.
+    """
     for attempt in range(2):
         forwards = [len(shard.forwards) for name in moved for shard in shards.shards_of(name)]
         open_forwards = max(forwards, default=0)
@@ -155,6 +158,13 @@ def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
         raise ValueError(
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "
             "plan and not looked up yet. Run the train pipeline to the end of its iterator first."
+        )
+    deferred = [group.deferred for group in shards.groups()]
+    waiting = max((len(one.updates) for one in deferred if one is not None), default=0)
+    if waiting:
+        raise ValueError(
+            f"expected no updates that wait for the optimizer's step(), got those of {waiting} backward "
+            "passes. Call step(), or zero_grad() to drop them."
         )
     raise ValueError(
         f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or delete "

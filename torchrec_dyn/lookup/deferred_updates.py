@@ -7,7 +7,8 @@ the ids of a feature stand in the order of one large batch: so each row's sum ha
 (docs/decisions/0036).
 
 The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
-of `step()` or `zero_grad()` belong to one step of the tables, and no eviction takes a row seen in it.
+of `step()` belong to one step of the tables, and no eviction takes a row seen in it. `zero_grad()` ends a
+step, too, unless a forward waits for its backward.
 
 Legend: T tables, F features, N ids, k batches.
 """
@@ -98,6 +99,12 @@ class DeferredUpdates:
     def are_finite(self) -> bool:
         """Returns True if all gradients of outputs are finite."""
         return all(bool(update.grad.isfinite().all()) for update in self.updates)
+
+    def close(self) -> None:
+        """Closes the forwards of all updates, which are written or dropped."""
+        for update in self.updates:
+            if update.open_forward is not None:
+                update.open_forward.close()
 
     def joined(self, layout: BagLayout, limit: float | None) -> Update:
         """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""

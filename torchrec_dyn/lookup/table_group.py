@@ -513,22 +513,29 @@ class TableGroup:
         if any(update.generations != generations for update in deferred.updates):
             raise self._changed_before_step()
         self._write(deferred.joined(self._bag_layout, self.max_gradient))
-        for update in deferred.updates:
-            if update.open_forward is not None:
-                update.open_forward.close()
+        deferred.close()
 
     @locked
     @changes
     def drop_updates(self) -> None:
-        """Forgets the deferred updates and ends the step; does nothing if updates are not deferred."""
-        if self.deferred is not None:
-            self.deferred = DeferredUpdates()
+        """Forgets the deferred updates, and ends the step unless a forward waits for its backward.
+
+        So `zero_grad()` may stand between forward and backward. Does nothing if updates are not deferred.
+        """
+        if self.deferred is None:
+            return
+        deferred, self.deferred = self.deferred, DeferredUpdates()
+        deferred.close()
+        if len(self._forwards):
+            self.deferred.sizes = deferred.sizes
+        else:
             self._end_step()
 
     def check_written(self) -> None:
         """Raises the error of `write_updates` if updates wait, and drops them: the tables have changed."""
         deferred = self.deferred
         self.drop_updates()
+        self._end_step()
         if deferred is not None and deferred.updates:
             raise self._changed_before_step()
 
