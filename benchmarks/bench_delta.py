@@ -3,10 +3,10 @@
     python benchmarks/bench_delta.py [--threads 1] [--rows 250000 1000000 4000000] [--clock thread]
 
 Tables of 16 columns with row-wise Adagrad. Before each export 10,000 rows change; exports of all sizes take
-turns, so the result is the ratio of the largest table to the smallest. A second marker beside the first one is
-measured, too. Then steps of a table of a million rows of 64 columns take turns with those of a table without a
-marker: long after the marker was made, when few rows change for the first time, and as the first step after it,
-when all rows of the batch do.
+turns, so the result is the ratio of the largest table to the smallest. A second marker beside the first one
+is measured, too. Then steps of a table of a million rows of 64 columns take turns with those of a table
+without a marker: long after the marker was made, when few rows change for the first time, and as the first
+step after it, when all rows of the batch do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from axes import DELTA, DELTA_CHANGED, DELTA_ROWS, DELTA_ZIPF, Workload, offsets, ranks, raw_ids
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from interleaved import finish, measure, options, quartiles, ratio, result, spread, summary
 from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
@@ -41,7 +42,8 @@ def collection(rows: int, dim: int) -> dyn.DynamicEmbeddingBagCollection:
     config = EmbeddingBagConfig(
         name="table", embedding_dim=dim, num_embeddings=rows, feature_names=["f"]
     )
-    made = dyn.DynamicEmbeddingBagCollection([config], fused_params={"learning_rate": 0.02})
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.02}
+    made = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused)
     with torch.no_grad():
         for numbers in torch.arange(rows).split(FED):
             made(one_a_bag(numbers))
@@ -95,7 +97,7 @@ def run_exports(sizes: Sequence[int], changed: int, rounds: int, clock: str) -> 
                     table.change()
 
             seconds = measure(contestants, rounds, WARM_UP, clock, before=change)
-            least, most = list(seconds)[0], list(seconds)[-1]
+            least, *_, most = seconds
             seen = ratio(seconds, most, least)
             for name, taken in seconds.items():
                 median, low, high = (1e3 * one for one in quartiles(taken))

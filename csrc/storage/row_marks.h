@@ -63,35 +63,4 @@ TORCHREC_DYN_INLINE void mark_bit(uint8_t* byte, int64_t row) {
   bits.store(bits.load(std::memory_order_relaxed) | mark_of(row), std::memory_order_relaxed);
 }
 
-// True if the bit of a row is clear.
-TORCHREC_DYN_INLINE bool is_clear(const MarkBits& marks, int64_t row) { return (*marks.byte(row) & mark_of(row)) == 0; }
-
-// Writes the places in [begin, end) of rows whose bit is clear to `found`, and returns how many there are: without a
-// branch, so `found` has room for one more. Negative rows are skipped; the table has marks.
-TORCHREC_DYN_INLINE int64_t find_clear(const MarkBits marks, const int64_t* rows, int64_t begin, int64_t end,
-                                       int64_t* found) {
-  int64_t count = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = rows[i] < 0 ? 0 : rows[i];
-    found[count] = i;
-    count += static_cast<int64_t>(is_clear(marks, row)) & static_cast<int64_t>(rows[i] >= 0);
-  }
-  return count;
-}
-
-// Sets the bits of the rows at `places` [0, count), and keeps the places whose bit was clear: the first place of each
-// row. Returns how many are kept.
-TORCHREC_DYN_INLINE int64_t mark_clear(const MarkBits marks, const int64_t* rows, int64_t* places, int64_t count) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = places[i], row = rows[place];
-    uint8_t* byte = marks.byte(row);
-    const bool is_first = (*byte & mark_of(row)) == 0;
-    *byte |= mark_of(row);
-    places[kept] = place;
-    kept += static_cast<int64_t>(is_first);
-  }
-  return kept;
-}
-
 }  // namespace torchrec_dyn

@@ -38,7 +38,8 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
     words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
     const int64_t capacity = words.back().capacity;
     // All rows are checked before the first row is marked: an error changes nothing.
-    check_marked_rows(op, capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), capacity, t);
+    check_marked_rows(op, capacity == 0 || are_below(row + offset[t], offset[t + 1] - offset[t], capacity), capacity,
+                      t);
   }
   SeparateMemory().writes(marks).reads(rows).reads(table_offsets).reads(versions).check(op);
   for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
@@ -51,9 +52,37 @@ void mark_rows_(const Tensor& rows, const Tensor& table_offsets, std::vector<Ten
   });
 }
 
-TORCHREC_DYN_SIMD int64_t clear_ones(const MarkBits& marks, const int64_t* rows, int64_t begin, int64_t end,
+// Writes the places in [begin, end) of rows whose bit is clear to `found`, and returns how many there are: without a
+// branch, so `found` has room for one more. Negative rows are skipped; the table has marks. The bits have left the
+// core's caches since the last step.
+TORCHREC_DYN_SIMD int64_t find_clear(const MarkBits& shared, const int64_t* rows, int64_t begin, int64_t end,
                                      int64_t* found) noexcept {
-  return find_clear(marks, rows, begin, end, found);
+  constexpr int64_t kAhead = 24;
+  const MarkBits marks = shared;
+  int64_t count = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) __builtin_prefetch(marks.byte(std::max<int64_t>(rows[i + kAhead], 0)), 0, 2);
+    const int64_t row = std::max<int64_t>(rows[i], 0);
+    const bool is_clear = (*marks.byte(row) & mark_of(row)) == 0;
+    found[count] = i;
+    count += static_cast<int64_t>(is_clear) & static_cast<int64_t>(rows[i] >= 0);
+  }
+  return count;
+}
+
+// Sets the bits of the rows at `places` [0, count), and keeps the places whose bit was clear: the first place of each
+// row. Returns how many are kept.
+int64_t mark_clear(const MarkBits& marks, const int64_t* rows, int64_t* places, int64_t count) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t place = places[i], row = rows[place];
+    uint8_t* byte = marks.byte(row);
+    const bool is_first = (*byte & mark_of(row)) == 0;
+    *byte |= mark_of(row);
+    places[kept] = place;
+    kept += static_cast<int64_t>(is_first);
+  }
+  return kept;
 }
 
 // Threads find the clear bits first, which writes nothing. Few steps find any: these are set on one thread.
@@ -86,7 +115,7 @@ std::tuple<Tensor, Tensor> mark_new_(const Tensor& rows, const Tensor& table_off
     const MarkBits& table = bits[static_cast<size_t>(piece.table)];
     if (table.capacity == 0) return;
     const auto places = uninitialised<int64_t>(piece.end - piece.begin + 1);
-    const int64_t clear = clear_ones(table, row, piece.begin, piece.end, places.get());
+    const int64_t clear = find_clear(table, row, piece.begin, piece.end, places.get());
     found[static_cast<size_t>(p)].assign(places.get(), places.get() + clear);
   });
   const int64_t most = std::transform_reduce(found.begin(), found.end(), int64_t{0}, std::plus<>(),

@@ -1,11 +1,11 @@
-"""The sums of a delta are kept from version to version: they are those of a pass over all rows, and cost less."""
+"""The sums of a delta are kept from one version to the next: those of a pass over all rows, for less."""
 
 import copy
 from unittest import mock
 
 import pytest
 import torch
-from delta_cases import Model, assert_same, batch, events, happen, per_table, train
+from delta_cases import Model, assert_same, events, happen, per_table, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -14,7 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupt_cases import batch_of, collection_of
-from table_cases import ids_of, same_state
+from table_cases import ids_of
 from torchrec import EmbeddingBagConfig
 from torchrec.optim import Adagrad
 

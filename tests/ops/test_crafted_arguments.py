@@ -226,7 +226,7 @@ WRONG = [
     ("mark_rows_", {"versions": whole(5, 6, 2**31)}, r"versions in \[0, 2\^31\), got 2147483648"),
     ("mark_rows_", {"versions": whole(5, -1, 7)}, r"versions in \[0, 2\^31\), got -1"),
     ("mark_new_", {"rows": whole(0, 512, -1, 7, 3, 0, 0, 0)}, "rows below 512, the marks of table 0"),
-    ("mark_new_", {"rows": whole(0, 0, 0, 0, 0, 7, 2**63 - 1, 0)}, "mark_new_: .* of table 1"),
+    ("mark_new_", {"rows": whole(0, 0, 0, 0, 0, 7, 2**63 - 1, 0)}, "rows below 512, .* table 1"),
     ("mark_new_", {"layout": torch.tensor([[0, 1, 5, 1]] * 3)}, "shift >= 6 in layout, got 5"),
     ("scatter_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("scatter_rows_", {"columns": 2**62}, r"columns in \[1, 2\^31\)"),

@@ -209,7 +209,9 @@ def test_what_nobody_asks_for_is_not_kept():
     del version
     gc.collect()
     table.erase(ids_of(9))
-    assert bytes_of_removed(later.log) == before + 8 + 4, "the four are before the one version that is held"
+    assert bytes_of_removed(later.log) == before + 8 + 4, (
+        "the four are before the one version that is held"
+    )
     del later
     gc.collect()
     table.assign(ids_of(1), torch.ones(1, 4))

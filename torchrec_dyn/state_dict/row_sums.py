@@ -1,7 +1,7 @@
 """Content sums of the rows of a shard: of all rows, or kept by its log of changes and brought up to date.
 
-Sums are added up by tensor over the rows, so the log keeps the sums of the rows that were not touched since a
-version (storage/touched_rows.py), and the others are read here. A GPU reads its rows so fast that it reads all.
+Sums are added up by tensor over the rows, so the log keeps the sums of the rows that were not touched since
+a version (storage/touched_rows.py), and the others are read here. A GPU reads all of its rows: that is fast.
 
 Legend: M ids.
 """
@@ -36,7 +36,7 @@ def sums_of_shard(
     sums = dict.fromkeys((one.name for one in saved), 0)
     most = rows_summed(shard.weights.row_bytes, shard.device)
     for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
-        sums = add_sums(sums, _sums_of(shard, saved, ids, places))
+        sums = add_sums(sums, _sums_of(shard, saved, ids, places, True))
     return sums
 
 
@@ -67,25 +67,28 @@ def _summing(shard: TableShard, tensors: Sequence[RowTensor]) -> SumRows:
         assert held is not None
         sums: dict[str, int] = {}
         most = rows_summed(held.weights.row_bytes, held.device)
-        rows, order = rows.sort()  # neighbours in memory together
-        for some, places in zip(ids[order].split(most), rows.split(most), strict=True):
+        for some, places in zip(ids.split(most), rows.split(most), strict=True):
             if places.numel():
-                sums = add_sums(sums, _sums_of(held, saved, some, places))
+                sums = add_sums(sums, _sums_of(held, saved, some, places, False))
         return sums
 
     return sum_rows
 
 
 def _sums_of(
-    shard: TableShard, tensors: Sequence[RowTensor], ids: Tensor, rows: Tensor
+    shard: TableShard,
+    tensors: Sequence[RowTensor],
+    ids: Tensor,
+    rows: Tensor,
+    are_ascending: bool,
 ) -> dict[str, int]:
-    """Returns the content sums of ids [M] int64; rows [M] int64, distinct, ascend."""
+    """Returns the content sums of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
     return {
         one.name: content_sum(
             shard.name,
             one.name,
             ids,
-            ids if one.name == "ids" else read_tensor(shard, one.name, rows, True),
+            ids if one.name == "ids" else read_tensor(shard, one.name, rows, are_ascending),
             *one.first,
         )
         for one in tensors

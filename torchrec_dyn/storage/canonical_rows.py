@@ -32,7 +32,7 @@ CELL_BITS = 8
 _CELL_ROWS = 4096
 
 
-# A map with the ids of less than one in so many rows is sorted by row: that takes less time than a list of all.
+# A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE = 8
 
 
@@ -153,9 +153,9 @@ class CanonicalRows:
             yield self.read(start, min(self.count, start + most))
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time. Only few of many rows are sorted.
+        """Yields all ids and rows, ascending by row, at most `most` at a time.
 
-        `rows` is the number of rows of the table, with those that have no id.
+        `rows` is the number of rows of the table, with those that have no id. Only few of many are sorted.
         """
         self.check_unchanged()
         if rows > _SPARSE * self.count:

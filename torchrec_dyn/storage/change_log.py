@@ -1,9 +1,9 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a version in use.
 
 A version is a point in the life of a table. A table keeps a log only while a version is held
-(table/arrays.py). Versions are numbered 1, 2, ... On a GPU a row has two marks: the number of the latest version
-before its last change, and the number of the latest version before its id was added. On the CPU the ids of
-the changed rows are listed instead of the first mark, so that a delta takes as long as its rows
+(table/arrays.py). Versions are numbered 1, 2, ... On a GPU a row has two marks: the number of the latest
+version before its last change, and the number of the latest version before its id was added. On the CPU the
+ids of the changed rows are listed instead of the first mark, so that a delta takes as long as its rows
 (touched_rows.py). For a removed id the numbers of its addition and its removal are kept if a version in use
 lies between them. So the log never holds more removed ids than the table held at those versions.
 A GPU's log may hold some more: the host waits where it sifts them out, so it does that rarely.
@@ -114,7 +114,9 @@ class ChangeLog:
 
     def version(self, id_map: IdMap, withheld: Tensor) -> Version:
         """Starts and returns a version of a table with this map and withheld rows [M] int64."""
-        self.token = object()  # first: an update must not take rows as recorded whose bits are cleared here
+        self.token = (
+            object()
+        )  # first: an update must not take rows as recorded whose bits are cleared here
         if self.touched is not None:
             self.touched.begin(self.number + 1, withheld, id_map)
         elif self.changed is not None:
@@ -131,7 +133,7 @@ class ChangeLog:
                 marks.reserve(rows)
 
     def add(self, ids: Tensor, rows: Tensor, id_map: IdMap) -> None:
-        """Records that rows [M] int64 were just given to ids [M] int64 of a map, which may lack them still."""
+        """Records that rows [M] int64 are given to ids [M] int64; the map may lack the ids still."""
         if self.touched is not None:
             self.touched.add(ids, rows, id_map)
         elif self.changed is not None:
@@ -266,9 +268,7 @@ def note_changed(
     if all(log is None for log in logs):
         return
     if _on_cpu(logs):
-        touch_rows(
-            [None if log is None else log.touched for log in logs], ids, rows, table_offsets
-        )
+        touch_rows([None if log is None else log.touched for log in logs], ids, rows, table_offsets)
         return
     marks = [None if log is None else log.changed for log in logs]
     numbers = [0 if log is None else log.number for log in logs]
@@ -291,9 +291,12 @@ def note_update(
     A GPU's update records them: returns the arguments of `ops.update_rows_` with which it does.
 
     Args:
-        logs: as of `note_changed`, as the other arguments.
+        logs: as of `note_changed`.
         noted: `tokens_of` the logs when the same rows were recorded before, else None. If no version started
             since then, nothing is to be recorded.
+        ids: as of `note_changed`.
+        rows: as of `note_changed`.
+        table_offsets: as of `note_changed`.
     """
     if tokens_of(logs) == (noted or [None] * len(logs)):
         return (), None

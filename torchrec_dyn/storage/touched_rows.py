@@ -1,9 +1,9 @@
 """TouchedRows: the rows of a CPU's table touched since a version, and the content sums of all other rows.
 
-A row is touched before it is written, scored, removed or given to an id: its bit is set, its id is listed, and
-what it adds to the sums of the other rows is subtracted. So the sums of the whole table are those of the rows
-not touched, plus the present sums of the listed ids that have a row: a few rows are read, not the table. To
-touch a row that does not change after all is no error.
+A row is touched before it is written, scored, removed or given to an id: its bit is set, its id is listed,
+and what it adds to the sums of the other rows is subtracted. So the sums of the whole table are those of the
+rows not touched, plus the present sums of the listed ids that have a row: a few rows are read, not the table.
+To touch a row that does not change after all is no error.
 
 What an exception or an interrupt leaves in doubt is found again in another way, by a pass over the table: ids
 that are not listed by their bits, sums by all rows.
@@ -238,8 +238,8 @@ def touch_rows(
 ) -> None:
     """Touches rows before they are written; None stands for a table that records nothing.
 
-    rows [N] int64 of ids [N] int64, in table order, -1 is skipped; table_offsets [T + 1] int64, where those of
-    each table begin. Rows of removed ids may be among them.
+    rows [N] int64 of ids [N] int64, in table order, -1 is skipped; table_offsets [T + 1] int64, where those
+    of each table begin. Rows of removed ids may be among them.
     """
     listed = list_bits(tables)
     try:
