@@ -524,6 +524,8 @@ def test_elements_begin_where_they_may(op):
     for name in [name for of, name in BROKEN if of == op]:
         sample, found = tensors(op)
         tensor = found[name]
+        if tensor.itemsize == 1:  # bytes begin anywhere
+            continue
         memory = bytearray(tensor.numel() * tensor.itemsize + 8)
         moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=1)
         value, moved = sample[name], moved.view(tensor.shape).copy_(tensor)

@@ -113,10 +113,9 @@ class ShardSource(ABC):
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         """Returns the tensors that are not by row, but for the checksum."""
 
-    @property
+    @abstractmethod
     def _waiting_share(self) -> Share | None:
-        """The share of the waiting ids, if this state dict has them."""
-        return None
+        """Returns the share of the waiting ids, if this state dict has them."""
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
@@ -129,7 +128,7 @@ class ShardSource(ABC):
         rows = self.canonical[0]
         cells = rows.cells(CELL_BITS) if table.has_first_column else None
         of_shards = self.with_small(sums)
-        return ShardSummary(of_shards, share_of(rows, table), cells, self._waiting_share)
+        return ShardSummary(of_shards, share_of(rows, table), cells, self._waiting_share())
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -189,7 +188,6 @@ class ModelSource(ShardSource):
             parts.append({"waiting": sum_of_small(table.name, "waiting", read)})
         return sums._replace(by_name=add_sums(*parts))
 
-    @property
     def _waiting_share(self) -> Share | None:
         waiting = self._waiting if self.table.has_first_column else None
         return None if waiting is None else share_of(waiting, self.table)
@@ -255,6 +253,9 @@ class OptimizerSource(ShardSource):
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         config = to_bytes(optimizer_config(self.table.optimizer, self.table.cuts))
         return {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
+
+    def _waiting_share(self) -> Share | None:
+        return None
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""

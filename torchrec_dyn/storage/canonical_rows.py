@@ -33,7 +33,7 @@ _CELL_ROWS = 4096
 
 
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
-_SPARSE = 8
+_SPARSE, _LEAST_SORTED = 8, 512
 
 
 class _Window(NamedTuple):
@@ -158,7 +158,7 @@ class CanonicalRows:
         `rows` is the number of rows of the table, with those that have no id. Only few of many are sorted.
         """
         self.check_unchanged()
-        if rows > _SPARSE * self.count:
+        if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)
             return
         left = self.count

@@ -113,7 +113,7 @@ class ChangeLog:
         return len(self._versions) > 0
 
     def version(self, id_map: IdMap, withheld: Tensor) -> Version:
-        """Starts and returns a version of a table with this map and withheld rows [M] int64."""
+        """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
         self.token = (
             object()
         )  # first: an update must not take rows as recorded whose bits are cleared here

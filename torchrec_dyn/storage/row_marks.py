@@ -148,6 +148,6 @@ def list_bits(tables: Sequence[HasBits | None]) -> tuple[list[Tensor], Tensor]:
 
 
 def flags_of(bits: Tensor) -> Tensor:
-    """Returns the bits of a block by row, [rows] bool."""
+    """Returns the bits of a block, bits [B] uint8, by row, [8 B] bool."""
     stripes = bits.view(64, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (stripes & 1).permute(1, 2, 0).reshape(-1).bool()
