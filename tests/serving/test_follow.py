@@ -39,6 +39,9 @@ def test_every_generation_is_the_trained_one(trainer: Trainer, tmp_path: Path) -
         served = served or serving.ServingEmbeddingBagCollection(tmp_path / "served", TABLES)
         served.refresh()
         assert served.generation == followed.generation
+        for name in ("user", "item"):
+            ids = trainer.model.sparse.table(name).ids()
+            assert served.ids(name).sort().values.equal(ids.sort().values)
         assert torch.equal(rows_of(served), trainer.rows())
         dense = {"model": {"over.bias": torch.zeros(1)}}
         quietly(dcp.load, dense, checkpoint_id=followed.dense)
