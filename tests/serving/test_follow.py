@@ -56,6 +56,8 @@ def test_every_generation_is_the_trained_one(trainer: Trainer, tmp_path: Path) -
                 "item": [],
             }
     assert kinds == [False, True, True, True, False]
+    with pytest.raises(ValueError, match=r"ids: expected a table of \['user', 'item'\], got 'x'"):
+        served.ids("x")
 
 
 def test_several_deltas_at_once(trainer: Trainer, tmp_path: Path) -> None:

@@ -253,6 +253,26 @@ def test_tables_without_the_name_of_an_entry_are_known_by_their_sums(job: Job) -
     assert manifest().entry is None and job.follower.served() == full.id
 
 
+def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
+    job.save()
+    job.follower.poll()
+    path = job.served / current_generation(job.served) / "manifest.json"
+    good = json.loads(path.read_text())
+    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Build it again"
+    for entry, message in (
+        ({"sequence": -1, "id": "a"}, with_field),
+        ({"sequence": 1, "id": 5}, with_field),
+        ({"sequence": 1}, "got TypeError: .* Build it again"),
+        (None, "got TypeError: .* Build it again"),
+    ):
+        path.write_text(json.dumps({**good, "entry": entry}))
+        with pytest.raises(ValueError, match=message):
+            job.follower.poll()
+    path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
+    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Build it again"):
+        job.follower.poll()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

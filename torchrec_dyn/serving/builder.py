@@ -118,8 +118,11 @@ def remove_unfinished(target: Path) -> None:
     begun.
     """
     name = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}")
-    for one in target.parent.iterdir() if target.parent.is_dir() else ():
-        if name.fullmatch(one.name) and (one / LOCK).is_file():
+    found: list[Path] = []
+    with suppress(OSError):  # there is no parent yet, or it cannot be listed
+        found += [one for one in target.parent.iterdir() if name.fullmatch(one.name)]
+    for one in found:
+        if (one / LOCK).is_file():
             with suppress(SecondWriter, OSError), only_writer(one):
                 shutil.rmtree(one, ignore_errors=True)
 

@@ -50,7 +50,7 @@ def follow(
             followed, wait = None, min(2 * wait, max(every, _LONGEST_WAIT))
             # The text of an OSError has the name of a new file each time.
             faults = {str(getattr(error, "errno", None) or error): str(error)}
-        for fault in faults.keys() - told if followed is None else ():
+        for fault in sorted(faults.keys() - told) if followed is None else ():
             warnings.warn(f"serving.follow: {faults[fault]}", stacklevel=2)
         told = set(faults)
         if followed is not None:

@@ -224,12 +224,12 @@ class Follower:
             if (reason := self._fault_in(way)) is not None:
                 skipped.append(f"{entry.path.name}: {reason}")
                 fault = True
+        least = last.sequence if last is not None else served.sequence if served is not None else 0
+        self.skipped = [line for line in skipped if _sequence_of(line) > least]
         if fault and last is None and served is None:
             raise ValueError(
                 f"{self.path}: expected an entry that can be served, got none. {' '.join(skipped)}"
             )
-        least = last.sequence if last is not None else served.sequence if served is not None else 0
-        self.skipped = [line for line in skipped if _sequence_of(line) > least]
         if served is not None and not chain.entries:
             self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
         now = last or _entry_of(chain, served)

@@ -8,7 +8,7 @@
                                (csrc/storage/id_map.h)
         manifest.json
         checksums.json         sums of the bytes of these files and of the rows (checksums.py)
-    lock                       held by the process that applies a delta
+    lock                       held by the process that writes
 
 manifest.json, keys sorted:
 
@@ -17,7 +17,8 @@ manifest.json, keys sorted:
         "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
-can make ids that share slots. Directories of format 1 have no keys: they are read as key 0.
+can make ids that share slots. Directories of format 1 have no keys: they are read as key 0. Format 3 has the
+entry of `Checkpoints` whose rows are served: "entry": {"id": "51ab20fe...", "sequence": 12}.
 
 Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
 of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
