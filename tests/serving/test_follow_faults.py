@@ -248,7 +248,10 @@ def test_tables_without_the_name_of_an_entry_are_known_by_their_sums(job: Job) -
     assert sorted_ids(followed.changed)["user"] == [2, 50] and job.serves(3)
     assert manifest().entry.id == followed.entry.id and '"format": 3' in manifest().to_json()
     serving.verify(job.served)
-    # Rows of another checkpoint are not those of the entry.
+    # Rows that another than a follower wrote are not those of the entry.
+    job.save()
+    serving.apply_delta(job.served, job.entry("delta", 4) / "changes")
+    assert manifest().entry is None and job.follower.served() == read_chain(job.kept).entries[3].id
     serving.build_again(job.served, full.tables)
     assert manifest().entry is None and job.follower.served() == full.id
 
