@@ -88,10 +88,11 @@ def test_ids_are_read_before_their_delta_is_served(
             follower.poll()
     applied = follower_file.apply_deltas
 
-    def apply_and_remove(*arguments: Any) -> None:
-        applied(*arguments)
+    def apply_and_remove(*arguments: Any) -> Any:
+        told = applied(*arguments)
         for entry in trainer.checkpoints.entries():
             entry.path.rename(tmp_path / entry.path.name)
+        return told
 
     monkeypatch.setattr(follower_file, "apply_deltas", apply_and_remove)
     assert sorted_ids(follower.poll().changed) == both(21)

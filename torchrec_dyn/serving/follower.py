@@ -32,12 +32,10 @@ from torchrec_dyn.serving.manifest import (
     current_generation,
     read_manifest,
 )
-from torchrec_dyn.serving.update import apply_deltas, build_again_from
+from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
 
 # An entry that could not be used is read again after so many seconds, or when other rows are served.
 _RETRY_SECONDS = 600.0
-
-Ids = dict[str, tuple[Tensor, Tensor]]  # by table: changed, removed, [M] int64 each
 
 
 @dataclass(frozen=True)
@@ -277,8 +275,8 @@ class Follower:
         """Serves a full save, or applies deltas together."""
         entry = ServedEntry(group[-1].sequence, group[-1].id)
         if not group[0].is_full:
-            told |= {one.id: self._ids_of(one) for one in group}  # while they are there
-            apply_deltas(self.to, [one.tables for one in group], entry)
+            found = apply_deltas(self.to, [one.tables for one in group], entry)
+            told |= {one.id: ids for one, ids in zip(group, found, strict=True)}
         elif self.to.exists():
             build_again_from(self.to, group[0].tables, entry)
         else:

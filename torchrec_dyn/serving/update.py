@@ -71,6 +71,8 @@ from torchrec_dyn.serving.manifest import (
 from torchrec_dyn.serving.row_format import RowFormat
 from torchrec_dyn.storage import new_key
 
+Ids = dict[str, tuple[Tensor, Tensor]]  # by table: the changed and the removed ids, [M] int64 each
+
 # A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
 _WASTE_BYTES = 1 << 20
 
@@ -96,13 +98,16 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
 
 def apply_deltas(
     path: Path, deltas: Sequence[str | os.PathLike[str]], entry: ServedEntry | None = None
-) -> None:
+) -> list[Ids]:
     """Applies deltas as `apply_delta` does, all of them in one new generation.
 
     Args:
         path: directory that `build` made.
         deltas: directories of deltas, each of which begins where the one before it ends.
         entry: the entry of `Checkpoints` of the last delta.
+
+    Returns:
+        The changed and the removed ids of each delta.
     """
     current_generation(path)  # before the lock: no lock file in a directory that build did not make
     with only_writer(path):
@@ -121,6 +126,7 @@ def apply_deltas(
         saved = _opened(deltas, manifest.tables)
         generation = new_generation(before)
         created = [path / generation]
+        told: list[Ids] = []
         try:
             after = _write_generation(
                 path,
@@ -132,6 +138,7 @@ def apply_deltas(
                 sums,
                 saved,
                 created,
+                told,
             )
             publish(path, generation, after)
         except BaseException:
@@ -142,6 +149,7 @@ def apply_deltas(
                     os.truncate(path / manifest.rows_file, length)
             raise
         _remove_all_but(path, {before: manifest, generation: after})
+        return told
 
 
 def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> None:
@@ -275,10 +283,11 @@ def _write_generation(
     sums: Checksums | None,
     deltas: Sequence[tuple[str, Mapping[str, SavedTable]]],
     created: list[Path],
+    told: list[Ids],
 ) -> Manifest:
     """Writes the new generation, without its name in `current`, and returns its manifest.
 
-    New files are appended to `created`.
+    New files are appended to `created`, the ids of each delta to `told`.
     """
     tables = _with_room(manifest.tables, [saved for _, saved in deltas])
     # Maps that keep their places are copied by a write: cheaper than page by page through the mapping.
@@ -295,11 +304,13 @@ def _write_generation(
         for number, (where, saved) in enumerate(deltas):
             if number:  # with the rows of the deltas before this one
                 rows = mapped(path / manifest.rows_file, appender.used)
+            told.append({})
             for name, table in saved.items():
                 where_in = f"{where}(table='{name}')"
                 change = _Change(where_in, name, tables[name], manifest.row_format, rows, check)
                 change.apply(table, maps[name], appender)
                 tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
+                told[-1][name] = torch.cat(change.changed), change.removed
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
     finally:
         appender.close()
@@ -346,7 +357,7 @@ class _Change:
     """The change of one table by a delta: its new map, and the content sums of its rows.
 
     `table` and `rows`, [bytes] uint8, are from before the delta. After `apply`, `num_rows` and the content
-    sums in `result` are those after the delta.
+    sums in `result` are those after the delta; `changed`, chunks of [M] int64, and `removed` are its ids.
     """
 
     def __init__(
@@ -366,10 +377,13 @@ class _Change:
         self._sums = dict(table.sums)
         self.num_rows = table.num_rows
         self.result: dict[str, int] = {}
+        self.removed = torch.empty(0).long()
+        self.changed = [self.removed]
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
         """Removes ids, appends the changed rows, and maps the ids to the appended rows."""
-        removed = delta.read("removed") if "removed" in delta.names else torch.empty(0).long()
+        removed = delta.read("removed") if "removed" in delta.names else self.removed
+        self.removed = removed
         rows = served.take(removed)
         if bool((rows < 0).any()):
             raise self._does_not_fit(
@@ -379,6 +393,7 @@ class _Change:
         self.num_rows -= len(removed)
         for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
             ids, weight = chunk["ids"], chunk["weight"]
+            self.changed.append(ids)
             rows = served.take(ids)
             was_there = rows >= 0
             self._subtract(ids[was_there], rows[was_there])
