@@ -27,6 +27,7 @@ IN_PROCESS = [
     "bench_delta",
     "bench_sweep",
     "bench_serving",
+    "bench_follow",
     "bench_host",
     "bench_rules",
     "bench_gpu",

@@ -9,6 +9,7 @@ checkpoint/checkpoints.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ FORMAT = 1
 LOCK = "writer.lock"
 ENTRY = "entry.json"
 _NAME = re.compile(r"(full|delta)-(\d{8,})")
+_ID = re.compile(r"[0-9a-f]{32}")
+_SUMS = re.compile(r"[0-9a-f]{1,16}( [0-9a-f]{1,16})+")
 
 
 @dataclass(frozen=True)
@@ -151,12 +154,15 @@ def _read_entry(folder: Path) -> Entry:
 
 def _are_sound(folder: Path, values: dict[str, Any]) -> bool:
     kind, sequence = _NAME.fullmatch(folder.name).groups()  # type: ignore[union-attr]
-    texts = (values["id"], values["version"], "" if values["parent"] is None else values["parent"])
+    ids = (values["id"], *([] if values["parent"] is None else [values["parent"]]))
     numbers = (values["step"], values["world_size"], values["sequence"], values["time"])
-    maps = (values["sums"], values["extra"])
+    sums, extra = values["sums"], values["extra"]
     return (
         (values["kind"], values["sequence"]) == (kind, int(sequence))
-        and all(isinstance(one, str) for one in texts)
-        and all(isinstance(one, (int, float)) for one in numbers)
-        and all(isinstance(one, dict) for one in maps)
+        and all(isinstance(one, str) and _ID.fullmatch(one) is not None for one in ids)
+        and isinstance(values["version"], str)
+        and all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers)
+        and isinstance(sums, dict)
+        and all(isinstance(one, str) and _SUMS.fullmatch(one) is not None for one in sums.values())
+        and isinstance(extra, dict)
     )
