@@ -283,6 +283,40 @@ def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
         quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
 
 
+class OfRank:
+    """A scheduler of the user's own, with the state of a source in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [{"batches": 3, "source": None, "is_global": False}]}
+
+
+def test_positions_in_sources_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
+    """Though all ranks gave equal values: each has trained as many batches, of a source of its own."""
+    setup, model, optimizer = new(0)
+    loader = torch.utils.data.DataLoader([1, 2])
+    loader.state_dict = dict  # type: ignore[attr-defined]
+    shared = Positions([1], is_global=True)
+    for number, (value, fits) in enumerate(
+        [(Positions([1]), False), (shared, True), (OfRank(), False), (loader, False)]
+    ):
+        checkpoints = Checkpoints(tmp_path / str(number))
+        entry = quietly(checkpoints.save, model, optimizer, step=0, extra={"position": value})
+        checkpoints.close()
+        assert dict(entry.extra) == {"position": fits}
+        told = workers.run(restored_on_two, str(checkpoints.path), world_size=2)
+        assert told == ["restored" if fits else told[0]] * 2
+        assert fits or "save positions in a source whose batches all ranks share" in told[0]
+
+
+def restored_on_two(path: str) -> str:
+    _, model, optimizer = new(2)
+    try:
+        quietly(Checkpoints(path).restore, model, optimizer)
+    except ValueError as error:
+        return str(error)
+    return "restored"
+
+
 def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:
     _, model, optimizer = new(0)
     checkpoints = Checkpoints(tmp_path / "kept")

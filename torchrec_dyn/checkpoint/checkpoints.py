@@ -27,11 +27,12 @@ from torchrec_dyn.checkpoint.dropped_load import drop_load
 from torchrec_dyn.checkpoint.further_values import (
     alike,
     check_ranks,
+    digests_of,
     hand_over,
     options_of,
     read_values,
     set_options,
-    values_as_bytes,
+    saved_values,
     write_values,
 )
 from torchrec_dyn.checkpoint.save_files import save_files
@@ -171,14 +172,14 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         marker, self._marker = self._marker, None
         is_due = full or len(self._line) % self._full_every == 0 or marker is None
-        values = run_together(group, _SAVE, lambda: values_as_bytes(extra or {}))
+        values = run_together(group, _SAVE, lambda: saved_values(extra or {}))
         options = [
             one
             for of_rank in gather_results(group, _SAVE, lambda: options_of(optimizer))
             for one in of_rank.items()
         ]
         of_ranks = gather_results(
-            group, _SAVE, lambda: (is_due, alike(values), self._begin() if rank == 0 else None)
+            group, _SAVE, lambda: (is_due, digests_of(values), self._begin() if rank == 0 else None)
         )
         sequence, identity, began = of_ranks[0][2]  # type: ignore[misc]
         folder = self.path / f"{_WRITING}{sequence:08}-{identity}"
@@ -197,7 +198,6 @@ class Checkpoints:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 save_files(state, folder / "state", True, group)
             kind = "full" if is_full else "delta"
-            first = of_ranks[0][1]
             entry = Entry(
                 path=self.path / f"{kind}-{sequence:08}",
                 kind=kind,
@@ -208,9 +208,7 @@ class Checkpoints:
                 time=began,
                 world_size=len(of_ranks),
                 sums=_sums_of(made),
-                extra={
-                    name: all(one[1].get(name) == first[name] for one in of_ranks) for name in first
-                },
+                extra=alike([digests for _, digests, _ in of_ranks]),
                 version=_version(),
             )
             run_together(group, _SAVE, lambda: write_values(values, dict(options), folder, rank))
