@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
+from torchrec_dyn.checkpoint.entry_files import check_digest, digest_of
 from torchrec_dyn.checkpoint_format import Entry, FileWriter
 
 
@@ -58,10 +58,7 @@ def _is_of_rank(state: Any) -> bool:
 
 def digests_of(saved: Mapping[str, SavedValue]) -> dict[str, str | None]:
     """Returns a digest of each value, by which ranks see whether it is equal; None if it is of one rank."""
-    return {
-        name: None if one.is_of_rank else hashlib.blake2b(one.data, digest_size=16).hexdigest()
-        for name, one in saved.items()
-    }
+    return {name: None if one.is_of_rank else digest_of(one.data) for name, one in saved.items()}
 
 
 def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
@@ -102,8 +99,8 @@ def write_values(
     options: Mapping[str, Mapping[str, Any]],
     folder: Path,
     rank: int,
-) -> None:
-    """Writes the values of a rank, and the numbers of the parameter groups."""
+) -> dict[str, str]:
+    """Writes the values of a rank, and the numbers of the parameter groups; returns the file's digest."""
     memory = io.BytesIO()
     texts = {
         name: torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
@@ -118,6 +115,7 @@ def write_values(
     except BaseException:
         file.drop()
         raise
+    return {Path(file.path).name: digest_of(memory.getvalue())}
 
 
 def check_ranks(entry: Entry, world_size: int) -> None:
@@ -126,8 +124,8 @@ def check_ranks(entry: Entry, world_size: int) -> None:
     if own and entry.world_size != world_size:
         raise ValueError(
             f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. Use as many ranks. To change their number, save positions in a source whose batches "
-            "all ranks share, Positions(source, is_global=True), and equal values on all ranks."
+            f"{world_size}. Use as many ranks. To change their number, save positions in a source whose "
+            "batches all ranks share, Positions(source, is_global=True), and equal values on all ranks."
         )
 
 
@@ -140,6 +138,7 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     """
     path = entry.extra_of(min(rank, entry.world_size - 1))
     data = path.read_bytes()
+    check_digest(path, data, entry.digests.get(path.name))
     try:
         saved = torch.load(io.BytesIO(data), weights_only=True)
         values = {
