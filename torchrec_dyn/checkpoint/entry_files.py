@@ -108,7 +108,11 @@ def _check_sums(entry: Entry) -> None:
 
 
 def sums_as_text(sums: Iterable[Tensor]) -> str:
-    """Returns the words of the two checksums of a table, [W] int64 each, as an entry has them."""
+    """Returns content sums as an entry has them.
+
+    Args:
+        sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
+    """
     return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
 
 
