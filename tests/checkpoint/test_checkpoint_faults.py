@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 import workers
 from checkpoint_cases import differences, held, train
-from checkpoint_jobs import TWO, Job, failing, names
+from checkpoint_jobs import TWO, Job, failing, flip, names
 
 from torchrec_dyn.checkpoint import checkpoints, entry_files, entry_load
 from torchrec_dyn.checkpoint.pruning import outdated
@@ -111,12 +111,6 @@ def test_a_restore_that_failed_does_not_let_save(tmp_path: Path) -> None:
     again.restore()
     assert again.save().parent == again.checkpoints.entries()[0].id
     again.checkpoints.close()
-
-
-def flip(file: Path, place: int | None = None) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if place is None else place] ^= 1
-    file.write_bytes(bytes(content))
 
 
 @pytest.mark.parametrize(

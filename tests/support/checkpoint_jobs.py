@@ -27,8 +27,9 @@ class Job:
         self.checkpoints = Checkpoints(path, **options)
         self.step = 0
 
-    def save(self, method: str = "save", **options: Any) -> Any:
-        self.train()
+    def save(self, method: str = "save", is_trained: bool = True, **options: Any) -> Any:
+        if is_trained:
+            self.train()
         call = getattr(self.checkpoints, method)
         extra = {"next": self.step}
         return quietly(call, self.model, self.optimizer, step=self.step, extra=extra, **options)
@@ -36,6 +37,10 @@ class Job:
     def train(self) -> None:
         train(self.model, self.setup, [self.step])
         self.step += 1
+
+    def forget(self, ids: dict[str, Any]) -> Any:
+        call = self.checkpoints.forget
+        return quietly(call, self.model, self.optimizer, ids, step=self.step)
 
     def restore(self, **options: Any) -> Any:
         restored = quietly(self.checkpoints.restore, self.model, self.optimizer, **options)
@@ -63,3 +68,10 @@ def failing(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, name, call)
         yield
+
+
+def flip(file: Path, place: int | None = None) -> None:
+    """Changes one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= 1
+    file.write_bytes(bytes(content))

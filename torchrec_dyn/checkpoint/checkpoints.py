@@ -13,20 +13,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import filelock
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import dense_state
 from torchrec_dyn.checkpoint.dropped_load import drop_load
-from torchrec_dyn.checkpoint.entry_files import sums_in
+from torchrec_dyn.checkpoint.entry_files import package_version, sums_in
 from torchrec_dyn.checkpoint.entry_load import load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
+from torchrec_dyn.checkpoint.forgetting import (
+    Forgotten,
+    checked_ids,
+    erase,
+    ids_in_entry,
+    ids_in_model,
+    places_of,
+    search,
+)
 from torchrec_dyn.checkpoint.further_values import (
     alike,
     check_ranks,
@@ -35,12 +43,12 @@ from torchrec_dyn.checkpoint.further_values import (
     options_of,
     saved_values,
 )
-from torchrec_dyn.checkpoint.pruning import PRUNED, outdated, remove
+from torchrec_dyn.checkpoint.pruning import PRUNED, entry_folders, outdated, remove
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
 from torchrec_dyn.whole_model import sharding_types, tables_of
 
-_SAVE, _RESTORE = "Checkpoints.save", "Checkpoints.restore"
+_SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
 _WRITING = ".writing-"
 
 
@@ -109,7 +117,7 @@ class Checkpoints:
         Raises:
             ValueError: no entry is of this step.
         """
-        return _entry_at(read_chain(self.path), step)
+        return read_chain(self.path).at(step)
 
     def line_of(self, entry: Entry) -> list[Entry]:
         """Returns the full save and the deltas that lead to an entry, in order; not collective.
@@ -291,7 +299,7 @@ class Checkpoints:
             world_size=len(of_ranks),
             sums=sums,
             extra=alike([digests for _, digests, _ in of_ranks]),
-            version=_version(),
+            version=package_version(),
             plan=sharding_types(model, _SAVE),
         )
         chain, keep, damaged = self._chain, self._keep, frozenset(self._damaged)
@@ -306,6 +314,14 @@ class Checkpoints:
 
     def _begin(self) -> tuple[int, str, float]:
         """Returns sequence, id and time of the next entry. On rank 0 only."""
+        self._chain = chain = self._claim()
+        sequence, now = chain.highest + 1, time.time()
+        identity = secrets.token_hex(16)
+        (self.path / f"{_WRITING}{sequence:08}-{identity}").mkdir()
+        return sequence, identity, now
+
+    def _claim(self) -> SavedChain:
+        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
@@ -330,11 +346,7 @@ class Checkpoints:
                 f"{self.path}: expected to write after {after}, got a directory with save {chain.highest}. "
                 "Call restore first, or give another directory."
             )
-        self._chain = chain
-        sequence, now = chain.highest + 1, time.time()
-        identity = secrets.token_hex(16)
-        (self.path / f"{_WRITING}{sequence:08}-{identity}").mkdir()
-        return sequence, identity, now
+        return chain
 
     def restore(
         self,
@@ -406,7 +418,7 @@ class Checkpoints:
     def _lines(self, step: int | None) -> Iterator[tuple[list[Entry], list[str], int]]:
         """Yields the lines that may be loaded, best first, then []; with reports and the highest number."""
         chain = read_chain(self.path)
-        entries = chain.entries[::-1] if step is None else [_entry_at(chain, step)]
+        entries = chain.entries[::-1] if step is None else [chain.at(step)]
         skipped = list(chain.skipped) if step is None else []
         for entry in entries:
             line = chain.line_of(entry)
@@ -416,6 +428,62 @@ class Checkpoints:
                 yield line, skipped, chain.highest
                 skipped = []
         yield [], skipped, chain.highest
+
+    def forget(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        ids: Mapping[str, Tensor],
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Forgotten:
+        """Removes ids from the model and from the directory. Collective.
+
+        Rows, optimizer state, scores and counters are erased, the model is saved in full, and all other
+        entries are removed, also of other branches. It is no proof, and the dense part stays as the ids have
+        trained it. Training treats the ids as unseen.
+
+        Args:
+            model: as in `save`.
+            optimizer: as in `save`.
+            ids: by name of a table [M] int64; each rank may name others.
+            step: as in `save`.
+            extra: as in `save`.
+
+        Returns:
+            Where each id was.
+
+        Raises:
+            ValueError: on every rank, if there is no such table, ids are not [M] int64, or as of `save`;
+                nothing has changed then.
+            RuntimeError, OSError: on every rank, as of `save`, or if a folder cannot be removed. Call it
+                again.
+        """
+        tables = tables_of(model, _FORGET)
+        group, rank = tables[0].group, tables[0].rank
+        self._wait(tables, _FORGET)
+        wanted = checked_ids(tables, ids)
+        in_entries, unread = gather_results(
+            group, _FORGET, lambda: search([] if rank else self._claim().entries, wanted)
+        )[0]
+        in_model = ids_in_model(tables, wanted)
+        erase(model, tables, wanted)
+        entry = self.save(model, optimizer, step=step, extra=extra, full=True)
+
+        def clear() -> list[Path]:
+            others = [one for one in entry_folders(self.path) if one != entry.path]
+            return [] if rank else remove(others, ignore_errors=False)
+
+        removed = gather_results(group, _FORGET, clear)[0]
+        left = ids_in_model(tables, wanted)
+        saved = gather_results(group, _FORGET, lambda: {} if rank else ids_in_entry(entry, wanted))
+        if any(left.values()) or any(saved[0].values()):
+            raise RuntimeError(
+                f"{_FORGET}: expected ids that are gone, got {left} in the model and {saved[0]} in "
+                "the entry. Call it between two steps, in the thread that trains."
+            )
+        return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, removed)
 
     def prune(self) -> list[Path]:
         """Removes what is no longer kept; not collective, for the job that writes.
@@ -431,18 +499,3 @@ class Checkpoints:
             self._saving.wait()
         root = self._line[0].id if self._line else None
         return remove(outdated(read_chain(self.path), self._keep, root, self._damaged))
-
-
-def _entry_at(chain: SavedChain, step: int) -> Entry:
-    found = [entry for entry in chain.entries if entry.step == step]
-    if not found:
-        steps = sorted({entry.step for entry in chain.entries})
-        raise ValueError(f"{chain.path}: expected a step among {steps}, got {step}.")
-    return found[-1]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("torchrec_dyn")
-    except metadata.PackageNotFoundError:
-        return "unknown"

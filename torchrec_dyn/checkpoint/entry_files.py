@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,14 @@ def sums_in(
         both = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
         sums[table.name] = sums_as_text(map(numbers_of, both))
     return sums
+
+
+def package_version() -> str:
+    """Returns the version of torchrec_dyn that writes an entry."""
+    try:
+        return metadata.version("torchrec_dyn")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def publish(entry: Entry, folder: Path) -> Entry:

@@ -61,6 +61,11 @@ def _is_whole(entry: Entry) -> bool:
     return True
 
 
+def entry_folders(path: Path) -> list[Path]:
+    """Returns the folders of a checkpoint directory that have the name of an entry, whatever is in them."""
+    return sorted(one for one in path.iterdir() if one.name.startswith(("full-", "delta-")))[::-1]
+
+
 def remove(paths: Iterable[Path], ignore_errors: bool = True) -> list[Path]:
     """Removes folders of entries, and returns them. A reader finds a whole entry or none.
 

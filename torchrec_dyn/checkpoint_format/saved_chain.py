@@ -123,6 +123,18 @@ class SavedChain:
                 found[entry.id] = full
         return found
 
+    def at(self, step: int) -> Entry:
+        """Returns the newest entry of a step.
+
+        Raises:
+            ValueError: no entry is of this step.
+        """
+        found = [entry for entry in self.entries if entry.step == step]
+        if not found:
+            steps = sorted({entry.step for entry in self.entries})
+            raise ValueError(f"{self.path}: expected a step among {steps}, got {step}.")
+        return found[-1]
+
     def line_of(self, entry: Entry) -> list[Entry] | None:
         """Returns the full save and the deltas that lead to an entry, in order; None if one is missing."""
         line = [entry]
