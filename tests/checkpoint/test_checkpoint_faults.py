@@ -229,6 +229,21 @@ def test_full_saves_alone_record_no_changes(tmp_path: Path) -> None:
     marked.checkpoints.close()
 
 
+def save_with_another_optimizer(path: str) -> str:
+    job, other = Job(path, TWO), Job(path, TWO)
+    job.optimizer = other.optimizer
+    with pytest.raises(ValueError) as caught:
+        job.save()
+    job.checkpoints.close()
+    return str(caught.value)
+
+
+def test_the_optimizer_of_another_model_is_not_saved(tmp_path: Path) -> None:
+    told = workers.run(save_with_another_optimizer, str(tmp_path / "kept"), world_size=2)
+    assert "expected the optimizer with the state of this table, got one of another" in told[0]
+    assert told[0] == told[1] and names(tmp_path / "kept") == []
+
+
 def errors_of_one_rank(path: str) -> list[str]:
     job = Job(path, TWO, full_every=2)
     job.save()

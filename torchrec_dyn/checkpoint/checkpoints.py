@@ -270,14 +270,13 @@ class Checkpoints:
             if is_full:
                 made = mark(model) if self._full_every > 1 else None
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                parts, sums = {"state": state}, sums_in(state, tables)
+                parts = {"state": state}
+                sums = run_together(group, _SAVE, lambda: sums_in(state, tables))
             else:
                 assert marker is not None
                 changes = collect_changes(model, folder / "changes", marker)
-                parts = {
-                    "changes": changes.state,
-                    "dense": dense_state(model, optimizer, tables),
-                }
+                dense = dense_state(model, optimizer, tables)
+                parts = {"changes": changes.state, "dense": dense}
                 made, sums = changes.marker, sums_in(changes.state, tables, "result")
             if in_background:
                 parts = run_together(
@@ -441,8 +440,7 @@ class Checkpoints:
         """Removes ids from the model and from the directory. Collective.
 
         Rows, optimizer state, scores and counters are erased, the model is saved in full, and all other
-        entries are removed, also of other branches. It is no proof, and the dense part stays as the ids have
-        trained it. Training treats the ids as unseen.
+        entries are removed, also of other branches. The dense part stays as the ids have trained it.
 
         Args:
             model: as in `save`.
@@ -472,8 +470,8 @@ class Checkpoints:
         entry = self.save(model, optimizer, step=step, extra=extra, full=True)
 
         def clear() -> list[Path]:
-            others = [one for one in entry_folders(self.path) if one != entry.path]
-            return [] if rank else remove(others, ignore_errors=False)
+            others = [] if rank else entry_folders(self.path)
+            return remove([one for one in others if one != entry.path], ignore_errors=False)
 
         removed = gather_results(group, _FORGET, clear)[0]
         left = ids_in_model(tables, wanted)

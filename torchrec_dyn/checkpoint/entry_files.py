@@ -128,7 +128,7 @@ def sums_in(
         words: "checksum"; of a delta "result".
 
     Raises:
-        ValueError: the optimizer has no state of a table.
+        ValueError: the optimizer has no state of a table, or is of another model.
     """
     sums = {}
     for table in tables:
@@ -137,14 +137,26 @@ def sums_in(
             for name, one in state["optimizer"]["state"].items()
             if name.endswith(f"{table.key}.weight") and f"{table.name}.{words}" in one
         ]
-        if len(found) != 1:
+        if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{words}"]):
             raise ValueError(
-                f"{table.where}: expected an optimizer with the state of this table, got {len(found)}. Save "
-                "`model.fused_optimizer`, or a CombinedOptimizer with it."
+                f"{table.where}: expected the optimizer with the state of this table, got "
+                f"{'one of another model' if found else 'one without'}. Save `model.fused_optimizer`, or a "
+                "CombinedOptimizer with it."
             )
         both = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
         sums[table.name] = sums_as_text(map(numbers_of, both))
     return sums
+
+
+def _is_of(table: Table, saved: Tensor) -> bool:
+    """Returns False if a tensor of an optimizer's state dict is of the table of another model.
+
+    Args:
+        table: the table.
+        saved: the tensor; what says its table is known of sharded tables only.
+    """
+    entry = getattr(saved, "entry", None)
+    return entry is None or entry.table.has_shards_of(table)
 
 
 def package_version() -> str:
