@@ -47,11 +47,7 @@ def agree(
     dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
         if text is not None:
-            error: Any = (ValueError if is_value_error else RuntimeError)(
-                f"{other_call}(rank={rank}): {text}"
-            )
-            error.is_agreed = True
-            raise error from fault
+            raise _agreed(is_value_error, f"{other_call}(rank={rank}): {text}") from fault
     for rank, (other_call, *_) in enumerate(gathered):
         if other_call != gathered[0][0]:
             raise ValueError(
@@ -59,6 +55,14 @@ def agree(
                 f"got {other_call} on rank {rank}."
             )
     return [given for *_, given in gathered]
+
+
+def _agreed(is_value_error: bool, text: str) -> Exception:
+    """Returns an error that is raised on all ranks, which `settle` sees by its attribute."""
+    made: Any = (ValueError if is_value_error else RuntimeError)(text)
+    made.is_agreed = True
+    error: Exception = made
+    return error
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
