@@ -4,53 +4,21 @@ If one rank raised alone, the other ranks would wait in the next collective. So 
 collectives, down to the memory that it allocates, runs in a function here.
 
 In all functions `group` has the ranks, or is None for one process, and `call` names table and method, the
-same on every rank. Ranks exchange tensors of the CPU over a group of gloo: NCCL sends tensors of GPUs only.
+same on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn.ranks.groups import host_group
+
 T = TypeVar("T")
-_HOST = torch.device("cpu")
-_made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks that can send tensors of the CPU. Collective.
-
-    It is `group` itself if that has a backend for the CPU, as groups of "gloo" and of "cpu:gloo,cuda:nccl"
-    have. Else it is a group of gloo with the same time-out, made by the first call; later calls return it
-    without communication.
-
-    Raises:
-        ValueError: if `group` has no backend for the CPU, and not all ranks in their order.
-    """
-    if _HOST in group._device_types:
-        return group
-    if group not in _made:
-        ranks = dist.get_process_group_ranks(group)
-        if ranks != list(range(dist.get_world_size())):
-            # torch sorts the ranks of a new group, and counts the groups of a rank to name a group of some
-            # ranks: ranks in different numbers of groups would wait for each other.
-            raise ValueError(
-                f"process group of ranks {ranks}: expected a backend for tensors of the CPU, or all "
-                f"{dist.get_world_size()} ranks in order, got backend '{dist.get_backend(group)}' alone. "
-                "Create the group with backend='cpu:gloo,cuda:nccl'."
-            )
-        backend: Any = group._get_backend(group._device_types[0])
-        made = dist.new_group(
-            timeout=getattr(getattr(backend, "options", None), "_timeout", None), backend="gloo"
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        _made[group] = made
-    return _made[group]
 
 
 def agree(
@@ -79,8 +47,7 @@ def agree(
     dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
         if text is not None:
-            error = ValueError if is_value_error else RuntimeError
-            raise error(f"{other_call}(rank={rank}): {text}") from fault
+            raise _agreed(is_value_error, f"{other_call}(rank={rank}): {text}") from fault
     for rank, (other_call, *_) in enumerate(gathered):
         if other_call != gathered[0][0]:
             raise ValueError(
@@ -88,6 +55,14 @@ def agree(
                 f"got {other_call} on rank {rank}."
             )
     return [given for *_, given in gathered]
+
+
+def _agreed(is_value_error: bool, text: str) -> Exception:
+    """Returns an error that is raised on all ranks, which `settle` sees by its attribute."""
+    made: Any = (ValueError if is_value_error else RuntimeError)(text)
+    made.is_agreed = True
+    error: Exception = made
+    return error
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
@@ -114,6 +89,27 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     """
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
+    return done[0]
+
+
+def settle(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+    """Runs a part of a call that is collective itself, and returns its result. Collective.
+
+    An error that `work` raises on one rank only is raised on the others where they meet next: in an agreement
+    inside `work`, or at its end. Errors are those of `gather_results`.
+    """
+    fault: Exception | None = None
+    done: list[T] = []
+    try:
+        done.append(work())
+    except Exception as error:
+        if getattr(error, "is_agreed", False):
+            raise  # on all ranks already
+        fault = error
+    try:
+        agree(group, call, fault)
+    finally:
+        del fault
     return done[0]
 
 
