@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from delta_cases import Model, assert_same, events, happen, per_table, train
+from delta_cases import Model, assert_same, batch, events, happen, per_table, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
