@@ -193,6 +193,18 @@ def test_a_late_gradient_is_of_no_row(is_late):
     assert check_sums(model) == 1 and marker is not None
 
 
+def test_a_version_without_sums_leaves_no_wrong_sums():
+    """A row touched before it and after it is not among the sums that are kept."""
+    model = plain(20)
+    marker = mark(model)
+    learn(model, ids_of(1, 2))
+    version = model.local_tables()["t"].version()
+    learn(model, ids_of(2, 3))
+    check_sums(model)
+    learn(model, ids_of(2, 4))
+    assert check_sums(model) == 1 and marker is not version
+
+
 def test_rows_put_without_a_record_are_summed_again():
     model = plain(20)
     marker = mark(model)
