@@ -50,6 +50,7 @@ _ACTS = (KILL_ONE, FULL_DISK, REPLAN, KILL_ALL, OTHER_WORLD, KILL_FOLLOWER, REPL
 _CALM_ACTS = (REPLAN, FULL_DISK)
 _STORM = 0.6  # of the time: ranks are killed; behind it only what _CALM_ACTS names
 _GRACE = 20.0  # seconds for a rank to end by itself after another one was killed
+_LONGEST_SPELL = 30.0  # more seconds for a save to fail on a full disk
 _SILENCE = 240.0  # seconds without an event after which the job is taken to hang
 _WARM = 60.0  # seconds of a process before its memory is told
 _SLOPES = {
@@ -119,7 +120,8 @@ class Soak:
         self._deck: list[str] = []
         self._next_act = self._free_at = 0.0
         self._killed_at = self._sampled = 0.0
-        self._is_stopping = self._is_over = self._is_heard = self._may_be_early = False
+        self._heard = self._must_hear = self._failed_before = 0
+        self._is_stopping = self._is_over = False
         self._ranks = 2
         self._attempted = 0
         self._last_event = time.time()
@@ -153,7 +155,6 @@ class Soak:
         self._samples.forget("rank 1")
         self._job, self._killed_at, self._is_stopping = Trainers(job), 0.0, False
         self._last_event = self._job_began = time.time()
-        self._is_heard = False
         self._pids |= set(self._job.pids.values())
 
     # What happens
@@ -196,13 +197,14 @@ class Soak:
 
     def _act(self) -> None:
         """Does the next thing of the deck, if it is time."""
-        now = time.time()
-        if self._disk.is_full and now > self._free_at:
+        now, failed = time.time(), self.judge.counts["failed saves"]
+        is_felt = failed > self._failed_before or now > self._free_at + _LONGEST_SPELL
+        if self._disk.is_full and now > self._free_at and is_felt:
             self._disk.free()
         if now < self._next_act or self._job is None or self._killed_at or self._is_stopping:
             return
-        if not self._is_heard and not self._may_be_early:
-            return  # most kills come when the job has trained
+        if self._heard < self._must_hear:
+            return
         seconds = self._chosen.seconds
         is_calm = now > self._began + _STORM * seconds
         self._next_act = now + self._draw.uniform(2, 3 + min(14, seconds / 15) * (1 + is_calm))
@@ -210,7 +212,8 @@ class Soak:
             self._deck = list(_CALM_ACTS if is_calm else _ACTS)
             if is_calm or self.did[KILL_ONE]:
                 self._draw.shuffle(self._deck)
-        self._may_be_early = self._draw.random() < 0.2
+        # Most things happen to a job that has trained since the last one, whatever the speed of the machine.
+        self._heard, self._must_hear = 0, self._draw.choice([0, 1, 2, 2])
         act = self._deck.pop(0)
         if is_calm and act not in _CALM_ACTS:
             return
@@ -222,7 +225,7 @@ class Soak:
             self._ranks = self._draw.choice([1, 2, 2])
         elif act == FULL_DISK:
             self._disk.fill()
-            self._free_at = now + self._draw.uniform(3, 10)
+            self._free_at, self._failed_before = now + self._draw.uniform(3, 10), failed
         elif act == REPLAN:
             self._job.send(self._draw.randrange(1000))
         elif act == OTHER_WORLD:
@@ -273,7 +276,8 @@ class Soak:
 
     def _hear(self, job: Trainers) -> None:
         for event in job.events():
-            self._last_event, self._is_heard = time.time(), True
+            self._last_event = time.time()
+            self._heard += 1
             self._attempted = max(self._attempted, event.step)
             self.judge.judge_event(event)
 

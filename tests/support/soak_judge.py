@@ -50,6 +50,7 @@ class Judge:
         self._later: list[_Later] = []
         self._generations: dict[str, set[str]] = {name: set() for name in served}
         self._steps: dict[str, int] = {}
+        self._told: set[str] = set()
         self._must_restore: Entry | None = None
         self._failed_in_a_row = 0
         self.latest: Entry | None = None
@@ -117,8 +118,10 @@ class Judge:
     def judge_line(self, line: str) -> None:
         """Judges a line of the follower that is a command."""
         if found := _FOLLOWED.match(line):
-            self.lags["command"].append(float(found[3]))
-            self.counts["generations told by the command"] += 1
+            if found[2] not in self._told:  # one that starts again may tell what was served before
+                self.lags["command"].append(float(found[3]))
+                self.counts["generations told by the command"] += 1
+            self._told.add(found[2])
             self._judge_generation("command", found[2], int(found[1]))
         elif line.startswith("  skipped"):
             self.counts["entries skipped by a follower"] += 1
@@ -135,7 +138,7 @@ class Judge:
                 self.counts["entries skipped by a follower"] += bool(seen.text)
             case "retry":
                 self.counts["polls tried again"] += 1
-                self.counts[f"  {seen.text[:90]}"] += 1
+                self.counts[f"polls tried again, {seen.text}"] += 1
             case "reads":
                 self.counts["rows read and compared"] += seen.compared
                 self.counts["reads between two generations"] += seen.step

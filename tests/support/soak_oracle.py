@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 from soak_model import IDS_A_SAMPLE, Stream, event_time, unsharded
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint import checkpoints, mark
 from torchrec_dyn.checkpoint_format import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.storage import unsigned
+from torchrec_dyn.whole_model import saved_sums, tables_of
 
 KEPT = 60  # files of rows
 
@@ -74,6 +75,15 @@ def read_rows(folder: Path, digest: str, patience: float) -> Rows | None:
             time.sleep(0.05)
 
 
+def _sums_of(model: nn.Module) -> dict[str, str]:
+    """Returns the content sums of all tables, as an entry has them."""
+    tables = tables_of(model, "soak")
+    return {
+        table.name: " ".join(f"{unsigned(word):016x}" for words in both for word in words.tolist())
+        for table, both in zip(tables, saved_sums(tables, "soak"), strict=True)
+    }
+
+
 class Oracle:
     """The model without faults.
 
@@ -101,7 +111,7 @@ class Oracle:
             self._model(next(self._batches))[0].backward()
             self._optimizer.step()
             self.step += 1
-        sums = checkpoints._sums_of(mark(self._model))
+        sums = _sums_of(self._model)
         words = {name: [int(word, 16) for word in text.split()[:2]] for name, text in sums.items()}
         digest = digest_of_rows({name: (ids, weight) for name, (ids, weight) in words.items()})
         self._whole[self.step], self._steps[digest] = digest_of(sums), self.step
