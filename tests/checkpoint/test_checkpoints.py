@@ -1,9 +1,9 @@
 """`Checkpoints`: a directory from which training continues as if it had not stopped."""
 
-import json
 import multiprocessing
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,8 @@ def torn(folder: Path) -> None:
 
 
 def foreign(folder: Path) -> None:
-    entry = json.loads((folder / "entry.json").read_text())
-    (folder / "entry.json").write_text(json.dumps(entry | {"parent": "0" * 32}))
+    (entry,) = (one for one in read_chain(folder.parent).entries if one.path == folder)
+    (folder / "entry.json").write_text(replace(entry, parent="0" * 32).as_json())
 
 
 def damaged(folder: Path) -> None:
@@ -250,7 +250,8 @@ def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "full-00000001",
         "writer.lock",
     ]
-    assert checkpoints.save(model, optimizer, step=1).is_full  # the record of changes is used up
+    # A disk that is nearly full has room for a delta again before it has room for a full save.
+    assert checkpoints.save(model, optimizer, step=1).kind == "delta"
     checkpoints.close()
 
 
@@ -281,6 +282,40 @@ def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
     _, model, optimizer = new(0)
     with pytest.raises(ValueError, match="expected 2 ranks, each of which has its own own, got 1"):
         quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+
+
+class OfRank:
+    """A scheduler of the user's own, with the state of a source in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [{"batches": 3, "source": None, "is_global": False}]}
+
+
+def test_positions_in_sources_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
+    """Though all ranks gave equal values: each has trained as many batches, of a source of its own."""
+    _, model, optimizer = new(0)
+    loader = torch.utils.data.DataLoader([1, 2])
+    loader.state_dict = dict  # type: ignore[attr-defined]
+    shared = Positions([1], is_global=True)
+    for number, (value, fits) in enumerate(
+        [(Positions([1]), False), (shared, True), (OfRank(), False), (loader, False)]
+    ):
+        checkpoints = Checkpoints(tmp_path / str(number))
+        entry = quietly(checkpoints.save, model, optimizer, step=0, extra={"position": value})
+        checkpoints.close()
+        assert dict(entry.extra) == {"position": fits}
+        told = workers.run(restored_on_two, str(checkpoints.path), world_size=2)
+        assert told == ["restored" if fits else told[0]] * 2
+        assert fits or "save positions in a source whose batches all ranks share" in told[0]
+
+
+def restored_on_two(path: str) -> str:
+    _, model, optimizer = new(2)
+    try:
+        quietly(Checkpoints(path).restore, model, optimizer)
+    except ValueError as error:
+        return str(error)
+    return "restored"
 
 
 def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """A run that is killed and started again ends as one that was not, with its dense part and its pipeline."""
 
 import contextlib
+import importlib
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch.distributed as dist
 from checkpoint_cases import contents, quietly
 from forked import run_ranks
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -21,7 +26,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import Checkpoints, Positions, checkpoints
+from torchrec_dyn.checkpoint import Checkpoints, Positions
+from torchrec_dyn.checkpoint_format import read_chain
 
 STEPS, SAVED = 14, 3
 FEATURES = ["user", "item"]
@@ -55,11 +61,15 @@ class Source:
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def __iter__(self) -> Iterator[KeyedJaggedTensor]:
-        for step in range(STEPS):
-            draw = torch.Generator().manual_seed(100 * step + self.rank)
-            ids = torch.randint(20 + 4 * step, (16,), generator=draw)
-            yield KeyedJaggedTensor(FEATURES, ids, lengths=torch.ones(16, dtype=torch.int64))
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> KeyedJaggedTensor:
+        if step >= STEPS:
+            raise IndexError(step)
+        draw = torch.Generator().manual_seed(100 * step + self.rank)
+        ids = torch.randint(20 + 4 * step, (16,), generator=draw)
+        return KeyedJaggedTensor(FEATURES, ids, lengths=torch.ones(16, dtype=torch.int64))
 
 
 def made() -> tuple[Any, Any]:
@@ -73,37 +83,66 @@ def made() -> tuple[Any, Any]:
     return model, CombinedOptimizer([model.fused_optimizer, dense])
 
 
-def killed_at(place: str, number: int) -> contextlib.AbstractContextManager[Any]:
-    """Kills this process at the n-th arrival at a place of a save."""
-    left = [number]
+@dataclass(frozen=True)
+class Death:
+    """Where a rank is killed.
 
-    def before(function: Any) -> Any:
-        def called(*args: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **options)
+    Attributes:
+        place: name of a function of a file of `checkpoint`, e.g. "entry_writing.publish"; "": any place.
+        number: the n-th call of the function; of any place, the number of trained batches before it.
+        delay: of any place, seconds after that batch.
+    """
 
-        return called
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(checkpoints, place, before(getattr(checkpoints, place)))
-    return contextlib.closing(_Undone(patch))
+    place: str
+    number: int
+    delay: float = 0.0
 
 
-class _Undone:
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.close = patch.undo
+@contextlib.contextmanager
+def killed_at(death: Death | None, positions: Positions) -> Iterator[None]:
+    """Kills this process at a place."""
+    if death is None or not death.place:
+        if death is not None:
+            threading.Thread(target=kill_after, args=(death, positions), daemon=True).start()
+        yield
+        return
+    file, _, name = death.place.partition(".")
+    module, left = importlib.import_module(f"torchrec_dyn.checkpoint.{file}"), [death.number]
+    function = getattr(module, name)
+
+    def called(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, called)
+        yield
 
 
-def train(folder: str, kills: list[tuple[str, int] | None]) -> None:
-    """Restores if there is something, trains to the end and saves; the place of a kill ends a rank before."""
+def kill_after(death: Death, positions: Positions) -> None:
+    while positions.batches < death.number:
+        time.sleep(0.001)
+    time.sleep(death.delay)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+Deaths = list[Death | None]
+
+
+def train(folder: str, deaths: Deaths, method: str, workers: int) -> None:
+    """Restores if there is something, trains to the end and saves; a death ends a rank before."""
     dist.init_process_group("gloo")
-    rank, kill = dist.get_rank(), kills[dist.get_rank()]
+    rank = dist.get_rank()
     model, optimizer = made()
     kept = Checkpoints(f"{folder}/kept", keep=2, full_every=3)
-    positions = Positions(Source(rank))
-    with killed_at(*kill) if kill else contextlib.nullcontext():
+    source: Any = Source(rank)
+    if workers:
+        alike = {"batch_size": None, "multiprocessing_context": "fork"}  # others import torch anew
+        source = StatefulDataLoader(source, num_workers=workers, **alike)
+    positions = Positions(source)
+    with killed_at(deaths[rank], positions):
         quietly(kept.restore, model, optimizer, extra={"position": positions})
         pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
         batches = iter(positions)
@@ -113,69 +152,104 @@ def train(folder: str, kills: list[tuple[str, int] | None]) -> None:
                 positions.step()
                 if positions.batches % SAVED == 0:
                     quietly(
-                        kept.save,
+                        getattr(kept, method),
                         model,
                         optimizer,
                         step=positions.batches,
                         extra={"position": positions},
                     )
     assert positions.batches == STEPS
-    end = Checkpoints(f"{folder}/end")
-    quietly(end.save, model, optimizer, step=STEPS)
+    kept.close()
+    quietly(Checkpoints(f"{folder}/end").save, model, optimizer, step=STEPS)
 
 
-def ended(folder: Path, kills: list[tuple[str, int] | None]) -> list[int]:
-    """Runs a job of two ranks with these places of death; returns the exit codes."""
-    done = run_ranks(train, str(folder), kills, ranks=2)
+def ended(folder: Path, deaths: Deaths, method: str = "save", workers: int = 0) -> list[int]:
+    """Runs a job of two ranks with these deaths; returns the exit codes."""
+    done = run_ranks(train, str(folder), deaths, method, workers, ranks=2)
     assert -signal.SIGKILL in done.codes or done.codes == [0, 0], done.stderr
     return done.codes
 
 
-def contents_at_end(folder: Path) -> dict[str, torch.Tensor]:
-    return contents(folder / "end" / "full-00000001" / "state")
+def all_contents(folder: Path) -> dict[str, Any]:
+    """Returns everything that a run has saved: its end, and its entries with the contents of deltas."""
+    entries = read_chain(folder / "kept").entries
+    kinds = {f"kind at {entry.step}": entry.kind for entry in entries}
+    sums = {f"sums at {entry.step}": entry.sums for entry in entries}
+    saved = {"end": contents(folder / "end" / "full-00000001" / "state")}
+    for entry in entries:
+        for part in {entry.tables, entry.dense}:
+            saved[f"{part.name} at {entry.step}"] = contents(part)
+    tensors = {f"{at}: {name}": one for at, all in saved.items() for name, one in all.items()}
+    return {**kinds, **sums, **tensors}
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The end of a run without a kill."""
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run without a kill saves: full, delta, delta, full, at batches 3, 6, 9 and 12."""
     folder = tmp_path_factory.mktemp("whole")
     assert ended(folder, [None, None]) == [0, 0]
-    return contents_at_end(folder)
-
-
-PLACES = ["export_delta", "save_files", "write_values", "_publish", "apply_delta", "commit"]
+    found = all_contents(folder)
+    assert [found[f"kind at {3 * save}"] for save in (1, 2, 3, 4)] == [
+        "full",
+        "delta",
+        "delta",
+        "full",
+    ]
+    return found
 
 
 def check(
-    folder: Path, kills: list[tuple[str, int] | None], expected: dict[str, torch.Tensor]
+    folder: Path, deaths: Deaths, expected: dict[str, Any], method: str = "save", workers: int = 0
 ) -> None:
-    assert -signal.SIGKILL in ended(folder, kills)
-    assert ended(folder, [None, None]) == [0, 0]
-    found = contents_at_end(folder)
+    assert -signal.SIGKILL in ended(folder, deaths, method, workers)
+    assert ended(folder, [None, None], method, workers) == [0, 0]
+    found = all_contents(folder)
     assert found.keys() == expected.keys()
-    differs = [name for name, one in found.items() if not torch.equal(one, expected[name])]
+    differs = [
+        name
+        for name, one in found.items()
+        if not (torch.equal(one, expected[name]) if torch.is_tensor(one) else one == expected[name])
+    ]
     assert not differs
 
 
 @pytest.mark.parametrize(
-    ("rank", "place", "number"),
-    [(1, "export_delta", 2), (0, "_publish", 3), (0, "commit", 9)],
+    ("deaths", "method", "workers"),
+    [
+        ([None, Death("checkpoints.collect_changes", 2)], "save", 0),
+        ([Death("entry_writing.publish", 3), None], "async_save", 2),
+        ([Death("", 7, 0.02)] * 2, "async_save", 0),
+    ],
+    ids=["one rank", "in the background, with two loader workers", "both ranks, at some time"],
 )
 def test_a_killed_run_ends_as_one_that_was_not(
-    rank: int, place: str, number: int, tmp_path: Path, expected: dict[str, torch.Tensor]
+    deaths: Deaths, method: str, workers: int, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    """Saves are full, delta, delta, full, at batches 3, 6, 9 and 12, while the pipeline has read two more."""
-    kills: list[tuple[str, int] | None] = [None, None]
-    kills[rank] = (place, number)
-    check(tmp_path, kills, expected)
+    """While the pipeline has read two batches more, and the workers of a loader some beyond these."""
+    check(tmp_path, deaths, expected, method, workers)
+
+
+PLACES = (
+    *("checkpoints.collect_changes", "checkpoints.dense_state", "entry_writing.save_files"),
+    *("entry_writing.write_values", "entry_writing.digests_of_files"),
+    *("entry_writing.publish", "entry_files.commit", "checkpoints.remove"),
+)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("seed", range(100))
-def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]) -> None:
+    """Of one rank or of both: half of them in a function of a save, half at any time."""
     draw = random.Random(seed)
-    kills: list[tuple[str, int] | None] = [None, None]
-    place = draw.choice(PLACES[:4] + PLACES[5:])
-    rank = 0 if place in ("_publish", "commit") else draw.randrange(2)
-    kills[rank] = (place, draw.randint(1, 2 if place == "export_delta" else 4))
-    check(tmp_path, kills, expected)
+    deaths: Deaths = [None, None]
+    place = draw.choice(PLACES) if seed % 2 else ""
+    number = draw.randint(1, 2 if place.startswith("checkpoints.") else 4)
+    for rank in range(2) if draw.random() < 0.4 else [draw.randrange(2)]:
+        deaths[rank] = (
+            Death(place, number) if place else Death("", draw.randint(0, 12), draw.random() / 10)
+        )
+    if place in PLACES[-3:] and deaths[0] is None:
+        deaths.reverse()  # rank 0 alone does this
+    check(
+        tmp_path, deaths, expected, draw.choice(["save", "async_save"]), draw.choice([0, 0, 0, 2])
+    )

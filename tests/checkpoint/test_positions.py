@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchrec_dyn.checkpoint import Positions
 
@@ -68,10 +69,9 @@ def test_a_step_without_a_batch() -> None:
 
 def test_a_loader_of_torchdata() -> None:
     """Two workers read ahead of what is trained."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
     def made() -> Positions:
-        return Positions(torchdata.StatefulDataLoader([*range(12)], 2, num_workers=2))
+        return Positions(StatefulDataLoader([*range(12)], 2, num_workers=2))
 
     positions = made()
     batches = iter(positions)

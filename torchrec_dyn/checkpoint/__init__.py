@@ -12,6 +12,8 @@ from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.dropped_load import drop_load
+from torchrec_dyn.checkpoint.entry_writing import Saving
+from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
@@ -22,10 +24,12 @@ from torchrec_dyn.state_dict import LoadPlanner
 
 __all__ = [
     "Checkpoints",
+    "Forgotten",
     "LoadPlanner",
     "Marker",
     "Positions",
     "Restored",
+    "Saving",
     "apply_delta",
     "drop_load",
     "export_delta",

@@ -10,47 +10,46 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import filelock
-import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.delta_apply import apply_delta
-from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
+from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
+from torchrec_dyn.checkpoint.dense_part import dense_state
 from torchrec_dyn.checkpoint.dropped_load import drop_load
+from torchrec_dyn.checkpoint.entry_files import package_version, sums_in
+from torchrec_dyn.checkpoint.entry_load import load_entry
+from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
+from torchrec_dyn.checkpoint.forgetting import (
+    Forgotten,
+    checked_ids,
+    erase,
+    ids_in_entry,
+    ids_in_model,
+    places_of,
+    search,
+)
 from torchrec_dyn.checkpoint.further_values import (
     alike,
     check_ranks,
+    digests_of,
     hand_over,
     options_of,
-    read_values,
-    set_options,
-    values_as_bytes,
-    write_values,
+    saved_values,
 )
-from torchrec_dyn.checkpoint.save_files import save_files
-from torchrec_dyn.checkpoint_format import (
-    ENTRY,
-    LOCK,
-    Entry,
-    SavedChain,
-    commit,
-    open_files,
-    read_chain,
-)
-from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import LoadPlanner, rows_left_out
-from torchrec_dyn.storage import unsigned
-from torchrec_dyn.whole_model import tables_of
+from torchrec_dyn.checkpoint.pruning import PRUNED, entry_folders, outdated, remove
+from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
+from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.whole_model import sharding_types, tables_of
 
-_SAVE, _RESTORE = "Checkpoints.save", "Checkpoints.restore"
-_WRITING, _PRUNED = ".writing-", ".pruned-"
+_SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
+_WRITING = ".writing-"
 
 
 class Restored(NamedTuple):
@@ -92,7 +91,12 @@ class Checkpoints:
         self._keep, self._full_every = keep, full_every
         self._marker: Marker | None = None  # of the last entry, if the next may be a delta
         self._line: list[Entry] = []  # a full save and the deltas to the last entry
-        self._highest = 0  # the highest sequence that this object knows of
+        # The highest sequence that this object knows of; None after a restore that failed.
+        self._highest: int | None = 0
+        self._failed: set[str] = set()  # ids of entries whose save failed
+        self._damaged: set[str] = set()  # ids of full saves that could not be loaded
+        self._saving: Saving | None = None  # in the background
+        self._chain: SavedChain | None = None  # on rank 0: the directory when the last save began
         self._lock: filelock.BaseFileLock | None = None
 
     def __repr__(self) -> str:
@@ -113,7 +117,7 @@ class Checkpoints:
         Raises:
             ValueError: no entry is of this step.
         """
-        return _entry_at(read_chain(self.path), step)
+        return read_chain(self.path).at(step)
 
     def line_of(self, entry: Entry) -> list[Entry]:
         """Returns the full save and the deltas that lead to an entry, in order; not collective.
@@ -130,11 +134,19 @@ class Checkpoints:
         return line
 
     def close(self) -> None:
-        """Ends the recording of changes, and lets another job write."""
-        self._marker = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        """Waits for a save in the background, ends the recording of changes, and lets another job write.
+
+        Raises:
+            OSError, RuntimeError: on every rank, if the save in the background failed.
+        """
+        try:
+            if self._saving is not None:
+                self._end(self._saving)
+        finally:
+            self._marker = None
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def save(
         self,
@@ -147,7 +159,7 @@ class Checkpoints:
     ) -> Entry:
         """Saves the model as it is now, and removes entries that are not kept. Collective.
 
-        A save that fails leaves no entry; the next one is full.
+        A save that fails leaves no entry; the next one has its changes, too.
 
         Args:
             model: DistributedModelParallel, or a module with dynamic tables in one process.
@@ -167,66 +179,148 @@ class Checkpoints:
             RuntimeError: on every rank, if another job has the directory.
             OSError: on every rank, if a file cannot be written.
         """
+        saving = self._start(model, optimizer, step, extra or {}, full, in_background=False)
+        saving.run()
+        self._end(saving)
+        return saving.result()
+
+    def async_save(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        full: bool = False,
+    ) -> Saving:
+        """Saves the model as it is now, as `save`, but writes the files while training goes on. Collective.
+
+        The call returns when the rows that are to be saved are copied: of a full save all, of a delta those
+        that changed. The next call of `save`, `async_save`, `restore`, `forget` or `close` waits until the
+        files are written, and raises the error of the save on every rank. The arguments are those of `save`.
+
+        Returns:
+            The save, which tells for how long the training waited.
+
+        Raises:
+            ValueError: on every rank, also if the model is not on all ranks of the default group.
+            OSError, RuntimeError: as of `save`, where it fails before files are written.
+        """
+        began = time.perf_counter()
+        saving = self._start(model, optimizer, step, extra or {}, full, in_background=True)
+        self._saving = saving
+        saving.start()
+        saving.pause = time.perf_counter() - began
+        return saving
+
+    def _wait(self, tables: Sequence[Table], call: str) -> None:
+        """Waits for a save in the background; raises its error if a rank was not told. Collective."""
+        saving = self._saving
+        if saving is None:
+            return
+        told = gather_results(tables[0].group, call, lambda: saving.wait().is_told)
+        saving.is_told = all(told)
+        self._end(saving)
+
+    def _end(self, saving: Saving) -> None:
+        """Takes over where a save has led to; raises its error if nobody was told."""
+        self._saving = None
+        entry = saving.wait().entry
+        if entry is not None:
+            self._line = [entry] if entry.is_full else [*self._line, entry]
+            self._highest, self._marker = entry.sequence, saving.marker
+            return
+        self._failed.add(saving.id)
+        if not saving.is_told:
+            saving.result()
+
+    def _start(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        step: int,
+        extra: Mapping[str, Any],
+        full: bool,
+        in_background: bool,
+    ) -> Saving:
+        """Fixes what is to be saved: reads the rows, of a save in the background, else opens them."""
         tables = tables_of(model, _SAVE)
         group, rank = tables[0].group, tables[0].rank
-        marker, self._marker = self._marker, None
-        is_due = full or len(self._line) % self._full_every == 0 or marker is None
-        values = run_together(group, _SAVE, lambda: values_as_bytes(extra or {}))
+        self._wait(tables, _SAVE)
+        marker = self._marker
+        values = run_together(group, _SAVE, lambda: saved_values(extra))
         options = [
             one
             for of_rank in gather_results(group, _SAVE, lambda: options_of(optimizer))
             for one in of_rank.items()
         ]
-        of_ranks = gather_results(
-            group, _SAVE, lambda: (is_due, alike(values), self._begin() if rank == 0 else None)
-        )
+        of_group = group if group is None or not in_background else background_group(group)
+
+        def begin() -> tuple[bool, dict[str, str | None], tuple[int, str, float] | None]:
+            is_due = full or len(self._line) % self._full_every == 0
+            is_due = is_due or marker is None or not is_marker_of(marker, tables)
+            return is_due, digests_of(values), self._begin() if rank == 0 else None
+
+        of_ranks = gather_results(group, _SAVE, begin)
         sequence, identity, began = of_ranks[0][2]  # type: ignore[misc]
         folder = self.path / f"{_WRITING}{sequence:08}-{identity}"
+        is_full = any(is_due for is_due, *_ in of_ranks)
         try:
-            is_full = any(due for due, *_ in of_ranks)
-            if not is_full:
-                assert marker is not None
-                try:
-                    made = export_delta(model, folder / "changes", since=marker)
-                except ValueError:  # on every rank: a table was converted, or is another object
-                    is_full = True
-            if not is_full:
-                save_files(_dense_state(model, optimizer, tables), folder / "dense", True, group)
-            else:
-                made = mark(model)
+            parts: dict[str, dict[str, Any]]
+            if is_full:
+                made = mark(model) if self._full_every > 1 else None
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                save_files(state, folder / "state", True, group)
-            kind = "full" if is_full else "delta"
-            first = of_ranks[0][1]
-            entry = Entry(
-                path=self.path / f"{kind}-{sequence:08}",
-                kind=kind,
-                sequence=sequence,
-                id=identity,
-                parent=self._line[-1].id if self._line else None,
-                step=step,
-                time=began,
-                world_size=len(of_ranks),
-                sums=_sums_of(made),
-                extra={
-                    name: all(one[1].get(name) == first[name] for one in of_ranks) for name in first
-                },
-                version=_version(),
-            )
-            run_together(group, _SAVE, lambda: write_values(values, dict(options), folder, rank))
-            gather_results(group, _SAVE, lambda: _publish(entry, folder) if rank == 0 else None)
+                parts = {"state": state}
+                sums = run_together(group, _SAVE, lambda: sums_in(state, tables))
+            else:
+                assert marker is not None
+                changes = collect_changes(model, folder / "changes", marker)
+                dense = dense_state(model, optimizer, tables)
+                parts = {"changes": changes.state, "dense": dense}
+                made, sums = changes.marker, sums_in(changes.state, tables, "result")
+            if in_background:
+                parts = run_together(
+                    group, _SAVE, lambda: {name: staged(one) for name, one in parts.items()}
+                )
         except BaseException:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        self._line = [entry] if is_full else [*self._line, entry]
-        self._highest = sequence
-        self._marker = made if self._full_every > 1 else None
-        gather_results(group, _SAVE, lambda: self.prune() if rank == 0 else None)
-        return entry
+        kind = "full" if is_full else "delta"
+        entry = Entry(
+            path=self.path / f"{kind}-{sequence:08}",
+            kind=kind,
+            sequence=sequence,
+            id=identity,
+            parent=self._line[-1].id if self._line else None,
+            step=step,
+            time=began,
+            world_size=len(of_ranks),
+            sums=sums,
+            extra=alike([digests for _, digests, _ in of_ranks]),
+            version=package_version(),
+            plan=sharding_types(model, _SAVE),
+        )
+        chain, keep, damaged = self._chain, self._keep, frozenset(self._damaged)
+        root = identity if is_full else self._line[0].id
+
+        def prune(entry: Entry) -> None:
+            assert chain is not None
+            remove(outdated(replace(chain, entries=[*chain.entries, entry]), keep, root, damaged))
+
+        writer = EntryWriter(entry, folder, parts, values, dict(options), of_group, rank, prune)
+        return Saving(identity, writer.write, made)
 
     def _begin(self) -> tuple[int, str, float]:
         """Returns sequence, id and time of the next entry. On rank 0 only."""
+        self._chain = chain = self._claim()
+        sequence, now = chain.highest + 1, time.time()
+        identity = secrets.token_hex(16)
+        (self.path / f"{_WRITING}{sequence:08}-{identity}").mkdir()
+        return sequence, identity, now
+
+    def _claim(self) -> SavedChain:
+        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
@@ -238,19 +332,20 @@ class Checkpoints:
                     "Wait until it has ended, or give another directory."
                 ) from None
             self._lock = lock
-        for pattern in (_WRITING, _PRUNED):
-            for left in self.path.glob(f"{pattern}*"):
-                shutil.rmtree(left, ignore_errors=True)
-        highest = read_chain(self.path).highest
-        if highest != self._highest:
+        for pattern in (_WRITING, PRUNED):
+            for unfinished in self.path.glob(f"{pattern}*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+        chain = read_chain(self.path)
+        if left := [entry.path for entry in chain.entries if entry.id in self._failed]:
+            remove(left)  # the disk failed after their rename, and again when it was to be undone
+            chain = read_chain(self.path)
+        if chain.highest != self._highest:
+            after = "a restore" if self._highest is None else f"save {self._highest}"
             raise ValueError(
-                f"{self.path}: expected to write after save {self._highest}, got a directory with "
-                f"save {highest}. Call restore first, or give another directory."
+                f"{self.path}: expected to write after {after}, got a directory with save {chain.highest}. "
+                "Call restore first, or give another directory."
             )
-        sequence, now = highest + 1, time.time()
-        identity = secrets.token_hex(16)
-        (self.path / f"{_WRITING}{sequence:08}-{identity}").mkdir()
-        return sequence, identity, now
+        return chain
 
     def restore(
         self,
@@ -280,189 +375,125 @@ class Checkpoints:
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
-        found = gather_results(
-            group, _RESTORE, lambda: self._candidates(step) if rank == 0 else None
-        )
-        lines, skipped, highest = found[0]  # type: ignore[misc]
-        self._marker, self._line, self._highest = None, [], highest
+        self._wait(tables, _RESTORE)
+        self._marker, self._line, self._highest = None, [], None
+        lines = self._lines(step) if rank == 0 else None
+        skipped: list[str] = []
         fault: BaseException | None = None
-        for line in lines:
+        while True:
+            of_ranks = gather_results(
+                group, _RESTORE, lambda: None if lines is None else next(lines)
+            )
+            line, told, highest = of_ranks[0]  # type: ignore[misc]
+            skipped += told
+            if not line:
+                break
             entry = line[-1]
-            check_ranks(entry, len(found))
+            check_ranks(entry, len(of_ranks))
             try:
-                values = _load(model, optimizer, tables, line)
-            except (ValueError, RuntimeError, OSError, CheckpointException) as error:
+                values = load_entry(model, optimizer, tables, line)
+            except (Exception, CheckpointException) as error:
                 with suppress(ValueError):
                     drop_load(model)
                 skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
                 fault = fault or error
+                if entry.is_full:
+                    self._damaged.add(entry.id)
             else:
-                self._line = line
                 break
-        if not self._line:
+        if not line:
             if fault is None and not skipped:
+                self._highest = highest
                 return None
             raise ValueError(
                 f"{self.path}: expected an entry that can be loaded, got none. {' '.join(skipped)}"
             ) from fault
         run_together(group, _RESTORE, lambda: hand_over(values, extra or {}))
-        if self._full_every > 1:
-            self._marker = mark(model)
+        made = mark(model) if self._full_every > 1 else None
+        self._marker, self._line, self._highest = made, line, highest
+        self._damaged.discard(line[0].id)
         return Restored(entry.step, values, entry, skipped)
 
-    def _candidates(self, step: int | None) -> tuple[list[list[Entry]], list[str], int]:
-        """Returns the lines that may be loaded, best first, the report, and the highest sequence."""
+    def _lines(self, step: int | None) -> Iterator[tuple[list[Entry], list[str], int]]:
+        """Yields the lines that may be loaded, best first, then []; with reports and the highest number."""
         chain = read_chain(self.path)
-        entries = chain.entries[::-1] if step is None else [_entry_at(chain, step)]
-        lines, skipped = [], list(chain.skipped) if step is None else []
+        entries = chain.entries[::-1] if step is None else [chain.at(step)]
+        skipped = list(chain.skipped) if step is None else []
         for entry in entries:
             line = chain.line_of(entry)
             if line is None:
                 skipped.append(f"{entry.path.name}: an entry before it is missing")
             else:
-                lines.append(line)
-        return lines, skipped, chain.highest
+                yield line, skipped, chain.highest
+                skipped = []
+        yield [], skipped, chain.highest
+
+    def forget(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        ids: Mapping[str, Tensor],
+        *,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Forgotten:
+        """Removes ids from the model and from the directory. Collective.
+
+        Rows, optimizer state, scores and counters are erased, the model is saved in full, and all other
+        entries are removed, also of other branches. The dense part stays as the ids have trained it.
+
+        Args:
+            model: as in `save`.
+            optimizer: as in `save`.
+            ids: by name of a table [M] int64; each rank may name others.
+            step: as in `save`.
+            extra: as in `save`.
+
+        Returns:
+            Where each id was.
+
+        Raises:
+            ValueError: on every rank, if there is no such table, ids are not [M] int64, or as of `save`;
+                nothing has changed then.
+            RuntimeError, OSError: on every rank, as of `save`, or if a folder cannot be removed. Call it
+                again.
+        """
+        tables = tables_of(model, _FORGET)
+        group, rank = tables[0].group, tables[0].rank
+        self._wait(tables, _FORGET)
+        wanted = checked_ids(tables, ids)
+        in_entries, unread = gather_results(
+            group, _FORGET, lambda: search([] if rank else self._claim().entries, wanted)
+        )[0]
+        in_model = ids_in_model(tables, wanted)
+        erase(model, tables, wanted)
+        entry = self.save(model, optimizer, step=step, extra=extra, full=True)
+
+        def clear() -> list[Path]:
+            others = [] if rank else entry_folders(self.path)
+            return remove([one for one in others if one != entry.path], ignore_errors=False)
+
+        removed = gather_results(group, _FORGET, clear)[0]
+        left = ids_in_model(tables, wanted)
+        saved = gather_results(group, _FORGET, lambda: {} if rank else ids_in_entry(entry, wanted))
+        if any(left.values()) or any(saved[0].values()):
+            raise RuntimeError(
+                f"{_FORGET}: expected ids that are gone, got {left} in the model and {saved[0]} in "
+                "the entry. Call it between two steps, in the thread that trains."
+            )
+        return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, removed)
 
     def prune(self) -> list[Path]:
-        """Removes the entries that no kept full save leads to; not collective, for the job that writes.
+        """Removes what is no longer kept; not collective, for the job that writes.
+
+        The newest `keep` full saves stay, and what they lead to; those that could not be loaded, or whose
+        files are too short, are not counted. These, deltas without their full save and torn folders stay
+        until they are older than all that is kept.
 
         Returns:
             The folders that were removed.
         """
-        chain = read_chain(self.path)
-        kept = {entry.id for entry in [one for one in chain.entries if one.is_full][-self._keep :]}
-        # Newer full saves may be damaged, or of another branch.
-        kept |= {entry.id for entry in self._line[:1]}
-        removed = []
-        for entry in chain.entries:
-            line = chain.line_of(entry)
-            if line is not None and line[0].id not in kept:
-                aside = self.path / f"{_PRUNED}{entry.path.name}-{entry.id}"
-                entry.path.rename(aside)  # so that no reader takes a half of it
-                shutil.rmtree(aside, ignore_errors=True)
-                removed.append(entry.path)
-        return removed
-
-
-def _entry_at(chain: SavedChain, step: int) -> Entry:
-    found = [entry for entry in chain.entries if entry.step == step]
-    if not found:
-        steps = sorted({entry.step for entry in chain.entries})
-        raise ValueError(f"{chain.path}: expected a step among {steps}, got {step}.")
-    return found[-1]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("torchrec_dyn")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _sums_of(marker: Marker) -> dict[str, str]:
-    """Returns the content sums of the tables at a marker, as text, by name."""
-    return {
-        name: " ".join(f"{unsigned(word):016x}" for words in one.sums for word in words.tolist())
-        for name, one in marker._tables.items()
-    }
-
-
-def _dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
-    """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
-    with rows_left_out():
-        return _without_tables(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tables
-        )
-
-
-def _without_tables(state: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
-    """Returns the entries of state dicts that are of no dynamic table."""
-    keys = tuple(f"{table.key}." for table in tables)
-    of_optimizer = {
-        name: value
-        for name, value in state["optimizer"]["state"].items()
-        if not name.endswith(tuple(f"{key}weight" for key in keys))
-    }
-    return {
-        "model": {k: v for k, v in state["model"].items() if not k.startswith(keys)},
-        "optimizer": {**state["optimizer"], "state": of_optimizer},
-    }
-
-
-def _load(
-    model: nn.Module,
-    optimizer: Any,
-    tables: Sequence[Table],
-    line: Sequence[Entry],
-) -> dict[str, Any]:
-    """Loads a full save and the deltas after it; returns the further values of this rank. Collective."""
-    group, rank = tables[0].group, tables[0].rank
-    values, options = run_together(group, _RESTORE, lambda: read_values(line[-1], rank))
-    state = _places_to_load(model, optimizer, tables, line)
-    alone = {"process_group": group, "no_dist": group is None}
-    dcp.load(state, checkpoint_id=line[0].tables, planner=LoadPlanner(), **alone)
-    if len(line) > 1:
-        dense = _without_tables(state, tables)
-        dcp.load(dense, checkpoint_id=line[-1].dense, **alone)
-        states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
-        state["model"].update(dense["model"])
-        state["optimizer"].update({**dense["optimizer"], "state": states})
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    set_options(optimizer, options)
-    for delta in line[1:]:
-        apply_delta(model, delta.tables)
-    return values
-
-
-def _places_to_load(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], line: Sequence[Entry]
-) -> dict[str, Any]:
-    """Returns state dicts with a place for each saved state of the optimizer. Collective.
-
-    torch's optimizers make their state in the first step, and DCP reads only what has a place. So an
-    optimizer without state takes a step of zeros, whose results the load replaces.
-
-    Raises:
-        ValueError: on every rank, if saved state has no place: it is of another optimizer.
-    """
-
-    def missing(state: Mapping[str, Any]) -> list[str]:
-        there = tuple(
-            f"optimizer.state.{name}." for name, one in state["optimizer"]["state"].items() if one
-        )
-        of_tables = tuple(f"{table.key}.weight." for table in tables)
-        return [
-            key
-            for folder in {line[0].tables, line[-1].dense}
-            for key in open_files(folder)[1].state_dict_metadata
-            if key.startswith("optimizer.state.")
-            and not key.startswith(there)
-            and not any(one in key for one in of_tables)
-        ]
-
-    def check(state: Mapping[str, Any]) -> None:
-        if left := missing(state):
-            raise ValueError(
-                f"{line[-1].path}: expected an optimizer with state for {left[0]}, got one without. Restore "
-                "with the optimizers and parameters that were saved."
-            )
-
-    group = tables[0].group
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    lacks = gather_results(group, _RESTORE, lambda: bool(missing(state)))
-    if any(lacks) and hasattr(optimizer, "init_state"):
-        optimizer.init_state()
-        optimizer.zero_grad()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    run_together(group, _RESTORE, lambda: check(state))
-    return state
-
-
-def _publish(entry: Entry, folder: Path) -> None:
-    """Makes a written folder an entry. On rank 0 only, when all ranks have written."""
-    (folder / ENTRY).write_text(entry.as_json())
-    for one in [*folder.rglob("*"), folder]:
-        commit(one)
-    folder.rename(entry.path)
-    commit(entry.path.parent)
+        if self._saving is not None:
+            self._saving.wait()
+        root = self._line[0].id if self._line else None
+        return remove(outdated(read_chain(self.path), self._keep, root, self._damaged))

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torchrec_dyn.checkpoint_format import (
     Part,
     SavedTensor,
     from_words,
+    optimizer_config,
+    sum_of_small,
+    to_bytes,
     whole_tensor,
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
@@ -93,6 +96,27 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
             converted, or loaded with another config, after the marker.
         OSError: on every rank, if a file cannot be written, because the disk is full or fails.
     """
+    changes = collect_changes(model, path, since)
+    save_files(changes.state, path, changes.is_new, tables_of(model, _CALL)[0].group)
+    return changes.marker
+
+
+class Changes(NamedTuple):
+    """The changes of a model's tables since a marker, not yet written.
+
+    Attributes:
+        state: the state dict to save; it reads the changed rows when it is saved or copied.
+        is_new: True if the directory did not exist.
+        marker: the marker of this point.
+    """
+
+    state: dict[str, Any]
+    is_new: bool
+    marker: Marker
+
+
+def collect_changes(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Changes:
+    """Returns the changes since a marker, for a directory; as `export_delta`, which writes them."""
     tables = tables_of(model, _CALL)
     group = tables[0].group
     stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
@@ -103,8 +127,29 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
     run_together(group, _CALL, lambda: _check_configs(tables, before, results))
     state = _state_dict(tables, before, results)
     run_together(group, _CALL, lambda: _check_unchanged(tables, stamps))
-    save_files(state, path, is_new, group)
-    return _marker(tables, versions, results)
+    return Changes(state, is_new, _marker(tables, versions, results))
+
+
+def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
+    """Returns True if a delta of these tables since a marker can be made; not collective.
+
+    False if a table is another object than the marked one, or was converted.
+    """
+    for table in tables:
+        marked = marker._tables.get(table.name)
+        if marked is None or [one.log for one in marked.versions] != [
+            shard.changes for shard in table.shards
+        ]:
+            return False
+        configs = table.config, optimizer_config(table.optimizer, table.cuts)
+        for words, order, config in zip(
+            marked.sums, (MODEL_TENSORS, OPTIMIZER_TENSORS), configs, strict=True
+        ):
+            if from_words(words, order)["config"] != sum_of_small(
+                table.name, "config", to_bytes(config)
+            ):
+                return False
+    return len(marker._tables) == len(tables)
 
 
 def _begin(tables: Sequence[Table], call: str) -> list[list[Version]]:

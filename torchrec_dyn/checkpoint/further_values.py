@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
+from torchrec_dyn.checkpoint.entry_files import check_digest, digest_of
 from torchrec_dyn.checkpoint_format import Entry, FileWriter
 
 
-def values_as_bytes(values: Mapping[str, Any]) -> dict[str, bytes]:
+class SavedValue(NamedTuple):
+    """The saved form of a value.
+
+    Attributes:
+        data: what torch.save wrote.
+        is_of_rank: True if it is, or has inside, the position of a source that one rank has for itself.
+    """
+
+    data: bytes
+    is_of_rank: bool
+
+
+def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
     """Returns the saved form of each value: of an object with `state_dict` its state dict.
 
     Raises:
@@ -24,21 +37,40 @@ def values_as_bytes(values: Mapping[str, Any]) -> dict[str, bytes]:
         state = value.state_dict() if hasattr(value, "state_dict") else value
         memory = io.BytesIO()
         torch.save(state, memory)
-        saved[name] = memory.getvalue()
+        data = memory.getvalue()
         try:
-            torch.load(io.BytesIO(saved[name]), weights_only=True)
+            torch.load(io.BytesIO(data), weights_only=True)
         except Exception as error:  # torch raises pickle's errors and its own
             raise ValueError(
                 "Checkpoints.save: expected tensors, numbers, texts, lists and dicts in "
                 f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+        saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
     return saved
 
 
-def alike(saved: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns digests by which ranks see whether their values are equal."""
-    return {name: hashlib.blake2b(value, digest_size=16).digest() for name, value in saved.items()}
+def _is_of_rank(state: Any) -> bool:
+    if isinstance(state, Mapping):  # of `Positions`, or one that has it inside
+        return state.get("is_global") is False or any(map(_is_of_rank, state.values()))
+    return isinstance(state, (list, tuple)) and any(map(_is_of_rank, state))
+
+
+def digests_of(saved: Mapping[str, SavedValue]) -> dict[str, str | None]:
+    """Returns a digest of each value, by which ranks see whether it is equal; None if it is of one rank."""
+    return {name: None if one.is_of_rank else digest_of(one.data) for name, one in saved.items()}
+
+
+def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
+    """Returns for each value whether it fits any number of ranks, from the digests of each rank.
+
+    Ranks that have trained equally many batches of sources of their own have equal positions, which
+    nevertheless fit only as many ranks.
+    """
+    return {
+        name: digest is not None and all(of_rank.get(name) == digest for of_rank in digests)
+        for name, digest in digests[0].items()
+    }
 
 
 def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
@@ -63,15 +95,16 @@ def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def write_values(
-    saved: Mapping[str, bytes],
+    saved: Mapping[str, SavedValue],
     options: Mapping[str, Mapping[str, Any]],
     folder: Path,
     rank: int,
-) -> None:
-    """Writes the values of a rank, and the numbers of the parameter groups."""
+) -> dict[str, str]:
+    """Writes the values of a rank, and the numbers of the parameter groups; returns the file's digest."""
     memory = io.BytesIO()
     texts = {
-        name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in saved.items()
+        name: torch.frombuffer(bytearray(one.data), dtype=torch.uint8)
+        for name, one in saved.items()
     }
     torch.save({"values": texts, "options": dict(options)}, memory)
     file = FileWriter(folder / f"extra-{rank}.pt")
@@ -82,6 +115,7 @@ def write_values(
     except BaseException:
         file.drop()
         raise
+    return {Path(file.path).name: digest_of(memory.getvalue())}
 
 
 def check_ranks(entry: Entry, world_size: int) -> None:
@@ -90,7 +124,8 @@ def check_ranks(entry: Entry, world_size: int) -> None:
     if own and entry.world_size != world_size:
         raise ValueError(
             f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. Use as many ranks, or save a position that is the same on all ranks."
+            f"{world_size}. Use as many ranks. To change their number, save positions in a source whose "
+            "batches all ranks share, Positions(source, is_global=True), and equal values on all ranks."
         )
 
 
@@ -103,6 +138,7 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     """
     path = entry.extra_of(min(rank, entry.world_size - 1))
     data = path.read_bytes()
+    check_digest(path, data, entry.digests.get(path.name))
     try:
         saved = torch.load(io.BytesIO(data), weights_only=True)
         values = {

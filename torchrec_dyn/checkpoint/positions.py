@@ -29,12 +29,17 @@ class Positions:
             torchdata's StatefulDataLoader, these are its position; of another source the batches before the
             position are read again and dropped.
 
+        is_global: True if the n-th batches of all ranks together are the same on any number of ranks: each
+            rank takes its part of one global batch. Only then can the position be restored on another
+            number of ranks. False: each rank has a source of its own.
+
     Attributes:
         batches: number of trained batches of this pass through the source.
+        is_global: as given.
     """
 
-    def __init__(self, source: Iterable[Any]) -> None:
-        self._source = source
+    def __init__(self, source: Iterable[Any], *, is_global: bool = False) -> None:
+        self._source, self.is_global = source, is_global
         self._is_stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.batches = 0
         self._position: Any = (
@@ -75,7 +80,11 @@ class Positions:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position behind the last trained batch."""
-        return {"batches": self.batches, "source": self._position}
+        return {
+            "batches": self.batches,
+            "source": self._position,
+            "is_global": self.is_global,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position; the next iteration begins there."""

@@ -8,11 +8,13 @@ checkpoint/checkpoints.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,11 @@ class Entry:
         time: seconds since 1970 when the save began; the rows are of this moment.
         world_size: number of ranks that saved.
         sums: the content sums of each table and of its optimizer state, as text, by key.
-        extra: by name True if all ranks gave the same value.
+        extra: by name True if the value fits any number of ranks: all ranks gave the same, and it is no
+            position in a source that each rank has for itself.
         version: version of torchrec_dyn.
+        plan: by name the sharding type of each table, or "unsharded", to be read by people.
+        digests: BLAKE2b digests of the small files, by path in the folder. Rows have `sums`.
     """
 
     path: Path
@@ -51,6 +56,8 @@ class Entry:
     sums: Mapping[str, str]
     extra: Mapping[str, bool]
     version: str
+    plan: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_full(self) -> bool:
@@ -80,7 +87,8 @@ class Entry:
 
     def as_json(self) -> str:
         """Returns the contents of `entry.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self), "path": None}, sort_keys=True)
+        values = {"format": FORMAT, **asdict(self), "path": None}
+        return json.dumps({**values, "digest": _digest_of(values)}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -92,19 +100,46 @@ class SavedChain:
         entries: the whole entries by sequence.
         skipped: for each folder that is no whole entry a line that says why.
         highest: the highest sequence of a folder, 0 without one.
+        torn: by sequence the folders that are torn or damaged.
     """
 
     path: Path
     entries: list[Entry]
     skipped: list[str]
     highest: int
+    torn: Mapping[int, Path] = field(default_factory=dict)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Entry]:
+        return {one.id: one for one in self.entries}
+
+    @cached_property
+    def fulls(self) -> dict[str, Entry]:
+        """By id of each entry the full save that leads to it; entries without one are not there."""
+        found: dict[str, Entry] = {}
+        for entry in self.entries:  # parents come first
+            full = entry if entry.is_full else found.get(entry.parent or "")
+            if full is not None:
+                found[entry.id] = full
+        return found
+
+    def at(self, step: int) -> Entry:
+        """Returns the newest entry of a step.
+
+        Raises:
+            ValueError: no entry is of this step.
+        """
+        found = [entry for entry in self.entries if entry.step == step]
+        if not found:
+            steps = sorted({entry.step for entry in self.entries})
+            raise ValueError(f"{self.path}: expected a step among {steps}, got {step}.")
+        return found[-1]
 
     def line_of(self, entry: Entry) -> list[Entry] | None:
         """Returns the full save and the deltas that lead to an entry, in order; None if one is missing."""
-        by_id = {one.id: one for one in self.entries}
         line = [entry]
         while not line[-1].is_full:
-            parent = by_id.get(line[-1].parent or "")
+            parent = self._by_id.get(line[-1].parent or "")
             if parent is None or parent.sequence >= line[-1].sequence:
                 return None
             line.append(parent)
@@ -119,6 +154,7 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
     """
     folder = Path(path)
     entries, skipped, highest = [], [], 0
+    torn: dict[int, Path] = {}
     for one in sorted(folder.iterdir()) if folder.is_dir() else []:
         if name := _NAME.fullmatch(one.name):
             highest = max(highest, int(name[2]))
@@ -126,7 +162,14 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
                 entries.append(_read_entry(one))
             except (OSError, ValueError) as error:
                 skipped.append(f"{one.name}: {error}")
-    return SavedChain(folder, sorted(entries, key=lambda entry: entry.sequence), skipped, highest)
+                if not isinstance(error, _OtherFormat):
+                    torn[int(name[2])] = one
+    entries.sort(key=lambda entry: entry.sequence)
+    return SavedChain(folder, entries, skipped, highest, torn)
+
+
+class _OtherFormat(ValueError):
+    """An entry that another version wrote: it is not damaged."""
 
 
 def _read_entry(folder: Path) -> Entry:
@@ -140,20 +183,29 @@ def _read_entry(folder: Path) -> Entry:
         raise ValueError(f"expected JSON in {ENTRY}, got {error}. The entry is damaged.") from None
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
-        raise ValueError(
+        raise _OtherFormat(
             f"expected format {FORMAT} in {ENTRY}, got {found}. Read it with the version that wrote it."
         )
+    digest = values.pop("digest", None)  # entries of earlier versions have none
+    if digest is not None and digest != _digest_of(values):
+        raise ValueError(f"expected {ENTRY} with digest {digest}, got another. It is damaged.")
     names = {one.name for one in fields(Entry)}
-    if not names <= values.keys() or not _are_sound(folder, values):
+    needed = {one.name for one in fields(Entry) if one.default_factory is MISSING}
+    if not needed <= values.keys() or not _are_sound(folder, values):
         raise ValueError(f"expected the fields of an entry in {ENTRY}, got others. It is damaged.")
-    return Entry(**{name: values[name] for name in names} | {"path": folder})
+    return Entry(**{name: values[name] for name in names & values.keys()} | {"path": folder})
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _are_sound(folder: Path, values: dict[str, Any]) -> bool:
     kind, sequence = _NAME.fullmatch(folder.name).groups()  # type: ignore[union-attr]
     texts = (values["id"], values["version"], "" if values["parent"] is None else values["parent"])
     numbers = (values["step"], values["world_size"], values["sequence"], values["time"])
-    maps = (values["sums"], values["extra"])
+    maps = (values["sums"], values["extra"], values.get("plan", {}), values.get("digests", {}))
     return (
         (values["kind"], values["sequence"]) == (kind, int(sequence))
         and all(isinstance(one, str) for one in texts)

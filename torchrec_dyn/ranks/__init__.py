@@ -7,8 +7,8 @@ collections return of it. `routing` computes the owner of an id, `agreement` rai
 all ranks, also before it sends tensors. `host_group` returns the group for tensors of the CPU.
 """
 
-from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together
-from torchrec_dyn.ranks.groups import host_group
+from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
+from torchrec_dyn.ranks.groups import background_group, host_group
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,

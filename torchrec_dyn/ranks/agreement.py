@@ -47,8 +47,11 @@ def agree(
     dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
         if text is not None:
-            error = ValueError if is_value_error else RuntimeError
-            raise error(f"{other_call}(rank={rank}): {text}") from fault
+            error: Any = (ValueError if is_value_error else RuntimeError)(
+                f"{other_call}(rank={rank}): {text}"
+            )
+            error.is_agreed = True
+            raise error from fault
     for rank, (other_call, *_) in enumerate(gathered):
         if other_call != gathered[0][0]:
             raise ValueError(
@@ -82,6 +85,27 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     """
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
+    return done[0]
+
+
+def settle(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+    """Runs a part of a call that is collective itself, and returns its result. Collective.
+
+    An error that `work` raises on one rank only is raised on the others where they meet next: in an agreement
+    inside `work`, or at its end. Errors are those of `gather_results`.
+    """
+    fault: Exception | None = None
+    done: list[T] = []
+    try:
+        done.append(work())
+    except Exception as error:
+        if getattr(error, "is_agreed", False):
+            raise  # on all ranks already
+        fault = error
+    try:
+        agree(group, call, fault)
+    finally:
+        del fault
     return done[0]
 
 

@@ -23,6 +23,7 @@ from torchrec_dyn.whole_model.tables import (
     collections_of,
     saved_forms,
     saved_sums,
+    sharding_types,
     table_names,
     tables_in,
     tables_of,

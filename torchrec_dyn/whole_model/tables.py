@@ -68,6 +68,18 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
     return tables
 
 
+def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
+    """Returns by name the sharding type of each dynamic table of a model, or "unsharded"."""
+    types: dict[str, str] = {}
+    for _, collection in collections_of(model, call):
+        for name in table_names(collection):
+            is_sharded = isinstance(collection, ShardedCollection)
+            types[name] = (
+                collection.module_sharding_plan[name].sharding_type if is_sharded else "unsharded"
+            )
+    return types
+
+
 def checked_collection(module: nn.Module, call: str) -> Collection:
     """Returns `module`, which public functions take as any: so torch types an attribute of a model.
 

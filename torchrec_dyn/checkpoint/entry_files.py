@@ -1,0 +1,191 @@
+"""The files of an entry: their digests, and the rename that makes them an entry.
+
+DCP checks nothing that it reads beside dynamic tables, and files of another entry that were copied into one
+are whole. So an entry names the digests of its small files and the content sums of its tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    ENTRY,
+    OPTIMIZER,
+    Entry,
+    commit,
+    numbers_of,
+    open_checkpoint,
+)
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.storage import unsigned
+
+_DIGEST_BYTES = 16
+_READ_AT_ONCE = 1 << 20
+
+
+def digest_of(data: bytes) -> str:
+    """Returns the digest of bytes: BLAKE2b, as hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def check_digest(path: Path, data: bytes, expected: str | None) -> None:
+    """Raises ValueError unless the bytes of a file have a digest; None: it is not known."""
+    _compare(path, digest_of(data), expected)
+
+
+def _compare(path: Path, found: str, expected: str | None) -> None:
+    if expected not in (None, found):
+        raise ValueError(f"{path}: expected digest {expected}, got {found}. {DAMAGED}")
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    with open(path, "rb") as file:
+        while data := file.read(_READ_AT_ONCE):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def _small_files(folder: Path) -> list[str]:
+    """Returns the paths, in the folder of an entry, of the files of DCP that have digests.
+
+    Rows have content sums: of the tables' files only the index is among them.
+    """
+    names = [one.relative_to(folder) for one in folder.glob("*/.metadata")]
+    names += [one.relative_to(folder) for one in folder.glob("dense/*.distcp")]
+    return sorted(str(name) for name in names)
+
+
+def digests_of_files(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Returns the digests of a rank's part of the small files in the folder of an entry, by path in it."""
+    return {name: _digest_of_file(folder / name) for name in _small_files(folder)[rank::ranks]}
+
+
+def check_files(line: Iterable[Entry], rank: int, ranks: int) -> None:
+    """Checks a rank's part of the files that a load of the last entry of a line reads.
+
+    Raises:
+        ValueError: a file is damaged, or of another entry.
+        OSError: a file cannot be read.
+    """
+    *before, last = line
+    checked = [(last, name) for name in sorted(last.digests) if "/" in name]
+    for entry in before:  # of these only the tables are read
+        checked += [
+            (entry, name) for name in [f"{entry.tables.name}/.metadata"] if name in entry.digests
+        ]
+    for entry, name in checked[rank::ranks]:
+        _compare(entry.path / name, _digest_of_file(entry.path / name), entry.digests[name])
+    if rank == 0:
+        for entry in (*before, last):
+            _check_sums(entry)
+
+
+def _check_sums(entry: Entry) -> None:
+    """Raises ValueError unless tables are those that were saved.
+
+    The load compares the rows with the content sums that are saved beside them: so these sums are enough.
+    """
+    saved = open_checkpoint(entry.tables).tables.values()
+    words = "checksum" if entry.is_full else "result"
+    found = {
+        one.name: sums_as_text((one.read(words), one.read(OPTIMIZER + words))) for one in saved
+    }
+    for name in sorted({*found, *entry.sums}):
+        if found.get(name) != entry.sums.get(name):
+            raise ValueError(
+                f"{entry.tables}: expected table {name!r} with the content sums of {ENTRY}, "
+                f"{entry.sums.get(name)}, got {found.get(name)}: it is of another entry. {DAMAGED}"
+            )
+
+
+def sums_as_text(sums: Iterable[Tensor]) -> str:
+    """Returns content sums as an entry has them.
+
+    Args:
+        sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
+    """
+    return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
+
+
+def sums_in(
+    state: Mapping[str, Any], tables: Sequence[Table], words: str = "checksum"
+) -> dict[str, str]:
+    """Returns the content sums of each table in state dicts, as an entry has them, by name.
+
+    Args:
+        state: of the model and of its optimizer, or of a delta.
+        tables: the tables.
+        words: "checksum"; of a delta "result".
+
+    Raises:
+        ValueError: the optimizer has no state of a table, or is of another model.
+    """
+    sums = {}
+    for table in tables:
+        found = [
+            one
+            for name, one in state["optimizer"]["state"].items()
+            if name.endswith(f"{table.key}.weight") and f"{table.name}.{words}" in one
+        ]
+        if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{words}"]):
+            raise ValueError(
+                f"{table.where}: expected the optimizer with the state of this table, got "
+                f"{'one of another model' if found else 'one without'}. Save `model.fused_optimizer`, or a "
+                "CombinedOptimizer with it."
+            )
+        both = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
+        sums[table.name] = sums_as_text(map(numbers_of, both))
+    return sums
+
+
+def _is_of(table: Table, saved: Tensor) -> bool:
+    """Returns False if a tensor of an optimizer's state dict is of the table of another model.
+
+    Args:
+        table: the table.
+        saved: the tensor; what says its table is known of sharded tables only.
+    """
+    entry = getattr(saved, "entry", None)
+    return entry is None or entry.table.has_shards_of(table)
+
+
+def package_version() -> str:
+    """Returns the version of torchrec_dyn that writes an entry."""
+    try:
+        return metadata.version("torchrec_dyn")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def publish(entry: Entry, folder: Path) -> Entry:
+    """Makes a written folder an entry. On rank 0 only, when all ranks have written.
+
+    Raises:
+        OSError: the disk is full, or fails. The folder is no entry then.
+    """
+    (folder / ENTRY).write_text(entry.as_json())
+    for one in [*folder.rglob("*"), folder]:
+        commit(one)
+    folder.rename(entry.path)
+    try:
+        commit(entry.path.parent)
+    except BaseException:
+        with suppress(OSError):
+            entry.path.rename(folder)
+        raise
+    return entry
+
+
+def with_digests(entry: Entry, of_ranks: Iterable[dict[str, str]]) -> Entry:
+    """Returns an entry with the digests that its ranks have made."""
+    return replace(entry, digests={k: v for of_rank in of_ranks for k, v in of_rank.items()})

@@ -1,0 +1,86 @@
+"""Which folders of a checkpoint directory are no longer kept, and their removal.
+
+Newer folders are removed first: a kill in between leaves no delta whose full save is gone. What earlier kills
+and crashes left goes, too, when it is older than all that is kept.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterable, Set
+from pathlib import Path
+
+from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_files
+
+PRUNED = ".pruned-"
+
+
+def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) -> list[Path]:
+    """Returns the folders to remove, newest first.
+
+    Kept are the newest full saves that are whole, and all that they lead to. A delta without its full save,
+    and a folder that is torn or damaged, stay until they are older than the oldest full save that is kept.
+
+    Args:
+        chain: the directory.
+        keep: number of full saves to keep.
+        root: id of a full save that is kept in any case; None: none.
+        damaged: ids of full saves that could not be loaded.
+    """
+    fulls = [entry for entry in chain.entries if entry.is_full]
+    sound: list[Entry] = []
+    broken = set(damaged)
+    for one in reversed(fulls):
+        # The one at `root` was saved or loaded by this job. Nothing is removed while there are few.
+        if one.id not in broken and len(sound) < keep:
+            if one.id == root or len(fulls) <= keep or _is_whole(one):
+                sound.append(one)
+            else:
+                broken.add(one.id)
+    kept = {one.id: one for one in fulls if one in sound or one.id == root}
+    oldest = min((one.sequence for one in kept.values()), default=0)
+    removed = {sequence: path for sequence, path in chain.torn.items() if sequence < oldest}
+    for entry in chain.entries:
+        full = chain.fulls.get(entry.id)
+        if full is None or full.id in broken:
+            is_outdated = entry.sequence < oldest
+        else:
+            is_outdated = full.id not in kept
+        if is_outdated:
+            removed[entry.sequence] = entry.path
+    return [removed[sequence] for sequence in sorted(removed, reverse=True)]
+
+
+def _is_whole(entry: Entry) -> bool:
+    """Returns True if the files of a full save have their lengths."""
+    try:
+        open_files(entry.tables)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def entry_folders(path: Path) -> list[Path]:
+    """Returns the folders of a checkpoint directory that have the name of an entry, whatever is in them."""
+    return sorted(one for one in path.iterdir() if one.name.startswith(("full-", "delta-")))[::-1]
+
+
+def remove(paths: Iterable[Path], ignore_errors: bool = True) -> list[Path]:
+    """Removes folders of entries, and returns them. A reader finds a whole entry or none.
+
+    Args:
+        paths: the folders.
+        ignore_errors: True if files that cannot be removed may stay in a hidden folder, which the next writer
+            removes.
+
+    Raises:
+        OSError: a folder cannot be renamed, or without `ignore_errors` a file not removed.
+    """
+    removed = []
+    for path in paths:
+        aside = path.parent / f"{PRUNED}{path.name}-{secrets.token_hex(8)}"
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=ignore_errors)
+        removed.append(path)
+    return removed
