@@ -185,6 +185,15 @@ def _checkpoint_goals() -> list[Goal]:
     ]
 
 
+def _follow_goals() -> list[Goal]:
+    where = {
+        "workload": "a hundredth of a million rows",
+        "threads": 2,
+        "what": "row trained to row served",
+    }
+    return [Goal("follow", where, at_most=1.0, number="seconds")]
+
+
 def gpu_goals() -> list[Goal]:
     """Returns the goals of bench_gpu.py: ours / FBGEMM's TBE in time, and numbers of the largest map."""
     most = GPU_IDS[-1]
@@ -293,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         *_growth_goals(),
         *_eviction_goals(),
         *_checkpoint_goals(),
+        *_follow_goals(),
         *_host_goals(),
         *_train_goals(),
     ]

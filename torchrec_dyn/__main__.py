@@ -130,7 +130,9 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
         "Checkpoints, and prints a line for each new generation. Serving collections change to it at "
         "their refresh()."
     )
-    follow.epilog = "Exit status of --once: 0 the newest entry is served; 1 it cannot be."
+    follow.epilog = (
+        "Exit status of --once: 0 the newest entry is served; 1 it is not, or cannot be."
+    )
     follow.add_argument("path", type=Path, help="the directory of Checkpoints")
     follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
     follow.add_argument(
@@ -140,25 +142,37 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--dtype",
         choices=[*_SERVED],
-        default="float32",
-        help="of the served rows; default: float32",
+        help="of the served rows; default: as served, float32 at first",
+    )
+    follow.add_argument(
+        "--forks",
+        action="store_true",
+        help="serve the newest entry also if training left the way of what is served",
     )
     follow.set_defaults(run=_follow)
 
 
-def _follow(chosen: argparse.Namespace) -> None:
-    rows = _SERVED[chosen.dtype]
+def _follow(chosen: argparse.Namespace) -> int:
+    rows = _SERVED.get(chosen.dtype)
     if chosen.once:
-        found = serving.Follower(chosen.path, chosen.to, rows=rows).poll()
-        if not chosen.to.exists():
+        follower = serving.Follower(chosen.path, chosen.to, rows=rows, follow_forks=chosen.forks)
+        follower.since = follower.served()
+        if (found := follower.poll()) is not None:
+            _print_followed(found)
+        elif not chosen.to.exists():
             raise ValueError(
                 f"follow: expected an entry of Checkpoints in {chosen.path}, got none."
             )
-        if found is not None:
-            _print_followed(found)
-        return
-    for each in serving.follow(chosen.path, chosen.to, every=chosen.every, rows=rows):
+        elif follower.skipped:
+            print("skipped", *follower.skipped, sep="\n  ", file=sys.stderr)
+        return int(bool(follower.skipped))
+    warnings.filterwarnings("always", message="serving.follow: ")
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
+    for each in serving.follow(
+        chosen.path, chosen.to, every=chosen.every, rows=rows, follow_forks=chosen.forks
+    ):
         _print_followed(each)
+    return 0
 
 
 def _print_followed(one: serving.Followed) -> None:

@@ -26,6 +26,7 @@ IN_PROCESS = [
     "bench_eviction",
     "bench_sweep",
     "bench_serving",
+    "bench_follow",
     "bench_host",
     "bench_gpu",
 ]

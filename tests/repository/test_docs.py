@@ -197,7 +197,9 @@ def described_names() -> set[str]:
     for page in ROOT.glob("docs/api/*.md"):
         module = ""
         for kind, name in re.findall(
-            r"^\.\. (currentmodule|autoclass|autofunction):: ([\w.]+)", page.read_text(), re.M
+            r"^\.\. (currentmodule|autoclass|autoexception|autofunction):: ([\w.]+)",
+            page.read_text(),
+            re.M,
         ):
             if kind == "currentmodule":
                 module = name

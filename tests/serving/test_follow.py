@@ -9,70 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import quietly
-from torch import nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from follow_cases import IDS, TABLES, Trainer, rows_of, served_rows, sorted_ids
+from torchrec import KeyedJaggedTensor
 
-import torchrec_dyn as dyn
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint import Checkpoints
-
-TABLES = [
-    EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=1000, feature_names=[name])
-    for name in ("user", "item")
-]
-IDS = torch.arange(300)
-
-
-class Trainer:
-    """A model that trains and saves; what it saved of each table as dicts."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.sparse = dyn.DynamicEmbeddingBagCollection(
-            TABLES, fused_params={"optimizer": "EXACT_ADAGRAD", "learning_rate": 0.1}
-        )
-        self.model.over = nn.Linear(2, 1)
-        dense = KeyedOptimizerWrapper(
-            {f"over.{name}": one for name, one in self.model.over.named_parameters()},
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        )
-        self.optimizer = CombinedOptimizer([("sparse", self.model.sparse.fused_optimizer), dense])
-        self.checkpoints = Checkpoints(folder, **options)
-        self.step = 0
-
-    def train(self, *ids: int) -> None:
-        values = torch.tensor(ids * 2)
-        features = KeyedJaggedTensor(["user", "item"], values, lengths=torch.ones_like(values))
-        self.model.sparse(features).values().sum().backward()
-        with torch.no_grad():
-            self.model.over.bias += 1
-
-    def save(self) -> Any:
-        self.step += 1
-        return quietly(self.checkpoints.save, self.model, self.optimizer, step=self.step)
-
-    def rows(self) -> torch.Tensor:
-        return rows_of(self.model.sparse.eval())
-
-
-def rows_of(collection: Any) -> torch.Tensor:
-    """The rows of all ids, [300, 8]; zeros for ids without a row."""
-    features = KeyedJaggedTensor(["user", "item"], IDS.repeat(2), lengths=torch.ones(600).long())
-    with torch.no_grad():
-        values = collection(features).values()
-    getattr(collection, "train", lambda: None)()
-    return values.clone()
-
-
-def sorted_ids(of_tables: Any) -> dict[str, list[int]]:
-    return {name: sorted(ids.tolist()) for name, ids in of_tables.items()}
-
-
-def served_rows(folder: Path) -> torch.Tensor:
-    return rows_of(serving.ServingEmbeddingBagCollection(folder, TABLES))
 
 
 @pytest.fixture
@@ -98,6 +39,9 @@ def test_every_generation_is_the_trained_one(trainer: Trainer, tmp_path: Path) -
         served = served or serving.ServingEmbeddingBagCollection(tmp_path / "served", TABLES)
         served.refresh()
         assert served.generation == followed.generation
+        for name in ("user", "item"):
+            ids = trainer.model.sparse.table(name).ids()
+            assert served.ids(name).sort().values.equal(ids.sort().values)
         assert torch.equal(rows_of(served), trainer.rows())
         dense = {"model": {"over.bias": torch.zeros(1)}}
         quietly(dcp.load, dense, checkpoint_id=followed.dense)
@@ -112,6 +56,8 @@ def test_every_generation_is_the_trained_one(trainer: Trainer, tmp_path: Path) -
                 "item": [],
             }
     assert kinds == [False, True, True, True, False]
+    with pytest.raises(ValueError, match=r"ids: expected a table of \['user', 'item'\], got 'x'"):
+        served.ids("x")
 
 
 def test_several_deltas_at_once(trainer: Trainer, tmp_path: Path) -> None:
@@ -150,54 +96,30 @@ def test_a_follower_goes_on_where_the_files_are(trainer: Trainer, tmp_path: Path
         trainer.save()
     assert [entry.step for entry in trainer.checkpoints.entries()] == [5, 6, 7]
     followed = serving.Follower(tmp_path / "kept", tmp_path / "served").poll()
-    assert followed.entry.step == 7 and followed.changed is None
+    assert followed.entry.step == 7 and followed.changed is None and not followed.is_fork
     assert torch.equal(served_rows(tmp_path / "served"), trainer.rows())
+    assert serving.Follower(tmp_path / "kept", tmp_path / "served").poll().entry == followed.entry
 
 
-def test_another_branch_is_not_crossed_by_deltas(trainer: Trainer, tmp_path: Path) -> None:
-    follower = serving.Follower(tmp_path / "kept", tmp_path / "served")
-    for number in range(3):
-        trainer.train(number)
+def test_several_deltas_are_one_generation(trainer: Trainer, tmp_path: Path) -> None:
+    """Rows that change in each of them, rows that go and come again, and many new ones."""
+    for dtype in (torch.float32, torch.int8):
+        follower = serving.Follower(tmp_path / "kept", tmp_path / str(dtype), rows=dtype)
+        trainer.train(1, 2, 3)
+        trainer.checkpoints.save(trainer.model, trainer.optimizer, step=0, full=True)
+        first = follower.poll()
+        trainer.train(*range(2, 6))
         trainer.save()
-    follower.poll()
-    again = Trainer(tmp_path / "kept", full_every=4)
-    trainer.checkpoints.close()
-    quietly(again.checkpoints.restore, again.model, again.optimizer, step=2)
-    again.train(200)
-    again.step = 2
-    assert again.save().kind == "delta"
-    again.checkpoints.close()
-    followed = follower.poll()
-    assert followed.changed is None and followed.entry.sequence == 4
-    assert torch.equal(served_rows(tmp_path / "served"), again.rows())
-
-
-def damage(folder: Path) -> None:
-    file = next(folder.glob("changes/*.distcp"))
-    content = bytearray(file.read_bytes())
-    for place in range(500, len(content), 64):
-        content[place] ^= 1
-    file.write_bytes(bytes(content))
-
-
-def test_a_damaged_entry_is_told_and_what_is_sound_is_served(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    follower = serving.Follower(tmp_path / "kept", tmp_path / "served")
-    rows = []
-    for number in range(3):
-        trainer.train(number)
+        trainer.model.sparse.table("item").erase(torch.tensor([3, 4]))
+        trainer.train(*range(100, 250))
         trainer.save()
-        rows.append(trainer.rows())
-        if number == 0:
-            follower.poll()
-    damage(tmp_path / "kept" / "delta-00000003")
-    followed = follower.poll()
-    assert followed.entry.step == 2 and followed.skipped[0].startswith("delta-00000003: ")
-    assert torch.equal(served_rows(tmp_path / "served"), rows[1])
-    assert follower.poll() is None  # what comes before the damaged one is served
-    (tmp_path / "kept" / "delta-00000003" / "entry.json").unlink()
-    assert follower.poll() is None
+        trainer.train(3, 100, 5)
+        trainer.save()
+        assert int(follower.poll().generation[:6]) == int(first.generation[:6]) + 1
+        within = 0.01 if dtype == torch.int8 else 0
+        found = served_rows(tmp_path / str(dtype))
+        assert torch.allclose(found, trainer.rows(), atol=within, rtol=0)
+        serving.verify(tmp_path / str(dtype))
 
 
 def test_nothing_can_be_served(trainer: Trainer, tmp_path: Path) -> None:
@@ -271,3 +193,5 @@ def test_the_command(trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFix
     assert command_line.main(arguments) == 0
     assert "2 changed rows" in capsys.readouterr().out
     assert command_line.main(arguments) == 0 and not capsys.readouterr().out
+    assert command_line.main([*arguments, "--dtype", "int8"]) == 1
+    assert "with rows torch.int8, got torch.float32" in capsys.readouterr().err

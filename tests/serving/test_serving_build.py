@@ -47,7 +47,12 @@ def test_bytes_follow_the_rows(checkpoint, tmp_path, dtype):
     )
     assert manifest["tables"]["a"]["capacity"] <= 500 / 0.7 + 8
     assert manifest["tables"]["b"]["trained_as"] == "float16"
-    assert sorted(p.name.split("-")[0] for p in out.iterdir()) == ["000001", "current", "rows"]
+    assert sorted(p.name.split("-")[0] for p in out.iterdir()) == [
+        "000001",
+        "current",
+        "lock",
+        "rows",
+    ]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
@@ -126,7 +131,7 @@ def damage(generation: Path, what: str) -> None:
         (generation / "manifest.json").write_text('{"format": 1')
     elif what == "format":
         text = (generation / "manifest.json").read_text()
-        (generation / "manifest.json").write_text(text.replace('"format": 2', '"format": 3'))
+        (generation / "manifest.json").write_text(text.replace('"format": 2', '"format": 4'))
     elif what == "current":
         (generation.parent / "current").write_text("../../etc\n")
 
@@ -137,8 +142,8 @@ def damage(generation: Path, what: str) -> None:
         ("slots", "truncated"),
         ("no slots", "got only some"),
         ("rows", "truncated"),
-        ("manifest", r"manifest of a format in \(1, 2\), got JSONDecodeError"),
-        ("format", "format 3"),
+        ("manifest", r"manifest of a format in \(1, 2, 3\), got JSONDecodeError"),
+        ("format", "format 4"),
         ("current", "without the name of a generation"),
     ],
 )

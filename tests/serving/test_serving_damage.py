@@ -121,7 +121,7 @@ def test_every_field_with_any_value(folder, served):
 def test_a_manifest_that_is_none(served, folder, text):
     manifest_of(served).write_bytes(text)
     with pytest.raises(
-        ValueError, match=r"a manifest of a format in \(1, 2\), got .* Build it again\."
+        ValueError, match=r"a manifest of a format in \(1, 2, 3\), got .* Build it again\."
     ):
         rows_of(served)
     check(folder, served, text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ FORMAT = 1
 LOCK = "writer.lock"
 ENTRY = "entry.json"
 _NAME = re.compile(r"(full|delta)-(\d{8,})")
+_ID = re.compile(r"[0-9a-f]{32}")
+_SUMS = re.compile(r"[0-9a-f]{1,16}( [0-9a-f]{1,16})+")
 
 
 @dataclass(frozen=True)
@@ -203,12 +206,15 @@ def _digest_of(values: Mapping[str, Any]) -> str:
 
 def _are_sound(folder: Path, values: dict[str, Any]) -> bool:
     kind, sequence = _NAME.fullmatch(folder.name).groups()  # type: ignore[union-attr]
-    texts = (values["id"], values["version"], "" if values["parent"] is None else values["parent"])
+    ids = (values["id"], *([] if values["parent"] is None else [values["parent"]]))
     numbers = (values["step"], values["world_size"], values["sequence"], values["time"])
-    maps = (values["sums"], values["extra"], values.get("plan", {}), values.get("digests", {}))
+    sums = values["sums"]
+    maps = (sums, values["extra"], values.get("plan", {}), values.get("digests", {}))
     return (
         (values["kind"], values["sequence"]) == (kind, int(sequence))
-        and all(isinstance(one, str) for one in texts)
-        and all(isinstance(one, (int, float)) for one in numbers)
+        and all(isinstance(one, str) and _ID.fullmatch(one) is not None for one in ids)
+        and isinstance(values["version"], str)
+        and all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers)
         and all(isinstance(one, dict) for one in maps)
+        and all(isinstance(one, str) and _SUMS.fullmatch(one) is not None for one in sums.values())
     )

@@ -12,12 +12,15 @@ Processes that serve the same directory share its pages. On a tmpfs mounted with
 2 MiB and large requests are a quarter to a third faster.
 
 Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table of a training model. Start
-with `modules`; `manifest` describes the directory, and `follow` keeps it at the newest checkpoint.
+with `modules`; `manifest` describes the directory, and `follower` keeps it at the newest checkpoint.
 """
 
 from torchrec_dyn.serving.builder import build
+from torchrec_dyn.serving.chain_ways import ForkedChain
 from torchrec_dyn.serving.export import export_program
-from torchrec_dyn.serving.follow import Followed, Follower, follow
+from torchrec_dyn.serving.files import SecondWriter
+from torchrec_dyn.serving.follow_loop import follow
+from torchrec_dyn.serving.follower import Followed, Follower
 from torchrec_dyn.serving.modules import ServingEmbeddingBagCollection, ServingEmbeddingCollection
 from torchrec_dyn.serving.update import apply_delta, build_again
 from torchrec_dyn.serving.verification import add_checksums, verify
@@ -25,6 +28,8 @@ from torchrec_dyn.serving.verification import add_checksums, verify
 __all__ = [
     "Followed",
     "Follower",
+    "ForkedChain",
+    "SecondWriter",
     "ServingEmbeddingBagCollection",
     "ServingEmbeddingCollection",
     "add_checksums",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,13 +22,21 @@ from torchrec_dyn.checkpoint_format import (
     replace_file,
 )
 from torchrec_dyn.serving.checksums import write_checksums
-from torchrec_dyn.serving.files import Appender, extend, new_mapped
+from torchrec_dyn.serving.files import (
+    LOCK,
+    Appender,
+    SecondWriter,
+    extend,
+    new_mapped,
+    only_writer,
+)
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
     MANIFEST,
     SLOTS,
     Manifest,
+    ServedEntry,
     ServedTable,
     laid_out,
     new_generation,
@@ -61,7 +71,18 @@ def build(
             fit the dtype. No new directory is left then.
         OSError: if the disk is full, or fails. No new directory is left then.
     """
-    row_format, target = RowFormat(rows), Path(out)
+    build_from(checkpoint, Path(out), rows, tables)
+
+
+def build_from(
+    checkpoint: str | os.PathLike[str],
+    target: Path,
+    rows: torch.dtype,
+    tables: Sequence[str] | None,
+    entry: ServedEntry | None = None,
+) -> None:
+    """Builds as `build` does; `entry` is the entry of `Checkpoints` whose rows the checkpoint has."""
+    row_format = RowFormat(rows)
     if target.exists():
         raise ValueError(
             f"serving.build: expected nothing at {target}, got something. "
@@ -77,15 +98,33 @@ def build(
                 "Build from the full checkpoint, then call serving.apply_delta."
             )
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         beside.chmod(0o755)
-        write_tables(beside, saved, row_format)
-        os.rename(beside, target)
+        with only_writer(beside):  # so that `remove_unfinished` sees that the folder is in use
+            write_tables(beside, saved, row_format, entry=entry)
+            os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     commit(target.parent)
+
+
+def remove_unfinished(target: Path) -> None:
+    """Removes what killed builds of a directory left beside it.
+
+    A build that runs holds the lock of its folder. A folder without a lock is left: its build may have just
+    begun.
+    """
+    name = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}")
+    found: list[Path] = []
+    with suppress(OSError):  # there is no parent yet, or it cannot be listed
+        found += [one for one in target.parent.iterdir() if name.fullmatch(one.name)]
+    for one in found:
+        if (one / LOCK).is_file():
+            with suppress(SecondWriter, OSError), only_writer(one):
+                shutil.rmtree(one, ignore_errors=True)
 
 
 def chosen_tables(
@@ -118,6 +157,7 @@ def write_tables(
     saved: Mapping[str, SavedTable],
     row_format: RowFormat,
     after: str | None = None,
+    entry: ServedEntry | None = None,
 ) -> None:
     """Writes a generation with these tables, and publishes it; `after` is the generation before."""
     tables = laid_out(
@@ -149,7 +189,7 @@ def write_tables(
     finally:
         appender.close()
     dtype = str(row_format.dtype).removeprefix("torch.")
-    manifest = Manifest(dtype, rows_file, appender.used, tables)
+    manifest = Manifest(dtype, rows_file, appender.used, tables, entry)
     extend(folder / rows_file, manifest.mapped_bytes())
     write_checksums(folder / generation, manifest.to_json(), slots, rows_file, rows_sums.sums())
     publish(folder, generation, manifest)

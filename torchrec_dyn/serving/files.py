@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import FileWriter, RunningSums
 
+LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
 # copies of them.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -71,6 +72,10 @@ def _map(file: int, size: int, flags: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
+
+
+class SecondWriter(ValueError):
+    """Another process, or another thread, writes to the same directory of served tables."""
 
 
 class Appender:
@@ -129,13 +134,13 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Holds the lock of a directory. The end of the process frees it, even if the process is killed.
 
     Raises:
-        ValueError: if another process, or another thread, holds the lock.
+        SecondWriter: if another process, or another thread, holds the lock.
     """
-    with open(folder / "lock", "a") as file:
+    with open(folder / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(
+            raise SecondWriter(
                 f"{folder}: expected one writer at a time, got a second writer. Wait for the first."
             ) from None
         yield

@@ -75,6 +75,11 @@ class Generation(nn.Module):
         maps = self._maps() if torch.compiler.is_exporting() else self._maps_once
         return ops.lookup(ids, table_offsets, maps, self._at_rest)
 
+    def ids_of(self, table: int) -> Tensor:
+        """Returns the ids with a row of the table of a number, [N] int64."""
+        one = self._maps_once[table]
+        return one[one[:, 1] > 0, 0].contiguous()
+
     def blocks(self) -> list[Tensor]:
         """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8.
 

@@ -8,7 +8,7 @@
                                (csrc/storage/id_map.h)
         manifest.json
         checksums.json         sums of the bytes of these files and of the rows (checksums.py)
-    lock                       held by the process that applies a delta
+    lock                       held by the process that writes
 
 manifest.json, keys sorted:
 
@@ -17,7 +17,8 @@ manifest.json, keys sorted:
         "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
-can make ids that share slots. Directories of format 1 have no keys: they are read as key 0.
+can make ids that share slots. Directories of format 1 have no keys: they are read as key 0. Format 3 has the
+entry of `Checkpoints` whose rows are served: "entry": {"id": "51ab20fe...", "sequence": 12}.
 
 Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
 of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
@@ -41,12 +42,22 @@ import torch
 from torchrec_dyn.checkpoint_format import INITIALIZERS, file_inside, named_initializer
 from torchrec_dyn.serving.row_format import ROW_DTYPES, RowFormat
 
-FORMAT, _FORMATS = 2, (1, 2)  # written; read
+# Read. The last is written for the rows of an entry of `Checkpoints`, the one before it for others, which
+# versions that know no entries read, too.
+_FORMATS = (1, 2, 3)
 SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
 GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patterns of names
 _DAMAGED = "It is damaged. Build it again."
 _ROWS = [str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES]
 _TRAINED_AS = ["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ServedEntry:
+    """The entry of a directory of `Checkpoints` whose rows are served."""
+
+    sequence: int
+    id: str
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,7 @@ class Manifest:
     rows_file: str
     rows_bytes: int  # in use
     tables: Mapping[str, ServedTable]
+    entry: ServedEntry | None = None  # None: of another checkpoint, or not known
 
     @property
     def row_format(self) -> RowFormat:
@@ -118,7 +130,11 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of the manifest file."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True)
+        fields = dataclasses.asdict(self)
+        if self.entry is None:
+            del fields["entry"]
+        number = _FORMATS[-1 if self.entry else -2]
+        return json.dumps({"format": number, **fields}, indent=1, sort_keys=True)
 
 
 def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
@@ -184,7 +200,8 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
             name: ServedTable(**without, **table)
             for name, table in sorted(found.pop("tables").items())
         }
-        manifest = Manifest(tables=tables, **found)
+        entry = ServedEntry(**found.pop("entry")) if version == _FORMATS[-1] else None
+        manifest = Manifest(tables=tables, entry=entry, **found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: expected a manifest of a format in {_FORMATS}, got {type(error).__name__}: {error}. "
@@ -206,6 +223,9 @@ def _check(folder: Path, path: Path, manifest: Manifest) -> None:
     expect(rows in _ROWS, f"rows among {_ROWS}", rows)
     expect(_is_integer(used), "rows_bytes in [0, 2^63)", used)
     expect(bool(manifest.tables), "at least one table", manifest.tables)
+    expect(
+        _is_entry(manifest.entry), "entry with a sequence in [0, 2^63) and an id", manifest.entry
+    )
     for name, table in manifest.tables.items():
         for field, (rule, is_right) in _RULES.items():
             value = getattr(table, field)
@@ -220,6 +240,10 @@ def _check(folder: Path, path: Path, manifest: Manifest) -> None:
 
 def _is_integer(value: Any, least: int = 0, end: int = 2**63) -> bool:
     return type(value) is int and least <= value < end
+
+
+def _is_entry(entry: ServedEntry | None) -> bool:
+    return entry is None or (_is_integer(entry.sequence) and isinstance(entry.id, str))
 
 
 def _is_initializer(value: Any) -> bool:

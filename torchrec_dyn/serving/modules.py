@@ -36,6 +36,7 @@ class _Refreshable:
     """The generation that a collection serves: its name, and its replacement by a newer generation."""
 
     _lookup: ServedLookup
+    _configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig]
 
     @property
     def generation(self) -> str:
@@ -54,6 +55,22 @@ class _Refreshable:
             ValueError: if the new generation does not match the collection; the old generation stays served.
         """
         return self._lookup.refresh()
+
+    def ids(self, table: str) -> Tensor:
+        """Returns the ids of a table that have a row in the served generation, [N] int64, in any order.
+
+        Args:
+            table: name of the table.
+
+        Raises:
+            ValueError: if the collection has no such table.
+        """
+        names = [config.name for config in self._configs]
+        if table not in names:
+            raise ValueError(
+                f"{type(self).__name__}.ids: expected a table of {names}, got {table!r}."
+            )
+        return self._lookup.generation.ids_of(names.index(table))
 
 
 class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):

@@ -1,4 +1,4 @@
-"""Applies a delta to a directory of served tables, while they are served.
+"""Applies deltas to a directory of served tables, while they are served.
 
 Changed rows are appended to the rows file, and copies of the id maps point to them. The id maps and the rows
 of the current generation are only read, so its readers see no change. When less than half of the rows file is
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ from torchrec_dyn.serving.manifest import (
     ROWS_FILE,
     SLOTS,
     Manifest,
+    ServedEntry,
     ServedTable,
     current_generation,
     laid_out,
@@ -69,6 +70,8 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.row_format import RowFormat
 from torchrec_dyn.storage import new_key
+
+Ids = dict[str, tuple[Tensor, Tensor]]  # by table: the changed and the removed ids, [M] int64 each
 
 # A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
 _WASTE_BYTES = 1 << 20
@@ -90,11 +93,25 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
             or another process is applying a delta. Nothing has changed then.
         OSError: if the disk is full, or fails. Nothing has changed then.
     """
-    path = Path(folder)
+    apply_deltas(Path(folder), [delta])
+
+
+def apply_deltas(
+    path: Path, deltas: Sequence[str | os.PathLike[str]], entry: ServedEntry | None = None
+) -> list[Ids]:
+    """Applies deltas as `apply_delta` does, all of them in one new generation.
+
+    Args:
+        path: directory that `build` made.
+        deltas: directories of deltas, each of which begins where the one before it ends.
+        entry: the entry of `Checkpoints` of the last delta.
+
+    Returns:
+        The changed and the removed ids of each delta.
+    """
     current_generation(path)  # before the lock: no lock file in a directory that build did not make
     with only_writer(path):
         before = current_generation(path)
-        where = f"serving.apply_delta({delta})"
         try:
             manifest = read_manifest(path, before)
             slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
@@ -106,14 +123,22 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
         for name, width in manifest.widths().items():
             check_map(path / before, name, manifest.tables[name], maps[name], len(rows) // width)
         sums = _checked_sums(path, before, manifest, slots)
-        saved = chosen_tables(open_checkpoint(delta).tables, tuple(manifest.tables), where)
-        for name, table in saved.items():
-            _check_begins_here(f"{where}(table='{name}')", table, manifest.tables[name])
+        saved = _opened(deltas, manifest.tables)
         generation = new_generation(before)
         created = [path / generation]
+        told: list[Ids] = []
         try:
             after = _write_generation(
-                path, generation, slots, maps, rows, manifest, sums, saved, where, created
+                path,
+                generation,
+                slots,
+                maps,
+                rows,
+                replace(manifest, entry=entry),
+                sums,
+                saved,
+                created,
+                told,
             )
             publish(path, generation, after)
         except BaseException:
@@ -124,6 +149,7 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
                     os.truncate(path / manifest.rows_file, length)
             raise
         _remove_all_but(path, {before: manifest, generation: after})
+        return told
 
 
 def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> None:
@@ -138,7 +164,13 @@ def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[st
             was served still is.
         OSError: if the disk is full, or fails. What was served still is.
     """
-    path = Path(folder)
+    build_again_from(Path(folder), checkpoint)
+
+
+def build_again_from(
+    path: Path, checkpoint: str | os.PathLike[str], entry: ServedEntry | None = None
+) -> None:
+    """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint."""
     current_generation(path)
     with only_writer(path):
         before = current_generation(path)
@@ -149,7 +181,7 @@ def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[st
             if table.is_delta:
                 raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
         try:
-            write_tables(path, saved, manifest.row_format, before)
+            write_tables(path, saved, manifest.row_format, before, entry)
         finally:  # after an error only what it wrote is removed, and the generation before the served one
             now = current_generation(path)
             _remove_all_but(path, {before: manifest, now: read_manifest(path, now)})
@@ -186,6 +218,21 @@ def _checked_sums(
 def _check_rows(path: Path, sums: Checksums | None, rows: Tensor) -> None:
     if sums is not None:
         sums.check(path, rows)
+
+
+def _opened(
+    deltas: Sequence[str | os.PathLike[str]], served: Mapping[str, ServedTable]
+) -> list[tuple[str, dict[str, SavedTable]]]:
+    """Returns each delta, with its name for messages, after checking that they continue the served tables."""
+    found, now = [], dict(served)
+    for delta in deltas:
+        where = f"serving.apply_delta({delta})"
+        saved = chosen_tables(open_checkpoint(delta).tables, tuple(served), where)
+        for name, table in saved.items():
+            _check_begins_here(f"{where}(table='{name}')", table, now[name])
+            now[name] = replace(now[name], sums=_sums_of(table, "result", now[name].sums))
+        found.append((where, saved))
+    return found
 
 
 def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> None:
@@ -234,15 +281,15 @@ def _write_generation(
     old_rows: Tensor,
     manifest: Manifest,
     sums: Checksums | None,
-    saved: Mapping[str, SavedTable],
-    where: str,
+    deltas: Sequence[tuple[str, Mapping[str, SavedTable]]],
     created: list[Path],
+    told: list[Ids],
 ) -> Manifest:
     """Writes the new generation, without its name in `current`, and returns its manifest.
 
-    New files are appended to `created`.
+    New files are appended to `created`, the ids of each delta to `told`.
     """
-    tables = _with_room(manifest.tables, saved)
+    tables = _with_room(manifest.tables, [saved for _, saved in deltas])
     # Maps that keep their places are copied by a write: cheaper than page by page through the mapping.
     keep = all(tables[name].capacity == table.capacity for name, table in manifest.tables.items())
     slots = new_slots(path / generation, tables, old_slots if keep else None)
@@ -251,12 +298,19 @@ def _write_generation(
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes, rows_sums)
     check = partial(_check_rows, path / manifest.rows_file, sums, old_rows)
     try:
-        for name, table in saved.items():
-            if not keep:
-                _copy_map(old_maps[name], maps[name])
-            change = _Change(f"{where}(table='{name}')", name, manifest, old_rows, check)
-            change.apply(table, maps[name], appender)
-            tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
+        for name in tables if not keep else ():
+            _copy_map(old_maps[name], maps[name])
+        rows = old_rows
+        for number, (where, saved) in enumerate(deltas):
+            if number:  # with the rows of the deltas before this one
+                rows = mapped(path / manifest.rows_file, appender.used)
+            told.append({})
+            for name, table in saved.items():
+                where_in = f"{where}(table='{name}')"
+                change = _Change(where_in, name, tables[name], manifest.row_format, rows, check)
+                change.apply(table, maps[name], appender)
+                tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
+                told[-1][name] = torch.cat(change.changed), change.removed
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
     finally:
         appender.close()
@@ -273,12 +327,18 @@ def _write_generation(
 
 
 def _with_room(
-    served: Mapping[str, ServedTable], saved: Mapping[str, SavedTable]
+    served: Mapping[str, ServedTable], deltas: Sequence[Mapping[str, SavedTable]]
 ) -> dict[str, ServedTable]:
-    """Returns the tables with larger maps where the rows of the delta may not fit."""
+    """Returns the tables with larger maps where the rows of the deltas may not fit."""
     tables: dict[str, ServedTable] = {}
     for name, table in served.items():
-        most = table.num_rows + saved[name].num_rows
+        changed = [saved[name] for saved in deltas]
+        most = table.num_rows + sum(one.num_rows for one in changed)
+        if (
+            not has_room(table.capacity, most) and len(changed) > 1
+        ):  # the same ids change again and again
+            ids = torch.cat([one.read("ids") for one in changed if one.num_rows])
+            most = table.num_rows + len(ids.unique())
         if not has_room(table.capacity, most):
             table = replace(table, capacity=slots_for(most), key=new_key())
         tables[name] = table
@@ -296,31 +356,34 @@ def _copy_map(old: ServedMap, new: ServedMap) -> None:
 class _Change:
     """The change of one table by a delta: its new map, and the content sums of its rows.
 
-    `manifest` and `rows`, [bytes] uint8, are of the generation before the delta. After `apply`, `num_rows`
-    and the content sums in `result` are of the generation after the delta.
+    `table` and `rows`, [bytes] uint8, are from before the delta. After `apply`, `num_rows` and the content
+    sums in `result` are those after the delta; `changed`, chunks of [M] int64, and `removed` are its ids.
     """
 
     def __init__(
         self,
         where: str,
         name: str,
-        manifest: Manifest,
+        table: ServedTable,
+        row_format: RowFormat,
         rows: Tensor,
         check_rows: Callable[[], None],
     ) -> None:
-        table = manifest.tables[name]
         self._where, self._name, self._rows = where, name, rows
         self._check_rows = check_rows
-        self._format: RowFormat = manifest.row_format
+        self._format = row_format
         self._dtype = table.trained_dtype
         self._width = self._format.row_bytes(table.embedding_dim)
         self._sums = dict(table.sums)
         self.num_rows = table.num_rows
         self.result: dict[str, int] = {}
+        self.removed = torch.empty(0).long()
+        self.changed = [self.removed]
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
         """Removes ids, appends the changed rows, and maps the ids to the appended rows."""
-        removed = delta.read("removed") if "removed" in delta.names else torch.empty(0).long()
+        removed = delta.read("removed") if "removed" in delta.names else self.removed
+        self.removed = removed
         rows = served.take(removed)
         if bool((rows < 0).any()):
             raise self._does_not_fit(
@@ -330,6 +393,7 @@ class _Change:
         self.num_rows -= len(removed)
         for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
             ids, weight = chunk["ids"], chunk["weight"]
+            self.changed.append(ids)
             rows = served.take(ids)
             was_there = rows >= 0
             self._subtract(ids[was_there], rows[was_there])

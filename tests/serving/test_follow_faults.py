@@ -1,0 +1,399 @@
+"""Damaged, missing and foreign entries, forks, other writers: rows do not go back, nor silently stay."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import quietly
+from follow_cases import Trainer, served_rows, sorted_ids
+
+from torchrec_dyn import __main__ as command_line
+from torchrec_dyn import serving
+from torchrec_dyn.checkpoint_format import read_chain
+from torchrec_dyn.serving import builder
+from torchrec_dyn.serving import follower as follower_file
+from torchrec_dyn.serving.files import only_writer
+from torchrec_dyn.serving.manifest import current_generation, read_manifest
+
+
+class Job:
+    """A trainer with its follower; each save trains one more id."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.kept, self.served = folder / "kept", folder / "served"
+        self.trainer = Trainer(self.kept, **options)
+        self.follower = self.new_follower()
+        self.rows: dict[int, torch.Tensor] = {}  # by step
+
+    def new_follower(self, **options: Any) -> serving.Follower:
+        return serving.Follower(self.kept, self.served, **options)
+
+    def save(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.trainer.train(self.trainer.step, 50)
+            self.trainer.save()
+            self.rows[self.trainer.step] = self.trainer.rows()
+
+    def entry(self, kind: str, number: int) -> Path:
+        return self.kept / f"{kind}-{number:08}"
+
+    def serves(self, step: int) -> bool:
+        return torch.equal(served_rows(self.served), self.rows[step])
+
+    def restored_at(self, folder: Path, step: int) -> "Job":
+        """Returns a job that goes on from an older step, with the same follower."""
+        self.trainer.checkpoints.close()
+        other = Job(folder, full_every=8)
+        one = other.trainer
+        quietly(one.checkpoints.restore, one.model, one.optimizer, step=step)
+        one.step, other.follower, other.rows = step, self.follower, dict(self.rows)
+        one.train(200)
+        return other
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = Job(tmp_path, full_every=8)
+    yield made
+    made.trainer.checkpoints.close()
+
+
+def damage(folder: Path) -> None:
+    file = next(folder.glob("*/*.distcp"))
+    content = bytearray(file.read_bytes())
+    for place in range(500, len(content), 64):
+        content[place] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def test_a_damaged_delta_is_told_and_what_is_sound_is_served(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.save()
+    job.follower.poll()
+    job.save(3)
+    damage(job.entry("delta", 3))
+    followed = job.follower.poll()
+    assert followed.entry.step == 2 and job.serves(2)
+    assert [line.split(":")[0] for line in followed.skipped] == ["delta-00000004", "delta-00000003"]
+    assert "delta-00000003 before it: " in followed.skipped[0]
+    assert job.follower.poll() is None  # what comes before the damaged one is served
+    assert job.follower.skipped == followed.skipped
+    command = ["follow", str(job.kept), "--to", str(job.served), "--once"]
+    assert command_line.main(command) == 1 and "delta-00000003: " in capsys.readouterr().err
+    (job.entry("delta", 3) / "entry.json").unlink()
+    assert job.follower.poll() is None and "expected entry.json" in job.follower.skipped[0]
+    assert "an entry before it is missing" in job.follower.skipped[1] and job.serves(2)
+
+
+def test_a_damaged_full_save_is_read_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save()
+    job.follower.poll()
+    job.trainer.checkpoints._marker = None  # the next save is full
+    job.save(2)
+    damage(job.entry("full", 2))
+    build, calls = follower_file.build_again_from, []
+    monkeypatch.setattr(
+        follower_file, "build_again_from", lambda *given: calls.append(1) or build(*given)
+    )
+    for _ in range(3):
+        assert job.follower.poll() is None and len(calls) == 1 and job.serves(1)
+        assert len(job.follower.skipped) == 2
+    now = time.monotonic() + follower_file._RETRY_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert job.follower.poll() is None and len(calls) == 2
+    job.trainer.checkpoints._marker = None
+    job.save()
+    assert job.follower.poll().entry.step == 4 and job.serves(4) and not job.follower.skipped
+
+
+def test_an_unreadable_entry_between_does_not_turn_rows_back(job: Job) -> None:
+    job.save(5)
+    job.follower.poll()
+    file = job.entry("delta", 3) / "entry.json"
+    text = file.read_text()
+    file.unlink()
+    for follower in (job.follower, job.new_follower(since=job.follower.since)):
+        assert follower.poll() is None and job.serves(5) and follower.skipped == []
+    job.save()
+    followed = job.follower.poll()  # what is served leads to it
+    assert followed.entry.step == 6 and job.serves(6)
+    assert sorted_ids(followed.changed)["user"] == [5, 50]
+    (job.entry("delta", 6) / "entry.json").unlink()
+    file.write_text(text)
+    assert job.follower.poll() is None and job.serves(6)
+
+
+def test_a_second_follower_is_no_damage(job: Job) -> None:
+    job.save()
+    job.follower.poll()
+    job.save(2)
+    with only_writer(job.served), pytest.raises(serving.SecondWriter, match="second writer"):
+        job.follower.poll()
+    assert job.serves(1)
+    assert job.follower.poll().entry.step == 3 and job.serves(3)
+
+
+def test_another_follower_served_meanwhile(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deltas were applied after this follower looked: they fit no more, and are not damaged."""
+    job.save()
+    job.follower.poll()
+    job.save(2)
+    apply = follower_file.apply_deltas
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(follower_file, "apply_deltas", apply)
+        assert job.new_follower().poll().entry.step == 3
+        apply(*given)
+
+    monkeypatch.setattr(follower_file, "apply_deltas", late)
+    followed = job.follower.poll()
+    assert followed.entry.step == 3 and followed.skipped == [] and job.serves(3)
+    assert sorted_ids(followed.changed)["user"] == [1, 2, 50]
+
+
+def test_entries_that_are_removed_while_they_are_read(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.save()
+    job.follower.poll()
+    job.save(2)
+    job.trainer.checkpoints._keep = 1
+    apply = follower_file.apply_deltas
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(follower_file, "apply_deltas", apply)
+        job.trainer.checkpoints._marker = None
+        job.save()  # full: the entries before it are removed
+        apply(*given)
+
+    monkeypatch.setattr(follower_file, "apply_deltas", late)
+    followed = job.follower.poll()
+    assert followed.entry.step == 4 and followed.skipped == [] and job.serves(4)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_fork_is_refused(job: Job, tmp_path: Path, is_full: bool) -> None:
+    job.save(3)
+    job.follower.poll()
+    other = job.restored_at(tmp_path, 2)
+    if is_full:
+        other.trainer.checkpoints._marker = None
+    other.save()
+    for _ in range(2):
+        with pytest.raises(serving.ForkedChain, match=r"got .*-00000004, which does not: t"):
+            job.follower.poll()
+        assert job.serves(3)
+    follower = job.new_follower(follow_forks=True, since=job.follower.since)
+    followed = follower.poll()
+    assert followed.is_fork and followed.changed is None and followed.entry.sequence == 4
+    assert other.serves(3)
+    other.save()
+    assert not job.follower.poll().is_fork and other.serves(4)  # it is crossed
+    other.trainer.checkpoints.close()
+
+
+def test_another_directory_is_a_fork(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.save(4)
+    job.follower.poll()
+    job.trainer.checkpoints.close()
+    shutil.rmtree(job.kept)
+    assert job.follower.poll() is None and "got none" in job.follower.skipped[0]
+    job.trainer = Trainer(job.kept)
+    job.save()
+    with pytest.raises(serving.ForkedChain, match="or this is another directory"):
+        job.follower.poll()
+    command = ["follow", str(job.kept), "--to", str(job.served), "--once"]
+    assert command_line.main(command) == 1 and "(--forks)" in capsys.readouterr().err
+    assert command_line.main([*command, "--forks"]) == 0 and job.serves(1)
+    assert job.follower.poll().entry.step == 1
+
+
+def test_entries_removed_between_are_no_fork(job: Job) -> None:
+    job.save(2)
+    job.follower.poll()
+    for _ in range(2):
+        job.trainer.checkpoints._marker = None
+        job.save(2)
+    shutil.rmtree(job.entry("full", 3))  # 1 and 2 were removed by the trainer
+    followed = job.follower.poll()
+    assert followed.entry.step == 6 and not followed.is_fork and job.serves(6)
+
+
+def test_tables_without_the_name_of_an_entry_are_known_by_their_sums(job: Job) -> None:
+    """They are of an older version, or were built and updated by hand; a follower goes on from there."""
+    job.save(2)
+    full, delta = read_chain(job.kept).entries
+    serving.build(full.tables, job.served)
+    serving.apply_delta(job.served, delta.tables)
+
+    def manifest() -> Any:
+        return read_manifest(job.served, current_generation(job.served))
+
+    assert manifest().entry is None and '"format": 2' in manifest().to_json()
+    assert job.follower.served() == delta.id
+    assert job.new_follower(since=delta.id).poll() is None
+    job.save()
+    followed = job.new_follower(since=delta.id).poll()
+    assert sorted_ids(followed.changed)["user"] == [2, 50] and job.serves(3)
+    assert manifest().entry.id == followed.entry.id and '"format": 3' in manifest().to_json()
+    serving.verify(job.served)
+    # Rows that another than a follower wrote are not those of the entry.
+    job.save()
+    serving.apply_delta(job.served, job.entry("delta", 4) / "changes")
+    assert manifest().entry is None and job.follower.served() == read_chain(job.kept).entries[3].id
+    serving.build_again(job.served, full.tables)
+    assert manifest().entry is None and job.follower.served() == full.id
+
+
+def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
+    job.save()
+    job.follower.poll()
+    path = job.served / current_generation(job.served) / "manifest.json"
+    good = json.loads(path.read_text())
+    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Build it again"
+    for entry, message in (
+        ({"sequence": -1, "id": "a"}, with_field),
+        ({"sequence": 1, "id": 5}, with_field),
+        ({"sequence": 1}, "got TypeError: .* Build it again"),
+        (None, "got TypeError: .* Build it again"),
+    ):
+        path.write_text(json.dumps({**good, "entry": entry}))
+        with pytest.raises(ValueError, match=message):
+            job.follower.poll()
+    path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
+    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Build it again"):
+        job.follower.poll()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sums", {"user": 5}), ("sums", {"user": "xyz 1"}), ("sums", {"user": "1"}), ("sums", []),
+        ("id", "../../x"), ("parent", 5), ("time", float("nan")), ("step", "1"),
+    ],
+)  # fmt: skip
+def test_an_entry_with_other_values_is_damaged(job: Job, name: str, value: Any) -> None:
+    job.save()
+    file = job.entry("full", 1) / "entry.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    assert job.follower.poll() is None and "It is damaged" in job.follower.skipped[0]
+
+
+def test_lag_is_not_negative(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save()
+    now = time.time() - 100  # the clock of the trainer's machine is ahead
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert job.follower.poll().lag == 0 and job.follower.lag() == 0
+
+
+def test_lag_beside_a_writer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generation is removed after its name was read."""
+    job.save()
+    job.follower.poll()
+    read, calls = follower_file.read_manifest, itertools.count()
+
+    def late(*given: Any) -> Any:
+        if next(calls) == 0:
+            writer = job.new_follower()
+            for _ in range(2):
+                job.save()
+                writer.poll()
+        return read(*given)
+
+    monkeypatch.setattr(follower_file, "read_manifest", late)
+    assert job.follower.lag() < 60
+
+
+def test_faults_are_told_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.save(2)
+    damage(job.entry("delta", 2))
+    waits: list[float] = []
+    texts: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        texts.extend(str(one.message) for one in seen)
+        seen.clear()
+        if len(waits) == 3:
+            (job.entry("delta", 2) / "entry.json").unlink()
+        if len(waits) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        generations = serving.follow(job.kept, job.served, every=0.5)
+        assert next(generations).entry.step == 1
+        with pytest.raises(KeyboardInterrupt):
+            next(generations)
+    assert len(texts) == 1 and "follow: delta-00000002: expected entry.json, got none" in texts[0]
+    assert waits == [0.5] * 6
+
+
+def test_errors_are_tried_again_in_longer_intervals(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.save()
+    faults, waits = [OSError(28, "No space left", f"file {n}") for n in range(9)], []
+    poll = serving.Follower.poll
+    monkeypatch.setattr(
+        serving.Follower,
+        "poll",
+        lambda self: (_ for _ in ()).throw(faults.pop()) if faults else poll(self),
+    )
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.warns(UserWarning) as seen:
+        assert next(serving.follow(job.kept, job.served, every=1)).entry.step == 1
+    assert len(seen) == 1 and "No space left" in str(seen[0].message)
+    assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
+
+
+def test_other_rows_or_tables_than_those_served(job: Job) -> None:
+    job.save()
+    job.new_follower(rows=torch.float16, tables=["user"]).poll()
+    with pytest.raises(
+        ValueError, match=r"with rows torch.int8, got torch.float16\. Leave rows out"
+    ):
+        job.new_follower(rows=torch.int8)
+    with pytest.raises(ValueError, match=r"with tables \['item', 'user'\], got \['user'\]"):
+        job.new_follower(tables=["user", "item"])
+    job.save()
+    follower = job.new_follower(since=job.follower.served())
+    assert follower.poll().changed.keys() == {"user"}
+
+
+def _build_and_die(checkpoint: Path, out: Path) -> None:
+    builder.write_tables = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    serving.build(checkpoint, out)
+
+
+def test_what_a_killed_build_left_is_removed(job: Job, tmp_path: Path) -> None:
+    job.save()
+    process = multiprocessing.get_context("fork").Process(
+        target=_build_and_die, args=(job.entry("full", 1) / "state", job.served)
+    )
+    process.start()
+    process.join()
+    (left,) = tmp_path.glob(".served.*")
+    others = [tmp_path / f".served{end}" for end in (".x.abcd1234", ".abcd12345", "2.abcd1234")]
+    for one in others:
+        shutil.copytree(left, one)
+    with only_writer(left):  # as if it were still building
+        job.new_follower()
+        assert left.exists()
+    job.new_follower()
+    assert not left.exists() and all(one.exists() for one in others)
+    shutil.copytree(others[0], left)
+    serving.build(job.entry("full", 1) / "state", job.served)
+    assert not left.exists() and replace(job.follower.poll().entry, sums={}).step == 1

@@ -1,0 +1,361 @@
+"""Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
+
+What is served is known by its manifest, which names the entry; so nothing else is remembered, and a follower
+that is started again, or another one, goes on where the files are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
+from torchrec_dyn.serving.builder import build_from, remove_unfinished
+from torchrec_dyn.serving.chain_ways import (
+    ForkedChain,
+    Way,
+    deltas_since,
+    is_replaced,
+    way_to,
+)
+from torchrec_dyn.serving.current import with_current
+from torchrec_dyn.serving.files import SecondWriter
+from torchrec_dyn.serving.manifest import (
+    Manifest,
+    ServedEntry,
+    current_generation,
+    read_manifest,
+)
+from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
+
+# An entry that could not be used is read again after so many seconds, or when other rows are served.
+_RETRY_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Served rows of a newer entry.
+
+    Attributes:
+        entry: the entry whose rows are served.
+        generation: name of the generation, as `generation` of a serving collection.
+        changed: by table the ids whose rows are new or other than in the entry `since`, [M] int64; None if
+            any row may be other: nothing was taken before, the tables were built from a full save, or the
+            entries since then were removed.
+        removed: by table the ids that lost their row since then and have none, [M] int64; None as `changed`.
+            An id that came and went since then is among them.
+        lag: seconds from the moment of the rows to the moment when they could be served; the clocks of two
+            machines may differ, so it is at least 0.
+        skipped: a line for each newer entry that could not be used, and why.
+        is_fork: True if the rows served before are not before this entry in the chain.
+    """
+
+    entry: Entry
+    generation: str
+    changed: Mapping[str, Tensor] | None
+    removed: Mapping[str, Tensor] | None
+    lag: float
+    skipped: Sequence[str]
+    is_fork: bool = False
+
+    @property
+    def dense(self) -> Path:
+        """Folder of the DCP checkpoint with the dense part, for `dcp.load`."""
+        return self.entry.dense
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The entries and the served tables as read together."""
+
+    chain: SavedChain
+    generation: str | None
+    manifest: Manifest | None
+    served: ServedEntry | None
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why an entry could not be used, beside which generation, and until when it is not read again."""
+
+    text: str
+    generation: str | None
+    until: float
+
+
+class Follower:
+    """Brings a directory of served tables to the newest entry of a directory of `Checkpoints`.
+
+    Args:
+        path: the directory of `Checkpoints`.
+        to: the directory of served tables. The first call of `poll` makes it.
+        rows: dtype of the served rows, as in `build`; None: as served, float32 at first.
+        tables: names of the tables to serve; None: as served, all at first.
+        since: id of the entry (`followed.entry.id`) whose rows the caller has taken, for `changed` and
+            `removed`; None: none.
+        follow_forks: True to serve the newest entry also if what is served is not before it.
+
+    Attributes:
+        since: id of the entry that `poll` has returned last. A caller that could not take its rows sets it
+            back.
+        skipped: a line for each entry newer than what is served that could not be used at the last `poll`,
+            and why.
+
+    Raises:
+        ValueError: `to` has rows of another dtype or other tables.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        to: str | os.PathLike[str],
+        *,
+        rows: torch.dtype | None = None,
+        tables: Sequence[str] | None = None,
+        since: str | None = None,
+        follow_forks: bool = False,
+    ) -> None:
+        self.path, self.to, self.since = Path(path), Path(to), since
+        self.skipped: list[str] = []
+        self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
+        self._faults: dict[str, _Fault] = {}  # by id of the entry
+        remove_unfinished(self.to)
+        self._read_served()
+
+    def __repr__(self) -> str:
+        return f"Follower({str(self.path)!r}, to={str(self.to)!r})"
+
+    def poll(self) -> Followed | None:
+        """Serves the newest entry that is whole, if it is not served yet.
+
+        Deltas are applied together. If a full save came after the served rows, they are built from the newest
+        full save, in a new generation that readers change to like any other. An entry older than what is
+        served is never taken.
+
+        Returns:
+            What is served; None if it is of the entry `since`.
+
+        Raises:
+            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
+            SecondWriter: another follower writes to the served tables.
+            ValueError: nothing is served yet, and no entry can be.
+            OSError: the disk is full, or fails.
+        """
+        seen = self._look()
+        try:
+            return self._to_newest(seen)
+        except (ValueError, OSError):
+            # Entries are removed, and other followers serve, at any time: what has gone is not judged.
+            if not self._has_moved(seen):
+                raise
+        return self._to_newest(self._look())
+
+    def lag(self) -> float | None:
+        """Returns the seconds since the moment of the served rows; None if they are of no entry here."""
+        seen = self._look()
+        entry = _entry_of(seen.chain, seen.served)
+        return None if entry is None else _seconds_since(entry)
+
+    def served(self) -> str | None:
+        """Returns the id of the entry that is served; None if nothing is, or no entry here has its rows."""
+        served = self._look().served
+        return None if served is None else served.id
+
+    def _look(self) -> _Seen:
+        found = self._read_served()
+        chain = read_chain(self.path)  # after the tables: it has their entry then
+        if found is None:
+            return _Seen(chain, None, None, None)
+        generation, manifest = found
+        return _Seen(chain, generation, manifest, manifest.entry or _entry_by_sums(chain, manifest))
+
+    def _read_served(self) -> tuple[str, Manifest] | None:
+        """Returns the generation that is served and its manifest; None before the first build."""
+        if not self.to.exists():
+            return None
+        generation, manifest = with_current(
+            self.to, lambda name: (name, read_manifest(self.to, name))
+        )
+        there = {"rows": manifest.row_format.dtype, "tables": sorted(manifest.tables)}
+        tables = None if self._tables is None else sorted(self._tables)
+        for what, wanted in (("rows", self._rows), ("tables", tables)):
+            if wanted is not None and wanted != there[what]:
+                raise ValueError(
+                    f"Follower: expected {self.to} with {what} {wanted}, got {there[what]}. Leave {what} "
+                    "out, or serve from another directory."
+                )
+        return generation, manifest
+
+    def _has_moved(self, seen: _Seen) -> bool:
+        """Returns True if entries were removed since, or another generation is served."""
+        there = {entry.id for entry in read_chain(self.path).entries}
+        now = current_generation(self.to) if self.to.exists() else None
+        return now != seen.generation or any(one.id not in there for one in seen.chain.entries)
+
+    def _to_newest(self, seen: _Seen) -> Followed | None:
+        """Serves the newest entry that can be, and returns what is served for the caller."""
+        chain, served = seen.chain, seen.served
+        ids = {entry.id for entry in chain.entries}
+        self._faults = {one: fault for one, fault in self._faults.items() if one in ids}
+        told: dict[str, Ids] = {}  # of the deltas that are applied, by id of the entry
+        skipped, fault = list(chain.skipped), False
+        last, is_fork = None, False
+        least = 0 if served is None or is_replaced(chain, served) else served.sequence + 1
+        for entry in reversed(chain.entries):
+            if entry.sequence < least:
+                break
+            way = way_to(chain, entry, served)
+            if way is None:
+                skipped.append(f"{entry.path.name}: an entry before it is missing")
+                continue
+            if way.is_fork and not self._follow_forks:
+                raise self._forked(entry)
+            if last is None and self._fault_in(way) is None:
+                last, is_fork = self._go(way, seen, told), way.is_fork
+                least = least if last is None else last.sequence + 1
+            if (reason := self._fault_in(way)) is not None:
+                skipped.append(f"{entry.path.name}: {reason}")
+                fault = True
+        least = last.sequence if last is not None else served.sequence if served is not None else 0
+        self.skipped = [line for line in skipped if _sequence_of(line) > least]
+        if fault and last is None and served is None:
+            raise ValueError(
+                f"{self.path}: expected an entry that can be served, got none. {' '.join(skipped)}"
+            )
+        if served is not None and not chain.entries:
+            self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
+        now = last or _entry_of(chain, served)
+        if now is None or now.id == self.since:
+            return None
+        changed, removed = self._changes(chain, now, told)
+        lag, generation = _seconds_since(now), current_generation(self.to)
+        followed = Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
+        self.since = now.id
+        return followed
+
+    def _forked(self, entry: Entry) -> ForkedChain:
+        return ForkedChain(
+            f"{self.path}: expected entries that come after the served one, got {entry.path.name}, which "
+            "does not: training was restored at an older entry, or this is another directory. To serve its "
+            "rows, follow with follow_forks=True (--forks)."
+        )
+
+    def _go(self, way: Way, seen: _Seen, told: dict[str, Ids]) -> Entry | None:
+        """Serves the entries of a way, as far as they are sound; returns the last that is served then."""
+        fulls = [entry for entry in way.entries if entry.is_full]
+        deltas = [entry for entry in way.entries if not entry.is_full]
+        groups, last = [group for group in (fulls, deltas) if group], None
+        while groups:
+            group = groups.pop(0)
+            try:
+                self._take(group, told)
+            except SecondWriter:
+                raise
+            except (ValueError, FileNotFoundError) as error:
+                if self._has_moved(seen):
+                    raise
+                if len(group) == 1:
+                    until = time.monotonic() + _RETRY_SECONDS
+                    text = " ".join(str(error).split())
+                    self._faults[group[0].id] = _Fault(text, seen.generation, until)
+                    break
+                groups = [[entry] for entry in group]  # those before the damaged one are served
+            else:
+                last = group[-1]
+                seen = replace(seen, generation=current_generation(self.to))
+        return last
+
+    def _take(self, group: Sequence[Entry], told: dict[str, Ids]) -> None:
+        """Serves a full save, or applies deltas together."""
+        entry = ServedEntry(group[-1].sequence, group[-1].id)
+        if not group[0].is_full:
+            found = apply_deltas(self.to, [one.tables for one in group], entry)
+            told |= {one.id: ids for one, ids in zip(group, found, strict=True)}
+        elif self.to.exists():
+            build_again_from(self.to, group[0].tables, entry)
+        else:
+            rows = torch.float32 if self._rows is None else self._rows
+            build_from(group[0].tables, self.to, rows, self._tables, entry)
+
+    def _fault_in(self, way: Way) -> str | None:
+        """Returns why an entry of a way cannot be used; None if nothing is known against them."""
+        generation = current_generation(self.to) if self.to.exists() else None
+        for entry in way.entries:
+            fault = self._faults.get(entry.id)
+            if fault and fault.generation == generation and time.monotonic() < fault.until:
+                before = "" if entry is way.entries[-1] else f"{entry.path.name} before it: "
+                return before + fault.text
+        return None
+
+    def _changes(
+        self, chain: SavedChain, now: Entry, told: Mapping[str, Ids]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | tuple[None, None]:
+        """Returns the ids that changed and that were removed since the caller's entry."""
+        deltas = None if self.since is None else deltas_since(chain, now, self.since)
+        if deltas is None:
+            return None, None
+        try:
+            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in deltas]
+        except (ValueError, OSError):  # removed or damaged since they were applied
+            return None, None
+        joined = {name: _last_of([part[name] for part in parts]) for name in parts[0]}
+        return (
+            {name: changed for name, (changed, _) in joined.items()},
+            {name: removed for name, (_, removed) in joined.items()},
+        )
+
+    def _ids_of(self, entry: Entry) -> Ids:
+        """Returns the changed and the removed ids of a delta, of the served tables."""
+        found = self._read_served()
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+        return {
+            table.name: (
+                table.read("ids") if table.num_rows else nothing,
+                table.read("removed") if "removed" in table.names else nothing,
+            )
+            for table in open_checkpoint(entry.tables).tables.values()
+            if found is not None and table.name in found[1].tables
+        }
+
+
+def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Joins the changed and removed ids of deltas in order: what came last of each id, [M] int64 each."""
+    ids = torch.cat([one for part in parts for one in part])
+    is_removed = torch.cat(
+        [torch.full((len(one),), n == 1) for part in parts for n, one in enumerate(part)]
+    )
+    distinct, which = ids.unique(return_inverse=True)
+    last = torch.zeros_like(distinct).scatter_reduce_(0, which, torch.arange(len(ids)), "amax")
+    is_gone = is_removed[last]
+    return distinct[~is_gone], distinct[is_gone]
+
+
+def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
+    return next((one for one in chain.entries if served and one.id == served.id), None)
+
+
+def _entry_by_sums(chain: SavedChain, manifest: Manifest) -> ServedEntry | None:
+    """Returns the newest entry with the content sums of served tables that name no entry."""
+    for entry in reversed(chain.entries):
+        sums = entry.row_sums()
+        if all(
+            sums.get(name) == (one.sums["ids"], one.sums["weight"])
+            for name, one in manifest.tables.items()
+        ):
+            return ServedEntry(entry.sequence, entry.id)
+    return None
+
+
+def _seconds_since(entry: Entry) -> float:
+    return max(0.0, time.time() - entry.time)
+
+
+def _sequence_of(line: str) -> int:
+    """Returns the sequence of the entry that a line of a report begins with."""
+    return int(line.partition(":")[0].rpartition("-")[2])
