@@ -83,6 +83,12 @@ FULL_ZIPF = (0.0, 1.05)
 LOGGED = Workload("logged", tables=2)
 LOGGED_EVERY = 100
 
+# bench_delta.py
+DELTA_ROWS = (250_000, 1_000_000, 4_000_000)
+DELTA_CHANGED = 10_000
+DELTA = Workload("delta", tables=1)
+DELTA_ZIPF = (0.0, 1.05)
+
 
 def full_table(limit: int, zipf: float) -> Workload:
     """Returns a workload of one full table: its known ids are half of the rows.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from axes import (
+    DELTA_ZIPF,
     EVICTION_ROWS,
     FULL_ZIPF,
     GPU_HOST,
@@ -151,6 +152,16 @@ def _eviction_goals() -> list[Goal]:
         goals.append(Goal("eviction", {**where, **marker}, at_most=1.03))
     logged = {"workload": LOGGED.name, "what": f"logged every {LOGGED_EVERY}"}
     return [*goals, Goal("eviction", {**logged, "against": "not logged"}, at_most=1.02)]
+
+
+def _delta_goals() -> list[Goal]:
+    export = {"what": "export", "against": "the smallest table"}
+    goals = [Goal("delta", export, at_most=3.0)]
+    for zipf in DELTA_ZIPF:
+        name = f"zipf{zipf:g}" if zipf else "uniform"
+        where = {"workload": name, "what": "long after the marker", "against": "no marker"}
+        goals.append(Goal("delta", where, at_most=1.05))
+    return goals
 
 
 def _host_goals() -> list[Goal]:
@@ -303,6 +314,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         *_eviction_goals(),
         *_checkpoint_goals(),
         *_follow_goals(),
+        *_delta_goals(),
         *_host_goals(),
         *_train_goals(),
     ]

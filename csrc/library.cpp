@@ -90,6 +90,12 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [N] in table order, negative rows are skipped; versions [T], in [0, 2^31). A table with 0 blocks in `layout`
   // keeps no marks.
   m.def("mark_rows_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout, Tensor versions) -> ()");
+  // Sets the bit of each row in marks, blocks [2^shift] uint8, 8 rows each; shift >= 6 -> places [K], of which the
+  // first begins[T] are, ascending, the first places of the rows whose bit was clear, the others -1; begins [T + 1],
+  // where the places of each table begin. A table with 0 blocks in `layout` keeps no marks. No kernel for CUDA.
+  m.def(
+      "mark_new_(Tensor rows, Tensor table_offsets, Tensor(a!)[] marks, Tensor layout) -> "
+      "(Tensor places, Tensor begins)");
 
   // ---- life: scores, eviction
 

@@ -425,6 +425,27 @@ def mark_rows_(
 
 
 @_op
+def mark_new_(
+    rows: Tensor, table_offsets: Tensor, marks: Sequence[Tensor], layout: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sets the bits of rows, in place, and finds the rows whose bit was clear. On the CPU only.
+
+    Args:
+        rows: [N] int64 in table order; negative rows are skipped.
+        table_offsets: [T + 1] int64, as in `lookup`.
+        marks: blocks [2^shift] uint8 of all tables, one bit for each row (csrc/storage/row_marks.h); written.
+        layout: [T, 4] int64, as in `gather_pool`, of shift 6 or more; a table with 0 blocks keeps no marks.
+
+    Returns:
+        places: [K] int64, ascending: the first places in `rows` of the rows whose bit was clear. Behind
+            these, from begins[T] on, -1.
+        begins: [T + 1] int64, where the places of each table begin.
+    """
+    places = rows.new_empty(torch.library.get_ctx().new_dynamic_size())
+    return places, torch.empty_like(table_offsets)
+
+
+@_op
 def advise_huge_pages(block: Tensor) -> None:
     """Requests 2 MiB pages for a block from the operating system. Call it before the first write.
 

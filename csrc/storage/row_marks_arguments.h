@@ -14,11 +14,11 @@ inline void check_version(int64_t version) {
 }
 
 // `capacity`: of the table's marks.
-inline void check_marked_rows(bool are_below, int64_t capacity, int64_t table) {
-  TORCHREC_DYN_CHECK(are_below, "mark_rows_: expected rows below ", capacity, ", the marks of table ", table,
+inline void check_marked_rows(const char* op, bool are_below, int64_t capacity, int64_t table) {
+  TORCHREC_DYN_CHECK(are_below, op, ": expected rows below ", capacity, ", the marks of table ", table,
                      ", got one above.");
 }
 
-inline void raise_marked_error(const int64_t* words) { check_marked_rows(false, words[0], words[1]); }
+inline void raise_marked_error(const int64_t* words) { check_marked_rows("mark_rows_", false, words[0], words[1]); }
 
 }  // namespace torchrec_dyn

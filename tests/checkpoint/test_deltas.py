@@ -9,13 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from delta_cases import MOST, NAMES, Model, batch, train
+from delta_cases import NAMES, Model, assert_same, batch, events, happen, per_table, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupt_cases import batch_of, collection_of
-from oracle import EXTREME_IDS
-from table_cases import ids_of, same_state
+from table_cases import ids_of
 from torchrec import EmbeddingBagConfig
 from torchrec.optim import Adagrad
 
@@ -24,49 +23,6 @@ from torchrec_dyn import whole_model
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, delta_export, export_delta, mark
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], *range(2, 12)]
-some = st.lists(st.sampled_from(POOL), max_size=MOST)
-per_table = st.fixed_dictionaries(dict.fromkeys(NAMES, some))
-table = st.sampled_from(NAMES)
-events = st.one_of(
-    st.tuples(st.just("train"), per_table),
-    st.tuples(st.just("train"), per_table),
-    st.tuples(st.just("erase"), table, some),
-    st.tuples(st.just("assign"), table, some),
-    st.tuples(st.just("set_time"), st.integers(0, 12)),
-    st.tuples(st.just("evaluate"), per_table),
-    st.tuples(st.just("reload"), table),
-    st.tuples(st.just("export")),
-)
-
-
-def happen(model: Model, event) -> None:
-    """Lets one thing happen to a model."""
-    what, *told = event
-    tables = model.tables()
-    if what == "train":
-        train(model, told[0])
-    elif what == "erase":
-        tables[told[0]].erase(ids_of(*told[1]))
-    elif what == "assign":
-        rows = torch.full((len(told[1]), tables[told[0]].columns), float(tables[told[0]].step))
-        ids = list(dict.fromkeys(told[1]))
-        tables[told[0]].assign(ids_of(*ids), rows[: len(ids)])
-    elif what == "set_time":
-        clock = tables["timed"].time or 0
-        model.sequence.set_time(clock + told[0])
-    elif what == "evaluate":
-        model.eval()
-        model(told[0])
-    elif what == "reload":
-        tables[told[0]].load_state(tables[told[0]].export_state())
-
-
-def assert_same(one: Model, other: Model) -> None:
-    for name, state in one.states().items():
-        assert same_state(other.states()[name], state), name
-
 
 OPTIMIZERS = [EmbOptimType.EXACT_ROWWISE_ADAGRAD, "ADAMW"]
 OPTIMIZERS += [pytest.param(EmbOptimType.EXACT_SGD, marks=pytest.mark.deep)]  # without state

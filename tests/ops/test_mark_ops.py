@@ -94,3 +94,36 @@ def test_an_error_marks_nothing(place, wrong):
             ids_of(3, 4),
         )
     assert not memory.any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 9000, 40_000])
+def test_the_first_places_of_rows_whose_bit_was_clear(threads, count):
+    """On any number of threads; the second table keeps no marks, and its rows are not looked at."""
+    draw = torch.Generator().manual_seed(count)
+    rows = [(torch.rand(count, generator=draw) ** 4 * 2000).long() - 1 for _ in range(3)]
+    rows[1] += 10**9
+    layout = torch.tensor([[0, 4, 6, 1], [4, 0, 6, 1], [4, 2, 7, 1]])
+    for number in (1, 2, 3):
+        threads(number)
+        marks = [torch.zeros(1 << shift, dtype=torch.uint8) for shift in (6, 6, 6, 6, 7, 7)]
+        given = torch.cat(rows), torch.arange(4) * count, marks, layout
+        places, begins = ops.mark_new_(*given)
+        expected, ends = [], [0]
+        for t, of_table in enumerate(rows):
+            seen = set() if t != 1 else {*of_table.tolist()}
+            for place, row in enumerate(of_table.tolist(), t * count):
+                expected += [place] if row >= 0 and row not in seen else []
+                seen.add(row)
+            ends.append(len(expected))
+        assert begins.tolist() == ends and places[: ends[-1]].tolist() == expected
+        assert (places[ends[-1] :] == -1).all()
+        num_set = sum(int((block >> bit & 1).sum()) for block in marks for bit in range(8))
+        assert num_set == len(expected)
+        assert ops.mark_new_(*given)[0].numel() == 0
+
+
+def test_bits_set_by_number_are_the_bits_of_the_update():
+    """The same bits as of `update_rows_`: row r of a block of 512 is bit (r >> 6 & 7) of byte r & 63."""
+    marks = [torch.zeros(64, dtype=torch.uint8)]
+    ops.mark_new_(ids_of(3, 70, 511), ids_of(0, 3), marks, torch.tensor([[0, 1, 6, 1]]))
+    assert {n: int(byte) for n, byte in enumerate(marks[0]) if byte} == {3: 1, 6: 2, 63: 128}

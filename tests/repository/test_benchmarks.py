@@ -24,6 +24,7 @@ IN_PROCESS = [
     "bench_id_map",
     "bench_growth",
     "bench_eviction",
+    "bench_delta",
     "bench_sweep",
     "bench_serving",
     "bench_follow",

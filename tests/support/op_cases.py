@@ -182,3 +182,19 @@ def read_layout(layout: Tensor, blocks: int, taken: bool = True) -> list[Layout]
             raise Unjudged("a block of two tables")
         owned |= own
     return tables
+
+
+def bits_of_tables(marks: list[Tensor], layout: Tensor | None) -> list[list[int]]:
+    """Returns the bits of each table by row (csrc/storage/row_marks.h)."""
+    tables: list[list[int]] = []
+    for table in [] if layout is None else read_layout(layout, len(marks)):
+        need(table.shift >= 6, "whole bytes of 64 stripes")
+        own = marks[table.first : table.first + table.blocks]
+        joined = rows_of_blocks(own, table.shift, 1, torch.uint8)
+        of_block = 8 << table.shift
+        tables.append([])
+        for row in range(0 if joined is None else of_block * table.blocks):
+            block, place = divmod(row, of_block)
+            byte = (block << table.shift) + ((row & 63) << (table.shift - 6)) + (place >> 9)
+            tables[-1].append(int(joined[byte]) >> (place >> 6 & 7) & 1)
+    return tables

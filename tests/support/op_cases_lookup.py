@@ -18,6 +18,7 @@ from op_cases import (
     Unjudged,
     a_shift,
     a_width,
+    bits_of_tables,
     cuts,
     equal,
     need,
@@ -340,22 +341,6 @@ def check_bag_weights_grad(before: Arguments, _: Arguments, result: Tensor) -> N
     equal(result, torch.from_numpy(out))
 
 
-def bits_of_tables(given: Arguments) -> list[list[int]]:
-    """Returns the bits of each table by row."""
-    layout, tables = given["mark_layout"], []
-    for table in [] if layout is None else read_layout(layout, len(given["marks"])):
-        need(table.shift >= 6, "whole bytes of 64 stripes")
-        own = given["marks"][table.first : table.first + table.blocks]
-        joined = rows_of_blocks(own, table.shift, 1, torch.uint8)
-        of_block = 8 << table.shift
-        tables.append([])
-        for row in range(0 if joined is None else of_block * table.blocks):
-            block, place = divmod(row, of_block)
-            byte = (block << table.shift) + ((row & 63) << (table.shift - 6)) + (place >> 9)
-            tables[-1].append(int(joined[byte]) >> (place >> 6 & 7) & 1)
-    return tables
-
-
 def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
     grad, ids = grad_of(before), numbers(before["ids"], "ids")
     bags = read_bags(before, len(grad))
@@ -401,7 +386,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         need(len(refusals) == len(counts) == len(bags.tables), "refusals of each table")
         need(all(0 <= what <= 2 for what in refusals), "refusals in [0, 2]")
         need(all(len(numbers(count, "nonfinite")) == 1 for count in counts), "a count for each")
-    marks = bits_of_tables(before)
+    marks = bits_of_tables(before["marks"], before["mark_layout"])
     need(not marks or len(marks) == len(bags.tables), "marks of each table")
     refused: list[tuple[int, int]] = []
     with np.errstate(all="ignore"):
@@ -431,7 +416,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         if marks and marks[table]:
             need(row < len(marks[table]), "rows of the table's marks")
             marks[table][row] = 1
-    assert bits_of_tables(after) == marks
+    assert bits_of_tables(after["marks"], after["mark_layout"]) == marks
     for t, table in enumerate(bags.tables):
         own = slice(table.first, table.first + table.blocks)
         if bags.weights[t] is None:

@@ -15,6 +15,7 @@ from op_cases import (
     Unjudged,
     a_shift,
     a_width,
+    bits_of_tables,
     check_offsets,
     equal,
     need,
@@ -271,6 +272,48 @@ def check_mark_rows_(before: Arguments, after: Arguments, _: None) -> None:
             if table and row >= 0:
                 table[row] = version
     assert words_of_tables(after["marks"], before["layout"], torch.int32) == marks
+
+
+def draw_mark_new_(rng: random.Random) -> Arguments:
+    marks: list[Tensor] = []
+    layout, rows, offsets = [], [], [0]
+    for _ in range(rng.randrange(4)):
+        shift, count = rng.randint(6, 8), rng.randrange(3)
+        layout.append([len(marks), count, shift, rng.choice((1, 1, 5))])
+        density = rng.choice((0, 255, rng.randrange(256)))
+        marks += [
+            torch.tensor([byte & density for byte in rng.randbytes(1 << shift)]).byte()
+            for _ in range(count)
+        ]
+        most = rng.choice((8, count * 8 << shift)) if count else 9
+        rows += [rng.randrange(-1, most) for _ in range(size(rng))]
+        offsets.append(len(rows))
+    return {
+        "rows": whole(*rows),
+        "table_offsets": whole(*offsets),
+        "marks": marks,
+        "layout": torch.tensor(layout, dtype=I64).reshape(-1, 4),
+    }
+
+
+def check_mark_new_(before: Arguments, after: Arguments, result: tuple[Tensor, Tensor]) -> None:
+    rows, layout = numbers(before["rows"], "rows"), before["layout"]
+    tables = bits_of_tables(before["marks"], layout)
+    offsets = check_offsets(before["table_offsets"], len(tables), len(rows))
+    places, begins, found = [], [0], 0
+    for bits, a, b in zip(tables, offsets, offsets[1:], strict=False):
+        need(not bits or all(row < len(bits) for row in rows[a:b]), "rows of the table's marks")
+        was_set = list(bits)
+        for place in range(a, b):
+            row = rows[place]
+            if bits and row >= 0:
+                places += [] if bits[row] else [place]
+                found += not was_set[row]
+                bits[row] = 1
+        begins.append(len(places))
+    assert bits_of_tables(after["marks"], layout) == tables
+    equal(result[0], whole(*places, *[-1] * (found - len(places))), "places")
+    equal(result[1], whole(*begins), "begins")
 
 
 register(globals())

@@ -222,6 +222,16 @@ SAMPLES = {
             "layout": SCORE_LAYOUT[:0], "versions": whole(),
         },
     ],
+    "mark_new_": [
+        lambda: {
+            "rows": whole(3, 511, -1, 3, 70, 9, 9, 0), "table_offsets": whole(0, 5, 7, 8),
+            "marks": [torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)],
+            "layout": torch.tensor([[0, 1, 6, 1], [1, 1, 6, 1], [2, 0, 6, 1]]),
+        },
+        lambda: {
+            "rows": whole(), "table_offsets": whole(0), "marks": [], "layout": SCORE_LAYOUT[:0],
+        },
+    ],
     "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "grow_block": [
         lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},

@@ -138,7 +138,10 @@ def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
         some = replace(change.table, maps=maps)
         model = ModelSource(some, None).summary()
         optimizer = OptimizerSource(some, None).summary()
-    return ({} if model is None else model.sums, {} if optimizer is None else optimizer.sums)
+    return (
+        {} if model is None else model.sums.by_name,
+        {} if optimizer is None else optimizer.sums.by_name,
+    )
 
 
 def _rows_replaced(shard: TableShard, staged: StagedRows, removed: Tensor) -> IdMap:
@@ -178,6 +181,7 @@ def _write_rows(
     columns = (shard.first_column, shard.first_column + shard.columns)
     for ids, from_rows in _stretches(staged):
         rows = _rows_of(shard, ids)
+        note_changed([shard.change_log], ids, rows, torch.tensor([0, rows.numel()], device="cpu"))
         shard.weights.write(rows, staged.weights.read(from_rows))
         for one in named_states(shard):
             values = states[one.name].read(from_rows)
@@ -186,7 +190,6 @@ def _write_rows(
             one.store.write(rows, values)
         if shard.life is not None:
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
-        note_changed([shard.change_log], rows, torch.tensor([0, rows.numel()], device="cpu"))
     if shard.life is not None:
         shard.life.is_unscored = False
         if staged.waiting is not None:

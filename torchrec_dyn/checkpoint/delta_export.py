@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
-from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host
+from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host, turn_of
 from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import saved_forms, saved_sums, tables_of
 
@@ -274,10 +274,11 @@ def _state_dict(
 
 def _changed(table: Table, marked: _Marked) -> Table:
     """Returns the table with only the ids whose rows changed."""
-    maps = tuple(
-        map_of(*version.log.changed_rows(version, shard.id_map))
-        for shard, version in zip(table.shards, marked.versions, strict=True)
-    )
+    with turn_of(table):
+        maps = tuple(
+            map_of(*version.log.changed_rows(version, shard.id_map))
+            for shard, version in zip(table.shards, marked.versions, strict=True)
+        )
     return replace(table, maps=maps)
 
 

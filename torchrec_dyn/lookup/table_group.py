@@ -71,8 +71,8 @@ from torchrec_dyn.storage import (
     gather_reads,
     keep_in_use,
     locked,
-    marks_of_update,
     note_changed,
+    note_update,
     read,
     run_to_end,
     tokens_of,
@@ -591,12 +591,13 @@ class TableGroup:
             written = update_by_rule(
                 optimizer.own, self.tables, sums, update.streams, self.learning_rate
             )
-            log = partial(note_changed, self._logs(), update.rows, bags.table_offsets)
+            log = partial(note_changed, self._logs(), update.ids, update.rows, bags.table_offsets)
             run_to_end(lambda _: log(), *written)
             return
-        listed_marks = (
-            marks_of_update(self._logs(), update.noted) if lists.has_changes else ((), None)
-        )
+        listed_marks: tuple[Sequence[Tensor], Tensor | None] = (), None
+        if lists.has_changes:
+            batch = update.ids, update.rows, bags.table_offsets
+            listed_marks = note_update(self._logs(), update.noted, *batch)
         listed, states = lists.blocks.rows()
         ops.update_rows_(
             update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights,

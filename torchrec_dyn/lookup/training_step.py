@@ -156,12 +156,13 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
 
         # From the first action on no check fails, and memory for maps and rows is reserved.
         actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps)]
+        if trained.with_life and trained.has_changes:
+            noted = batch.ids, rows, table_offsets
+            actions.append(lambda _: note_changed(trained.logs(), *noted))
         if trained.with_life:
             actions.append(touch)
         if seen:
             actions.append(write_decayed)
-        if trained.with_life and trained.has_changes:
-            actions.append(lambda _: note_changed(trained.logs(), rows, table_offsets))
         if found.unseen:
             actions += (step.count_waiting for step in steps if step.counts_waiting)
         if frees_room:

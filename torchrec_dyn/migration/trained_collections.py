@@ -180,6 +180,8 @@ def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str
         states: optimizer state by name, [M, C] or one number per row; missing states are those of new rows.
     """
     table.reserve(ids.numel())
+    if table.changes is not None:
+        table.changes.forget_sums()
     rows = table.row_numbers.take(ids.numel())
     ids = ids.to(table.device)
     table.id_map.insert(ids, rows)

@@ -12,7 +12,7 @@ from torchrec_dyn.ranks import row_limit
 from torchrec_dyn.storage import (
     SLOT_BYTES,
     block_shift,
-    marks_bytes,
+    most_log_bytes,
     most_slots,
     most_store_bytes,
 )
@@ -28,7 +28,7 @@ class TableSize:
         id_map: bytes of the id map.
         scores: bytes of the scores of the rows; 0 without a policy.
         counters: bytes of the counters of waiting ids, with their map.
-        marks: bytes of the marks of changed rows; 0 without deltas.
+        marks: bytes of the record of changed rows; 0 without deltas.
     """
 
     weights: int
@@ -75,7 +75,7 @@ def table_size(
         limit: the table's row limit, which decides the size of its blocks; None: `rows`.
         has_life: True if any policy is set, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
-        deltas: True if deltas are exported (`checkpoint.mark`), so that each row has two marks.
+        deltas: True if deltas are exported (`checkpoint.mark`), so that changed rows are recorded.
     """
     limit = rows if limit is None else limit
     shift = block_shift(limit, columns * dtype.itemsize, device_type)
@@ -96,7 +96,7 @@ def table_size(
         id_map=most_slots(rows, device_type) * SLOT_BYTES,
         scores=store(SCORE_BYTES) if has_life else 0,
         counters=waiting,
-        marks=2 * marks_bytes(rows, limit, device_type) if deltas else 0,
+        marks=most_log_bytes(rows, limit, device_type) if deltas else 0,
     )
 
 

@@ -31,5 +31,10 @@ from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
-from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, saved_tensors
+from torchrec_dyn.state_dict.saving import (
+    ModelSource,
+    OptimizerSource,
+    checksums,
+    saved_tensors,
+)
 from torchrec_dyn.state_dict.staged_rows import StagedRows

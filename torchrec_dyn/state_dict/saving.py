@@ -1,7 +1,7 @@
 """Sources: read the shards of one table for the model's and the optimizer's state dict, as SavedTensors.
 
 Each rank sums its shards, the summaries are all-gathered, and each rank makes tensors of its parts. Rows are
-read when the tensors are saved.
+read when the tensors are saved. `checksums` makes the checksums alone, which need not read all rows.
 
 Legend: R rows of the whole table, K times.
 """
@@ -26,15 +26,14 @@ from torchrec_dyn.checkpoint_format import (
     SavedTensor,
     add_sums,
     as_words,
-    content_sum,
     optimizer_config,
-    rows_summed,
     sum_of_small,
     to_bytes,
     whole_tensor,
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.row_sums import RowTensor, present_sums, sums_of_shard
 from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
@@ -44,33 +43,34 @@ _NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
 
 
+class ShardSums(NamedTuple):
+    """One rank's part of the checksum of a table; all-gathered.
+
+    Attributes:
+        by_name: content sums of its tensors by row, and of "waiting".
+        step: number of training forwards.
+        clock: [2, K] int64; None without a policy.
+    """
+
+    by_name: dict[str, int]
+    step: int
+    clock: Tensor | None = None
+
+
 class ShardSummary(NamedTuple):
     """One rank's rows, counts and sums of a table; all-gathered before saving.
 
     Attributes:
+        sums: its part of the checksum.
         share: the rank's share of the rows.
-        sums: content sums of its tensors by row, and of "waiting".
-        step: number of training forwards.
         cells: [2^CELL_BITS] int64, its rows in each cell; None if the rank lacks the table's first column.
         waiting: share of the waiting ids; None if this rank does not save waiting ids.
-        clock: [2, K] int64; None without a policy.
     """
 
+    sums: ShardSums
     share: Share
-    sums: dict[str, int]
-    step: int
     cells: Tensor | None = None
     waiting: Share | None = None
-    clock: Tensor | None = None
-
-
-class _RowTensor(NamedTuple):
-    """One tensor by row of a shard; `first` and `columns` are () if it has one dimension."""
-
-    name: str
-    first: tuple[int, ...]  # column in the whole tensor
-    columns: tuple[int, ...]
-    is_saved: bool = True  # False: the tensor is for copies only
 
 
 class ShardSource(ABC):
@@ -102,12 +102,20 @@ class ShardSource(ABC):
         """
 
     @abstractmethod
-    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
+    def tensors_of(self, shard: TableShard) -> list[RowTensor]:
         """Returns the tensors by row of a shard."""
 
     @abstractmethod
-    def _with_life(self, summary: ShardSummary) -> ShardSummary:
-        """Returns a summary with clock and waiting ids added, if this state dict has them."""
+    def _with_life(self, sums: ShardSums) -> ShardSums:
+        """Returns sums with clock and waiting ids added, if this state dict has them."""
+
+    @abstractmethod
+    def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
+        """Returns the tensors that are not by row, but for the checksum."""
+
+    @abstractmethod
+    def _waiting_share(self) -> Share | None:
+        """Returns the share of the waiting ids, if this state dict has them."""
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
@@ -116,18 +124,25 @@ class ShardSource(ABC):
             return None
         sums: dict[str, int] = {}
         for shard, rows in zip(table.shards, self.canonical, strict=True):
-            tensors = [one for one in self._tensors_of(shard) if one.is_saved]
-            most = rows_summed(shard.weights.row_bytes, shard.device)
-            for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
-                for one in tensors:
-                    is_ids = one.name == "ids"
-                    values = ids if is_ids else read_tensor(shard, one.name, places, True)
-                    summed = content_sum(table.name, one.name, ids, values, *one.first)
-                    sums = add_sums(sums, {one.name: summed})
+            sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
         rows = self.canonical[0]
         cells = rows.cells(CELL_BITS) if table.has_first_column else None
-        share, step = share_of(rows, table), table.shards[0].step
-        return self._with_life(ShardSummary(share, sums, step, cells))
+        of_shards = self.with_small(sums)
+        return ShardSummary(of_shards, share_of(rows, table), cells, self._waiting_share())
+
+    def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
+        """Returns this rank's part of the checksum, from the sums of its tensors by row."""
+        return self._with_life(ShardSums(dict(by_row), self.table.shards[0].step))
+
+    def checksum(self, known: Sequence[ShardSums]) -> Tensor:
+        """Returns the words of the checksum, from the sums of the ranks that hold rows."""
+        name = self.table.name
+        small = self._small(known).items()
+        of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small}
+        # Also the state of a table without rows has a sum.
+        nothing = dict.fromkeys(self.table.optimizer.state_names, 0)
+        sums = add_sums(nothing, *(one.by_name for one in known), of_small)
+        return as_words(sums, self.order)
 
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
@@ -136,7 +151,7 @@ class ShardSource(ABC):
         runs = runs_of([one.share for one in known], self.table.part)
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
         for shard, rows in zip(self.table.shards, self.canonical, strict=True):
-            for name, first, columns, is_saved in self._tensors_of(shard):
+            for name, first, columns, is_saved in self.tensors_of(shard):
                 for run in runs.mine:
                     read = _reader_of(rows, run, shard, name)
                     part = Part((run.place, *first), (run.rows, *columns), read, is_saved)
@@ -146,16 +161,10 @@ class ShardSource(ABC):
             for name, (columns, dtype) in wholes.items()
         }
 
-    def _not_by_row(
-        self, known: Sequence[ShardSummary], small: Mapping[str, Tensor]
-    ) -> dict[str, SavedTensor]:
+    def _not_by_row(self, known: Sequence[ShardSummary]) -> dict[str, SavedTensor]:
         """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
-        name, is_saved = self.table.name, self.table.rank == 0
-        of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small.items()}
-        # Also the state of a table without rows has a sum.
-        nothing = dict.fromkeys(self.table.optimizer.state_names, 0)
-        sums = add_sums(nothing, *(one.sums for one in known), of_small)
-        whole = {**small, "checksum": as_words(sums, self.order)}
+        sums, is_saved = [one.sums for one in known], self.table.rank == 0
+        whole = {**self._small(sums), "checksum": self.checksum(sums)}
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
         counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
         return {**made, "cells": _cells_tensor(counts, is_saved, self._entry)}
@@ -166,18 +175,28 @@ class ModelSource(ShardSource):
 
     order = MODEL_TENSORS
 
-    def _with_life(self, summary: ShardSummary) -> ShardSummary:
+    def _with_life(self, sums: ShardSums) -> ShardSums:
         table, life = self.table, self.table.shards[0].life
         if life is None:
-            return summary
-        summary, waiting = summary._replace(clock=life.clock.export()), self._waiting
+            return sums
+        sums, waiting = sums._replace(clock=life.clock.export()), self._waiting
         if waiting is None or not table.has_first_column:
-            return summary
-        sums = [summary.sums]
+            return sums
+        parts = [sums.by_name]
         for start in range(0, waiting.count, _WAITING_ROWS):
             read = self._read_waiting(start, min(waiting.count, start + _WAITING_ROWS))
-            sums.append({"waiting": sum_of_small(table.name, "waiting", read)})
-        return summary._replace(sums=add_sums(*sums), waiting=share_of(waiting, table))
+            parts.append({"waiting": sum_of_small(table.name, "waiting", read)})
+        return sums._replace(by_name=add_sums(*parts))
+
+    def _waiting_share(self) -> Share | None:
+        waiting = self._waiting if self.table.has_first_column else None
+        return None if waiting is None else share_of(waiting, self.table)
+
+    def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
+        small = {"config": to_bytes(self.table.config)}
+        if self.table.options.has_life:
+            small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
+        return small
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
@@ -187,9 +206,6 @@ class ModelSource(ShardSource):
         wholes: dict[str, _Whole] = {"weight": (columns, dtype)}
         wholes |= dict.fromkeys(self._one_a_row, ((), torch.int64))
         made = self._by_row(known, wholes)
-        small = {"config": to_bytes(table.config)}
-        if table.options.has_life:
-            small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
         if table.options.counts_waiting:
             runs = runs_of([one.waiting for one in known], table.part)
             is_saved, parts = table.has_first_column, []
@@ -197,16 +213,17 @@ class ModelSource(ShardSource):
                 read = _shifted(run, self._read_waiting)
                 parts.append(Part((run.place, 0), (run.rows, 3), read, is_saved))
             made["waiting"] = SavedTensor((runs.total, 3), torch.int64, parts, self._entry)
-        return {**made, **self._not_by_row(known, small)}
+        return {**made, **self._not_by_row(known)}
 
     @property
     def _one_a_row(self) -> tuple[str, ...]:
         return ("ids", "last_seen", "count") if self.table.options.has_life else ("ids",)
 
-    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
-        made = [_RowTensor("weight", (shard.first_column,), (shard.columns,))]
+    def tensors_of(self, shard: TableShard) -> list[RowTensor]:
+        """Returns the tensors by row of a shard."""
+        made = [RowTensor("weight", (shard.first_column,), (shard.columns,))]
         if shard is self.table.shards[0]:
-            made += [_RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
+            made += [RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
         return made
 
     @cached_property
@@ -230,8 +247,15 @@ class OptimizerSource(ShardSource):
 
     order = OPTIMIZER_TENSORS
 
-    def _with_life(self, summary: ShardSummary) -> ShardSummary:
-        return summary
+    def _with_life(self, sums: ShardSums) -> ShardSums:
+        return sums
+
+    def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
+        config = to_bytes(optimizer_config(self.table.optimizer, self.table.cuts))
+        return {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
+
+    def _waiting_share(self) -> Share | None:
+        return None
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
@@ -243,15 +267,14 @@ class OptimizerSource(ShardSource):
                 optimizer.state_names, optimizer.state_is_rowwise, strict=True
             )
         }
-        config = to_bytes(optimizer_config(optimizer, cuts))
-        small = {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
-        return {**self._by_row(known, wholes), **self._not_by_row(known, small)}
+        return {**self._by_row(known, wholes), **self._not_by_row(known)}
 
-    def _tensors_of(self, shard: TableShard) -> list[_RowTensor]:
+    def tensors_of(self, shard: TableShard) -> list[RowTensor]:
+        """Returns the tensors by row of a shard."""
         return [
-            _RowTensor(one.name, (self.table.cuts.index(shard.first_column),), (1,))
+            RowTensor(one.name, (self.table.cuts.index(shard.first_column),), (1,))
             if one.is_rowwise
-            else _RowTensor(one.name, (shard.first_column,), (shard.columns,))
+            else RowTensor(one.name, (shard.first_column,), (shard.columns,))
             for one in named_states(shard)
         ]
 
@@ -291,6 +314,60 @@ def saved_tensors(
             source.tensors(by_rank) for source, by_rank in zip(sources, summaries, strict=True)
         ],
     )
+
+
+def checksums(
+    group: dist.ProcessGroup | None, call: str, tables: Sequence[Table]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
+
+    Reads the rows that were touched since the last call, in a table on the CPU that records its changes; else
+    all rows.
+
+    Args:
+        group: the ranks; None: this process alone.
+        call: as of `saved_tensors`.
+        tables: the tables, in the same order on all ranks.
+    """
+    of_tables: list[tuple[ShardSource, ShardSource]] = []
+
+    def summed() -> list[tuple[ShardSums, ShardSums] | None]:
+        sums: list[tuple[ShardSums, ShardSums] | None] = []
+        for table in tables:
+            with turn_of(table):
+                model, optimizer = ModelSource(table, None), OptimizerSource(table, None)
+                of_tables.append((model, optimizer))
+                sums.append(_sums_of(model, optimizer))
+        return sums
+
+    by_rank = gather_results(group, call, summed)
+
+    def words() -> list[tuple[Tensor, Tensor]]:
+        found = []
+        for sources, sums in zip(of_tables, zip(*by_rank, strict=True), strict=True):
+            known = zip(*(one for one in sums if one is not None), strict=True)
+            model, optimizer = (
+                source.checksum(of_ranks) for source, of_ranks in zip(sources, known, strict=True)
+            )
+            found.append((model, optimizer))
+        return found
+
+    return run_together(group, call, words)
+
+
+def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, ShardSums] | None:
+    """Returns this rank's parts of the two checksums of a table; None if it holds no shards of it."""
+    table = model.table
+    if table.part is None:
+        return None
+    of_both: list[dict[str, int]] = [{}, {}]
+    for shard, rows in zip(table.shards, model.canonical, strict=True):
+        tensors = [source.tensors_of(shard) for source in (model, optimizer)]
+        sums = present_sums(shard, rows, [one for some in tensors for one in some])
+        for place, some in enumerate(tensors):
+            own = {one.name: sums[one.name] for one in some if one.is_saved}
+            of_both[place] = add_sums(of_both[place], own)
+    return model.with_small(of_both[0]), optimizer.with_small(of_both[1])
 
 
 def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:

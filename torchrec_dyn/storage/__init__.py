@@ -15,8 +15,9 @@ from torchrec_dyn.storage.canonical_rows import (
 from torchrec_dyn.storage.change_log import (
     ChangeLog,
     Version,
-    marks_of_update,
+    most_log_bytes,
     note_changed,
+    note_update,
     tokens_of,
 )
 from torchrec_dyn.storage.host_copies import CROSSING_BYTES, on_device, to_host
@@ -39,9 +40,9 @@ from torchrec_dyn.storage.id_map import (
     put_all,
 )
 from torchrec_dyn.storage.interrupts import run_to_end
-from torchrec_dyn.storage.row_marks import marks_bytes
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import InitialRows, RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES
+from torchrec_dyn.storage.touched_rows import SumRows

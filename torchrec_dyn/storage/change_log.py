@@ -1,10 +1,11 @@
 """ChangeLog: the rows of a table that changed, and the ids that were removed, since a version in use.
 
 A version is a point in the life of a table. A table keeps a log only while a version is held
-(table/arrays.py). Versions are numbered 1, 2, ... A row has two marks: the number of the latest version
-before its last change, and the number of the latest version before its id was added. For a removed id the
-numbers of its addition and its removal are kept if a version in use lies between them. So the log never holds
-more removed ids than the table held at those versions.
+(table/arrays.py). Versions are numbered 1, 2, ... On a GPU a row has two marks: the number of the latest
+version before its last change, and the number of the latest version before its id was added. On the CPU the
+ids of the changed rows are listed instead of the first mark, so that a delta takes as long as its rows
+(touched_rows.py). For a removed id the numbers of its addition and its removal are kept if a version in use
+lies between them. So the log never holds more removed ids than the table held at those versions.
 A GPU's log may hold some more: the host waits where it sifts them out, so it does that rarely.
 
 Changes depend only on the ids and their order in time, so all column shards of a table log the same.
@@ -23,12 +24,31 @@ from torch import Tensor
 
 from torchrec_dyn.storage.host_reads import HostRead, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.storage.row_marks import RowMarks, list_bits, write_marks
+from torchrec_dyn.storage.row_marks import (
+    RowMarks,
+    bits_bytes,
+    list_bits,
+    marks_bytes,
+    write_marks,
+)
+from torchrec_dyn.storage.touched_rows import TouchedRows, touch_rows
 
 _SLOTS_AT_ONCE = 1 << 20
+_ID_BYTES = 8
 # Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
 _LEAST_UNSIFTED = 1 << 12
 _UNSIFTED_SHARE = 8
+
+
+def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
+    """Returns the bytes of the log of a table with `rows` rows, if all change between two markers.
+
+    Without the removed ids.
+    """
+    marks = marks_bytes(rows, row_limit, device_type)
+    if device_type != "cpu":
+        return 2 * marks
+    return marks + bits_bytes(rows, row_limit) + _ID_BYTES * rows
 
 
 class Version:
@@ -64,7 +84,8 @@ class ChangeLog:
     Attributes:
         number: number of the latest version, an int32: at one version a second it lasts 68 years.
         token: an object that identifies this log and this number.
-        changed: for each row the version at which it last changed.
+        touched: the changed rows, on the CPU; None on a GPU.
+        changed: for each row the version at which it last changed, on a GPU; None on the CPU.
         added: for each row the version at which its id was added.
         removed: the removed ids; those that are not sifted are last.
     """
@@ -72,18 +93,34 @@ class ChangeLog:
     def __init__(self, row_limit: int, device: torch.device) -> None:
         self._row_limit, self._device = row_limit, device
         self.number, self.token = 0, object()
-        self.changed, self.added = RowMarks(row_limit, device), RowMarks(row_limit, device)
-        self.removed: list[_Removed] = []
         self._versions: WeakSet[Version] = WeakSet()
+        self.touched: TouchedRows | None
+        self.changed: RowMarks | None
+        self.touched, self.changed = self._nothing_changed(device)
+        self.added = RowMarks(row_limit, device)
+        self.removed: list[_Removed] = []
+
+    def _nothing_changed(
+        self, device: torch.device
+    ) -> tuple[TouchedRows, None] | tuple[None, RowMarks]:
+        if device.type == "cpu":
+            return TouchedRows(self._row_limit, self._versions), None
+        return None, RowMarks(self._row_limit, device)
 
     @property
     def is_in_use(self) -> bool:
         """True if a version is held."""
         return len(self._versions) > 0
 
-    def version(self) -> Version:
-        """Starts and returns a version."""
-        self.changed.settle(self.number)
+    def version(self, id_map: IdMap, withheld: Tensor) -> Version:
+        """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
+        self.token = (
+            object()
+        )  # first: an update must not take rows as recorded whose bits are cleared here
+        if self.touched is not None:
+            self.touched.begin(self.number + 1, withheld, id_map)
+        elif self.changed is not None:
+            self.changed.settle(self.number)
         self.number, self.token = self.number + 1, object()
         version = Version(self, self.number)
         self._versions.add(version)
@@ -91,13 +128,34 @@ class ChangeLog:
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
-        self.changed.reserve(rows)
-        self.added.reserve(rows)
+        for marks in (self.touched, self.changed, self.added):
+            if marks is not None:
+                marks.reserve(rows)
 
-    def add(self, rows: Tensor) -> None:
-        """Records rows [M] int64 that were just given to ids."""
-        self.changed.write(rows, self.number)
+    def add(self, ids: Tensor, rows: Tensor, id_map: IdMap) -> None:
+        """Records that rows [M] int64 are given to ids [M] int64; the map may lack the ids still."""
+        if self.touched is not None:
+            self.touched.add(ids, rows, id_map)
+        elif self.changed is not None:
+            self.changed.write(rows, self.number)
         self.added.write(rows, self.number)
+
+    def touch(self, ids: Tensor, rows: Tensor) -> None:
+        """Takes rows [M] int64 out of the sums that are kept, before they are removed with ids [M] int64."""
+        if self.touched is not None:
+            self.touched.touch(ids, rows)
+
+    def note_all(self) -> None:
+        """Records that all rows change."""
+        if self.touched is not None:
+            self.touched.touch_all()
+        elif self.changed is not None:
+            self.changed.fill(self.number)
+
+    def forget_sums(self) -> None:
+        """Forgets the content sums of the rows that were not touched: the contents are replaced."""
+        if self.touched is not None:
+            self.touched.rest = None
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
         """Returns `removed` as it must be when these ids are removed, and changes nothing.
@@ -128,17 +186,24 @@ class ChangeLog:
         ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
         out, and `device` are the present ones.
         """
-        changed = RowMarks(self._row_limit, device)
+        # Rows of the former ids keep their marks: the replacement may still be interrupted and undone.
+        most = max(high, self.added.capacity)
+        touched, changed = self._nothing_changed(device)
         added = RowMarks(self._row_limit, device)
-        for marks in (changed, added):
-            # Rows of the former ids keep their marks: the replacement may still be interrupted and undone.
-            marks.reserve(max(high, self.added.capacity))
-            marks.fill(self.number)
+        added.reserve(most)
+        added.fill(self.number)
+        if touched is not None:
+            touched.reserve(most)
+            touched.number = self.number
+            touched.touch_all()
+        elif changed is not None:
+            changed.reserve(most)
+            changed.fill(self.number)
         removed = [
             piece._replace(ids=piece.ids.to(device), added=piece.added.to(device))
             for piece in read(self.with_removed(ids, rows))
         ]
-        self.removed, self.changed, self.added = removed, changed, added
+        self.removed, self.touched, self.changed, self.added = removed, touched, changed, added
         self._device = device
 
     def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
@@ -146,6 +211,9 @@ class ChangeLog:
 
         Both are [M] int64, in any order.
         """
+        if self.touched is not None:
+            return self.touched.changed(since.number, id_map)
+        assert self.changed is not None
         has_changed = self.changed.at_least(since.number)
         found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
         for array in id_map.arrays()[0]:
@@ -165,9 +233,10 @@ class ChangeLog:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the marks and of the removed ids."""
+        """Bytes of the marks, of the listed ids and of the removed ids."""
         removed = sum(piece.ids.nbytes + piece.added.nbytes for piece in self.removed)
-        return self.changed.bytes + self.added.bytes + removed
+        changed = self.touched or self.changed
+        return (0 if changed is None else changed.bytes) + self.added.bytes + removed
 
 
 def _append(pieces: list[_Removed], last: _Removed) -> None:
@@ -185,31 +254,54 @@ def _are_joined(first: _Removed, last: _Removed) -> bool:
     return is_alike and first.ids.numel() <= 2 * last.ids.numel()
 
 
-def note_changed(logs: Sequence[ChangeLog | None], rows: Tensor, table_offsets: Tensor) -> None:
-    """Records rows that were written, or whose scores were written.
+def note_changed(
+    logs: Sequence[ChangeLog | None], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> None:
+    """Records rows, before they or their scores are written.
 
     Args:
         logs: [T], the log of each table; None if it keeps none.
+        ids: [N] int64, the ids of the rows.
         rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
         table_offsets: [T + 1] int64, where the rows of each table begin.
     """
-    if any(log is not None for log in logs):
-        marks = [None if log is None else log.changed for log in logs]
-        numbers = [0 if log is None else log.number for log in logs]
-        write_marks(marks, rows, table_offsets, numbers)
+    if all(log is None for log in logs):
+        return
+    if _on_cpu(logs):
+        touch_rows([None if log is None else log.touched for log in logs], ids, rows, table_offsets)
+        return
+    marks = [None if log is None else log.changed for log in logs]
+    numbers = [0 if log is None else log.number for log in logs]
+    write_marks(marks, rows, table_offsets, numbers)
 
 
-def marks_of_update(
-    logs: Sequence[ChangeLog | None], noted: list[object] | None
+def _on_cpu(logs: Sequence[ChangeLog | None]) -> bool:
+    return all(log is None or log.touched is not None for log in logs)
+
+
+def note_update(
+    logs: Sequence[ChangeLog | None],
+    noted: list[object] | None,
+    ids: Tensor,
+    rows: Tensor,
+    table_offsets: Tensor,
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Returns the arguments of `ops.update_rows_` with which it records the updated rows.
+    """Records the rows of an update that comes next, on the CPU.
+
+    A GPU's update records them: returns the arguments of `ops.update_rows_` with which it does.
 
     Args:
         logs: as of `note_changed`.
         noted: `tokens_of` the logs when the same rows were recorded before, else None. If no version started
             since then, nothing is to be recorded.
+        ids: as of `note_changed`.
+        rows: as of `note_changed`.
+        table_offsets: as of `note_changed`.
     """
     if tokens_of(logs) == (noted or [None] * len(logs)):
+        return (), None
+    if _on_cpu(logs):
+        note_changed(logs, ids, rows, table_offsets)
         return (), None
     return list_bits([None if log is None else log.changed for log in logs])
 

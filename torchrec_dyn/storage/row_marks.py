@@ -9,6 +9,7 @@ Legend: T tables, N rows in table order, M rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,15 +22,29 @@ _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
+class HasBits(Protocol):
+    """What keeps one bit for each row of a table: attributes as those of `RowMarks`."""
+
+    shift: int
+    bits: list[Tensor]
+
+
 def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
     """Returns the bytes of the marks of a table with `rows` rows in use."""
-    shift = _shift(row_limit, device_type)
-    blocks = -(-rows >> shift)
-    return blocks * ((4 << shift) + (1 << shift - 3))
+    blocks = -(-rows >> block_shift_of(row_limit, device_type))
+    return blocks * (4 << block_shift_of(row_limit, device_type)) + bits_bytes(
+        rows, row_limit, device_type
+    )
 
 
-def _shift(row_limit: int, device_type: str) -> int:
-    """Returns the binary logarithm of the rows of a block."""
+def bits_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
+    """Returns the bytes of one bit for each row of a table with `rows` rows in use."""
+    shift = block_shift_of(row_limit, device_type)
+    return -(-rows >> shift) * (1 << shift - 3)
+
+
+def block_shift_of(row_limit: int, device_type: str) -> int:
+    """Returns the binary logarithm of the rows of a block of marks."""
     most = _BLOCK_ROWS if device_type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
     return max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
 
@@ -44,7 +59,7 @@ class RowMarks:
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
-        self.shift = _shift(row_limit, device.type)
+        self.shift = block_shift_of(row_limit, device.type)
         self.blocks: list[Tensor] = []
         self.bits: list[Tensor] = []
         self._words: list[Tensor] = []  # the same memory as float32, for the op that copies rows
@@ -77,7 +92,7 @@ class RowMarks:
     def settle(self, mark: int) -> None:
         """Writes the mark that the bits stand for, and clears the bits. Nothing may set bits meanwhile."""
         for block, bits in zip(self.blocks, self.bits, strict=False):
-            block.masked_fill_(_flags(bits).unsqueeze(1), mark)
+            block.masked_fill_(flags_of(bits).unsqueeze(1), mark)
             bits.zero_()  # after the marks: an interrupt may come between the two
 
     def at_least(self, mark: int) -> Tensor:
@@ -88,7 +103,7 @@ class RowMarks:
         nothing = torch.zeros(0, dtype=torch.bool, device=self._device)
         blocks = list(self.blocks)  # another thread may append some
         # Bits before numbers: another thread may settle them meanwhile.
-        flags = torch.cat([*map(_flags, self.bits[: len(blocks)]), nothing])
+        flags = torch.cat([*map(flags_of, self.bits[: len(blocks)]), nothing])
         for block, own in zip(blocks, flags.split(1 << self.shift), strict=False):
             own |= block.flatten() >= mark
         return flags
@@ -121,8 +136,8 @@ def write_marks(
     ops.mark_rows_(rows, table_offsets, blocks, *described)
 
 
-def list_bits(tables: Sequence[RowMarks | None]) -> tuple[list[Tensor], Tensor]:
-    """Returns the bits of T tables as `ops.update_rows_` takes them: all blocks, and their layout [T, 4]."""
+def list_bits(tables: Sequence[HasBits | None]) -> tuple[list[Tensor], Tensor]:
+    """Returns the bits of T tables as ops take them: all blocks, and their layout [T, 4]."""
     blocks: list[Tensor] = []
     layout = []
     for table in tables:
@@ -132,7 +147,7 @@ def list_bits(tables: Sequence[RowMarks | None]) -> tuple[list[Tensor], Tensor]:
     return blocks, torch.tensor(layout, device="cpu")
 
 
-def _flags(bits: Tensor) -> Tensor:
-    """Returns the bits of a block by row, [rows] bool."""
+def flags_of(bits: Tensor) -> Tensor:
+    """Returns the bits of a block, bits [B] uint8, by row, [8 B] bool."""
     stripes = bits.view(64, -1, 1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (stripes & 1).permute(1, 2, 0).reshape(-1).bool()

@@ -146,6 +146,8 @@ class TableArrays:
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
+        if self.changes is not None:
+            self.changes.forget_sums()
         shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
         self.id_map = IdMap(self.row_limit, device)
         self.row_numbers = RowNumbers(self.forwards, device)

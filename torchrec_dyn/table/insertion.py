@@ -147,7 +147,7 @@ class Addition:
             table.life.add_rows(self.ids, self._allocation.rows, self._step, self._counts)
         log = table.change_log
         if log is not None:
-            log.add(self.rows)
+            log.add(self.ids, self.rows, table.id_map)
         table.own, table.id_map.num_ids = self._own, self._num_ids
         table.counters["inserted"] = self._inserted
 
@@ -184,13 +184,14 @@ class Removal:
     def prepare(
         cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str
     ) -> HostRead[Removal]:
-        """Prepares a removal and changes nothing.
+        """Prepares a removal and changes nothing, but that it may record the rows as changed.
 
         ids [M] int64 are distinct, rows [M] int64 are their rows. `cause` is the counter of `stats` that
         counts them.
         """
         removal = cls(table, ids, rows, cause)
         if removal._log is not None:
+            removal._log.touch(ids, rows)
             removal._logged = yield from removal._log.with_removed(ids, rows)
         return removal
 

@@ -70,7 +70,7 @@ class TableShard(TableArrays):
             log = ChangeLog(self.row_limit, self.device)
             log.reserve(self.row_numbers.high_water_mark)
             self.changes = log
-        return log.version()
+        return log.version(self.id_map, self.row_numbers.withheld())
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
@@ -110,7 +110,8 @@ class TableShard(TableArrays):
         check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
         self.count_edit()
         found = self.find_or_insert(ids)
-        note_changed([self.change_log], found, torch.tensor([0, ids.numel()], device="cpu"))
+        offsets = torch.tensor([0, ids.numel()], device="cpu")
+        note_changed([self.change_log], ids, found, offsets)
         self.weights.write(found, rows.detach().to(self.device))
 
     @locked
@@ -130,7 +131,7 @@ class TableShard(TableArrays):
         """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
         log = self.change_log
         if log is not None:
-            log.changed.fill(log.number)
+            log.note_all()
         self.states, self.generation = states, self.generation + 1
 
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_dyn.checkpoint_format import SavedTensor, numbers_of
+from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
 )
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection
-from torchrec_dyn.ranks import Table, run_together
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
+    checksums,
     saved_tensors,
 )
 
@@ -150,12 +151,4 @@ def saved_forms(tables: Sequence[Table], call: str) -> list[SavedForm]:
 
 def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
     """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective."""
-    forms = saved_forms(tables, call)
-    return run_together(
-        tables[0].group,
-        call,
-        lambda: [
-            (numbers_of(form.model["checksum"]), numbers_of(form.optimizer["checksum"]))
-            for form in forms
-        ],
-    )
+    return checksums(tables[0].group, call, tables)

@@ -1,0 +1,267 @@
+"""The sums of a delta are kept from one version to the next: those of a pass over all rows, for less."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from delta_cases import Model, assert_same, events, happen, per_table, train
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interrupt_cases import LIVES, Training, check_every_place
+from table_cases import ids_of
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+import torchrec_dyn as dyn
+from torchrec_dyn import ops
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.migration.trained_collections import put_rows
+from torchrec_dyn.state_dict import row_sums
+from torchrec_dyn.storage import touched_rows
+from torchrec_dyn.whole_model import saved_sums, tables_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def touched_of(model):
+    """Returns the touched rows of each shard of the tables that record their changes."""
+    shards = [shard for table in tables_of(model, "test") for shard in table.shards]
+    return [shard.changes.touched for shard in shards if shard.changes is not None]
+
+
+def check_sums(model) -> int:
+    """Compares the sums with those of a pass over all rows; returns how many shards had kept theirs."""
+    tables, logs = tables_of(model, "test"), touched_of(model)
+    num_kept = sum(log.rest is not None for log in logs)
+    words = [[pair[0].tolist(), pair[1].tolist()] for pair in saved_sums(tables, "test")]
+    rests = [log.rest for log in logs]
+    for log in logs:
+        log.rest = None
+    whole = [[pair[0].tolist(), pair[1].tolist()] for pair in saved_sums(tables, "test")]
+    assert words == whole
+    for log, rest in zip(logs, rests, strict=True):
+        log.rest = rest
+    return num_kept
+
+
+more_events = st.one_of(
+    events,
+    events,
+    st.tuples(st.just("open"), per_table),
+    st.just(("learn",)),
+    st.just(("second",)),
+    st.just(("version",)),
+    st.just(("freeze",)),
+    st.just(("check",)),
+)
+
+
+@pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, "ADAMW"])
+@settings(max_examples=max(1, settings.default.max_examples // 6))
+@given(before=per_table, after=st.lists(more_events, max_size=30))
+def test_kept_sums_are_those_of_all_rows(tmp_path_factory, optimizer, before, after):
+    """Two markers at once, gradients that come late, frozen tables, and versions without sums."""
+    folder = tmp_path_factory.mktemp("deltas")
+    model = Model(optimizer)
+    train(model, before)
+    sides = [[mark(model), copy.deepcopy(model)]]  # markers, each with a copy of its moment
+    opened, versions, number = [], [], 0
+    for event in [*after, ("export",), ("second",), ("export",)]:
+        if event[0] == "open":
+            model.train()
+            opened.append(model(event[1]))
+        elif event[0] == "learn":
+            if opened:
+                opened.pop(0).backward()
+        elif event[0] == "second":
+            sides[1:] = [[mark(model), copy.deepcopy(model)]]
+        elif event[0] == "version":
+            versions[:] = [table.version() for table in model.tables().values()]
+        elif event[0] == "freeze":
+            weight = model.pooled.embedding_bags["plain"].weight
+            weight.requires_grad_(not weight.requires_grad)
+        elif event[0] == "check":
+            check_sums(model)
+        elif event[0] == "export":
+            side = sides[number % len(sides)]
+            side[0] = export_delta(model, folder / str(number), side[0])
+            apply_delta(side[1], folder / str(number))
+            assert_same(model, side[1])
+            number += 1
+        else:
+            happen(model, event)
+            if event[0] == "reload":
+                opened.clear()
+    assert check_sums(model) == len(touched_of(model))
+
+
+def plain(rows: int, **options):
+    """Returns a collection of one table with the ids [0, rows)."""
+    config = EmbeddingBagConfig(
+        name="t", embedding_dim=4, num_embeddings=10**6, feature_names=["f"]
+    )
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    made = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused, **options)
+    learn(made, torch.arange(rows))
+    return made
+
+
+def learn(model, ids) -> None:
+    model(features(ids)).values().sum().backward()
+
+
+def features(ids):
+    return KeyedJaggedTensor(["f"], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+
+
+def test_an_export_reads_the_changed_rows_and_scans_no_map(tmp_path):
+    """10 changed of 30,000 rows: also a second marker, and a marker of the same moment, read no more."""
+    model = plain(30_000)
+    marker, read = mark(model), []
+    learn(model, torch.arange(10))
+    whole, count_cells = row_sums.content_sum, ops.count_cells
+
+    def counted(table, name, ids, *rest):
+        read.append(ids.numel())
+        return whole(table, name, ids, *rest)
+
+    def small(slots, *rest):
+        assert sum(map(len, slots)) <= 256, "a map of all rows is scanned"
+        return count_cells(slots, *rest)
+
+    with (
+        mock.patch.object(row_sums, "content_sum", counted),
+        mock.patch.object(ops, "count_cells", small),
+        mock.patch.object(ops, "ids_of_rows", side_effect=AssertionError("rows are listed")),
+    ):
+        second = mark(model)
+        marker = export_delta(model, tmp_path / "0", marker)
+        learn(model, torch.arange(5))
+        export_delta(model, tmp_path / "1", second)
+        assert 0 < max(read) <= 10
+    assert check_sums(model) == 1
+
+
+def test_a_delta_replaces_the_changed_rows_without_a_list_of_all(tmp_path):
+    model = plain(30_000)
+    twin, marker = copy.deepcopy(model), mark(model)
+    learn(model, torch.arange(10))
+    export_delta(model, tmp_path / "0", marker)
+    listed, ids_of_rows = [], ops.ids_of_rows
+
+    def noted(slots, moved, first, last):
+        listed.append(last - first)
+        return ids_of_rows(slots, moved, first, last)
+
+    with mock.patch.object(ops, "ids_of_rows", noted):
+        apply_delta(twin, tmp_path / "0")
+    assert sorted(listed) == [10, 30_000], "the rows of the delta, and once the copy for its sums"
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_late_gradient_is_of_no_row(is_late):
+    """The id was erased before the version, or after it; its row is written after both."""
+    model = plain(20)
+    marker = mark(model)
+    output = model(features(ids_of(3, 4))).values().sum()
+    if is_late:
+        marker = mark(model)
+    model.table("t").erase(ids_of(3))
+    if not is_late:
+        marker = mark(model)
+    output.backward()
+    assert check_sums(model) == 1
+    learn(model, ids_of(3, 21))
+    assert check_sums(model) == 1 and marker is not None
+
+
+def test_rows_put_without_a_record_are_summed_again():
+    model = plain(20)
+    marker = mark(model)
+    table = model.local_tables()["t"]
+    put_rows(table, ids_of(77), torch.ones(1, 4), {})
+    assert check_sums(model) == 0 and marker is not None
+
+
+def test_the_ids_of_a_long_time_take_no_more_than_twice_the_rows():
+    """An old marker and one after each step: each step changes all 5,000 rows; 100 ids come and go."""
+    model = plain(5000)
+    old, markers = mark(model), []
+    log = touched_of(model)[0]
+    bits = log.bytes
+    for step in range(30):
+        learn(model, torch.arange(5000))
+        learn(model, torch.arange(10_000 + 100 * step, 10_100 + 100 * step))
+        model.table("t").erase(torch.arange(10_000 + 100 * step, 10_100 + 100 * step))
+        markers = [mark(model), *markers[:1]]
+        assert log.bytes <= bits + 8 * 3 * 5200
+    assert model.local_tables()["t"].stats()["bytes"] > log.bytes - bits
+    assert check_sums(model) == 1
+    del old, markers
+    marker = mark(model)
+    learn(model, ids_of(1))
+    assert log is not touched_of(model)[0] or log.bytes <= bits + 8
+    assert marker is not None
+
+
+def test_no_memory_for_a_sum_leaves_the_record_whole(tmp_path):
+    model = plain(20)
+    twin, marker = copy.deepcopy(model), mark(model)
+    output = model(features(ids_of(1, 2))).values().sum()
+    with (
+        mock.patch.object(row_sums, "content_sum", side_effect=MemoryError),
+        pytest.raises(MemoryError),
+    ):
+        output.backward()
+    learn(model, ids_of(2, 3))
+    assert check_sums(model) == 0
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(twin, tmp_path / "0")
+    now, before = model.state_dict(), twin.state_dict()
+    assert all(tensor.equal(before[name]) for name, tensor in now.items())
+
+
+@pytest.mark.parametrize("every", [211, pytest.param(7, marks=pytest.mark.deep, id="deep")])
+@pytest.mark.parametrize("life", ["plain", "all"])
+def test_an_interrupt_leaves_no_wrong_sums(life, every):
+    """Ctrl-C at any place of a step, an erasure, a second marker and another step."""
+    training = Training(LIVES[life])
+
+    def make():
+        model = training.after(7)
+        model.markers = [mark(model)]
+        training.step(model, 7)
+        return model
+
+    def call(model):
+        training.step(model, 8)
+        model.table("t0").erase(ids_of(66, 67))
+        model.markers.append(mark(model))
+        training.step(model, 9)
+
+    def check(model):
+        check_sums(model)
+        training.step(model, 10)
+        assert check_sums(model) == len(touched_of(model))
+
+    assert check_every_place(make, call, check, every) > 5
+
+
+def test_few_ids_are_compacted(monkeypatch):
+    """Ids listed before and after a version in use are kept once, at the later version."""
+    monkeypatch.setattr(touched_rows, "_LEAST_COMPACTED", 0)
+    model = plain(4)
+    first = mark(model)
+    learn(model, ids_of(0, 1, 2))
+    second = mark(model)
+    learn(model, ids_of(1, 2, 3))
+    model.table("t").erase(ids_of(0))
+    learn(model, torch.arange(100, 103))
+    model.table("t").erase(torch.arange(100, 103))
+    table = model.local_tables()["t"]
+    third = table.version()
+    for marker, ids in ((first, [1, 2, 3]), (second, [1, 2, 3])):
+        (version,) = marker._tables["t"].versions
+        assert version.log.changed_rows(version, table.id_map)[0].tolist() == ids
+    assert third.log.touched._count <= 2 * 3, "of 10 listed"
