@@ -66,7 +66,7 @@ class _Command:
     """`python -m torchrec_dyn follow` in a process of its own."""
 
     def __init__(self, path: Path, to: Path, log: Path) -> None:
-        self.began = time.time()
+        self.began: float | None = None  # when it served the first entry
         self._log = open(log, "ab")  # noqa: SIM115  as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torchrec_dyn", "follow", path, "--to", to, "--every", "0.3"],
@@ -148,6 +148,7 @@ class Soak:
             seed=self._chosen.seed,
             plan=self._draw.randrange(1000),
             every=self._chosen.every,
+            in_background=self._draw.random() < 0.5,
             rate=self._chosen.rate,
         )
         self.did[f"start on {self._ranks}"] += 1
@@ -215,14 +216,16 @@ class Soak:
         # Most things happen to a job that has trained since the last one, whatever the speed of the machine.
         self._heard, self._must_hear = 0, self._draw.choice([0, 1, 2, 2])
         act = self._deck.pop(0)
-        if is_calm and act not in _CALM_ACTS:
+        if is_calm and self._job.job.ranks == 1:
+            act = OTHER_WORLD  # the memory of two ranks is told
+        elif is_calm and act not in _CALM_ACTS:
             return
         self.did[act] += 1
         if act in (KILL_ONE, KILL_ALL):
             ranks = list(range(self._job.job.ranks))
             self._job.kill(ranks if act == KILL_ALL else [self._draw.choice(ranks)])
             self._killed_at = now
-            self._ranks = self._draw.choice([1, 2, 2])
+            self._ranks = self._draw.choice([1, 2, 2])  # of the next start
         elif act == FULL_DISK:
             self._disk.fill()
             self._free_at, self._failed_before = now + self._draw.uniform(3, 10), failed
@@ -243,6 +246,7 @@ class Soak:
             self._hear(self._job)
             self._watch(self._job)
         for line in self._command.taken():
+            self._command.began = self._command.began or time.time()
             self.judge.judge_line(line)
         while self._link.poll():
             self.judge.judge_seen(self._link.recv())
@@ -278,6 +282,8 @@ class Soak:
         for event in job.events():
             self._last_event = time.time()
             self._heard += 1
+            if event.what == "restored":
+                self._job_began = time.time()
             self._attempted = max(self._attempted, event.step)
             self.judge.judge_event(event)
 
@@ -347,7 +353,8 @@ class Soak:
 
     def _warm(self, name: str) -> float:
         """Returns the time from which samples of a process count."""
-        began = {"rank": self._job_began, "command": self._command.began}.get(name.split()[0])
+        of_command = self._command.began or time.time()
+        began = {"rank": self._job_began, "command": of_command}.get(name.split()[0])
         whole = self._began + min(_WARM, 0.2 * self._chosen.seconds)
         return whole if began is None else began + min(_WARM, 0.1 * self._chosen.seconds)
 

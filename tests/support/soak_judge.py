@@ -91,6 +91,8 @@ class Judge:
                 self.counts["failed saves"] += 1
                 if not self._disk.may_fail(event.began, event.ended):
                     self.fault(f"a save failed, though the disk was not full: {event.text}")
+            case "started":
+                self.counts["saves in the background"] += 1
             case "replanned":
                 self.counts["replans"] += 1
 
@@ -211,6 +213,9 @@ class Judge:
             self.fault(f"left in {self._path}: {sorted(others)} {chain.skipped}")
         if sum(entry.is_full for entry in chain.entries) > KEEP:
             self.fault(f"expected {KEEP} full saves, got {[e.path.name for e in chain.entries]}")
+        beside = {one.name for one in self._path.parent.iterdir()}
+        if others := beside - {self._path.name, *(one.name for one in self._served.values())}:
+            self.fault(f"left in {self._path.parent}: {sorted(others)}")
         for entry in chain.entries:
             verify_checkpoint(entry.tables, Pace())
         for name, folder in self._served.items():

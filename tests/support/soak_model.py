@@ -36,10 +36,11 @@ DIM = 16
 DENSE = 8  # columns of the dense part
 SAMPLES = 32  # of a batch of all ranks
 IDS_A_SAMPLE = {"user": 3, "item": 1, "place": 2}
-LIMITS = {"user": 100_000, "item": 700, "place": 100_000}
-EXPIRY = 2_000  # units of event time
-_VOCABULARY = 4_000  # ids that may occur in one batch
-_PLACES = 1_500  # all ids of "place"
+# Small, so that the tables are as large as they will be after some hundred batches.
+LIMITS = {"user": 100_000, "item": 300, "place": 100_000}
+EXPIRY = 600  # units of event time
+_VOCABULARY = 2_000  # ids that may occur in one batch
+_PLACES = 400  # all ids of "place"
 _LARGEST = 3  # coefficient of a gradient
 
 TABLES = [
@@ -63,8 +64,8 @@ _DYNAMIC = {
 
 
 def event_time(batch: int) -> int:
-    """Returns the time of a batch: ten units a batch, uneven, with a night after every 700 batches."""
-    return 1_000_000 + 10 * batch + batch * 7 % 10 + 1_500 * (batch // 700)
+    """Returns the time of a batch: ten units a batch, uneven, with a night after every 150 batches."""
+    return 1_000_000 + 10 * batch + batch * 7 % 10 + 450 * (batch // 150)
 
 
 @lru_cache

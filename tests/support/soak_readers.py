@@ -28,7 +28,7 @@ from torchrec_dyn import serving
 
 PATIENCE = 120.0  # seconds for the model without faults to come to a step
 _READ = 48  # ids of a table in one read
-_KNOWN = 12  # generations of a directory whose contents are remembered
+_KNOWN = 4  # generations of a directory whose contents are remembered
 
 
 class Seen(NamedTuple):

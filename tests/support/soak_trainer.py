@@ -46,13 +46,15 @@ class Job:
     seed: int
     plan: int  # seed of the first plan
     every: int  # batches from save to save
+    in_background: bool  # saves are written while training goes on
     rate: float  # most batches a second
 
 
 class Event(NamedTuple):
-    """What rank 0 tells: "restored", "saved", "failed", "replanned" or "ended".
+    """What rank 0 tells: "restored", "saved", "started", "failed", "replanned" or "ended".
 
-    `began` is the time when it began; `entry` is what was saved or restored, `text` an error or a report.
+    `began` is the time when it began; of a failure that of the save before, if that was in the background.
+    `entry` is what was saved or restored, `text` an error or a report.
     """
 
     what: str
@@ -86,8 +88,9 @@ class _Trainer:
         self._rank = dist.get_rank()
         self._model, self._optimizer = sharded(job.plan)
         self._kept = Checkpoints(job.path, keep=KEEP, full_every=FULL_EVERY)
-        self._positions = Positions(Stream(job.seed, self._rank, job.ranks))
+        self._positions = Positions(Stream(job.seed, self._rank, job.ranks), is_global=True)
         self._next_begins = time.monotonic()
+        self._began_in_background: float | None = None
 
     def run(self) -> None:
         began = time.time()
@@ -109,7 +112,7 @@ class _Trainer:
             while not any(isinstance(one, int) for one in commands):  # until a new plan
                 self._train()
                 if self._positions.batches % self._job.every == 0:
-                    is_saved = self._save()
+                    is_saved = self._save(self._job.in_background and not must_stop)
                     commands = self._commands()
                     must_stop = must_stop or STOP in commands
                     if must_stop and is_saved:
@@ -135,15 +138,22 @@ class _Trainer:
             self._next_begins = max(self._next_begins + 1 / self._job.rate, time.monotonic() - 1)
             time.sleep(max(0.0, self._next_begins - time.monotonic()))
 
-    def _save(self) -> bool:
+    def _save(self, in_background: bool) -> bool:
+        """Returns True if an entry is there."""
         step, began = self._positions.batches, time.time()
+        before, self._began_in_background = self._began_in_background, None
+        save: Any = self._kept.async_save if in_background else self._kept.save
         extra = {"position": self._positions}
         try:
-            entry = self._kept.save(self._model, self._optimizer, step=step, extra=extra)
+            made = save(self._model, self._optimizer, step=step, extra=extra)
         except OSError as error:  # it trains on, and saves at the next interval
-            self._tell(Event("failed", step, began, time.time(), text=str(error)))
+            self._tell(Event("failed", step, before or began, time.time(), text=str(error)))
             return False
-        self._tell(Event("saved", step, began, time.time(), entry))
+        if in_background:
+            self._began_in_background = began
+            self._tell(Event("started", step, began, time.time()))
+            return False
+        self._tell(Event("saved", step, began, time.time(), made))
         return True
 
     def _commands(self) -> list[Any]:
