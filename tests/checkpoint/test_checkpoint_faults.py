@@ -131,6 +131,10 @@ def test_a_flipped_bit_is_found(name: str, tmp_path: Path) -> None:
         restored = again.restore()
         assert restored.step == 1 and "delta-00000002" in restored.skipped[0]
         file.write_bytes(content)
+    if name == "entry.json":  # a flipped bit in a number is JSON, too
+        file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
+        assert "expected entry.json with digest" in Job(tmp_path / "kept").restore().skipped[0]
+        file.write_bytes(content)
     assert Job(tmp_path / "kept").restore().step == 2
 
 

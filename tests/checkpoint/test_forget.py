@@ -95,6 +95,7 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job.forget({"plain": [1]})
     assert job.save(is_trained=False).sums == rows  # nothing has changed
     other = Job(tmp_path / "kept")
+    other.train()
     job.checkpoints.close()
     held_before = held(other.model)
     with pytest.raises(

@@ -51,18 +51,7 @@ def agree(
     dist.all_gather_object(gathered, mine, group=host_group(group))
     for rank, (other_call, is_value_error, system, text, _) in enumerate(gathered):
         if text is not None:
-            error: Any
-            if system is not None:
-                number, reason, file = system
-                error = OSError(number, f"{other_call}(rank={rank}): {reason}", file)
-            else:
-                kind = ValueError if is_value_error else RuntimeError
-                error = kind(f"{other_call}(rank={rank}): {text}")
-            error.is_agreed = True
-            try:
-                raise error from fault
-            finally:
-                del error  # its frames would refer to it
+            raise _agreed(is_value_error, system, f"{other_call}(rank={rank})", text) from fault
     for rank, (other_call, *_) in enumerate(gathered):
         if other_call != gathered[0][0]:
             raise ValueError(
@@ -70,6 +59,24 @@ def agree(
                 f"got {other_call} on rank {rank}."
             )
     return [given for *_, given in gathered]
+
+
+def _agreed(
+    is_value_error: bool, system: tuple[int, str, Any] | None, where: str, text: str
+) -> Exception:
+    """Returns an error that is raised on all ranks, which `settle` sees by its attribute.
+
+    `system` has number, reason and file of an OSError.
+    """
+    made: Any
+    if system is not None:
+        number, reason, file = system
+        made = OSError(number, f"{where}: {reason}", file)
+    else:
+        made = (ValueError if is_value_error else RuntimeError)(f"{where}: {text}")
+    made.is_agreed = True
+    error: Exception = made
+    return error
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
