@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,23 @@ def test_the_command(trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFix
     assert command_line.main(arguments) == 0 and not capsys.readouterr().out
     assert command_line.main([*arguments, "--dtype", "int8"]) == 1
     assert "with rows torch.int8, got torch.float32" in capsys.readouterr().err
+
+
+def test_the_command_tells_errors_while_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poll(_: serving.Follower) -> None:
+        raise OSError(28, "No space left")
+
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving.Follower, "poll", poll)
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(KeyboardInterrupt):
+        command_line.main(["follow", str(tmp_path), "--to", str(tmp_path / "served")])
+    assert capsys.readouterr().err == "serving.follow: [Errno 28] No space left\n"
