@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from delta_cases import Model, assert_same, events, happen, per_table, train
+from delta_cases import Model, assert_same, batch, events, happen, per_table, train
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,6 +159,23 @@ def test_a_delta_replaces_the_changed_rows_without_a_list_of_all(tmp_path):
     assert sorted(listed) == [10, 30_000], "the rows of the delta, and once the copy for its sums"
 
 
+def test_a_copy_that_records_its_changes_may_apply_a_delta(tmp_path):
+    """Rows that it removes, rewrites and adds; the copy goes on with deltas of its own."""
+    model = Model(EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+    train(model, batch(1, 1, 2, 2))
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    marker, own = mark(model), mark(copies[0])
+    train(model, batch(2, 3, 3))
+    for table in model.tables().values():
+        table.erase(ids_of(1))
+    export_delta(model, tmp_path / "0", marker)
+    apply_delta(copies[0], tmp_path / "0")
+    assert check_sums(copies[0]) == 4
+    export_delta(copies[0], tmp_path / "1", own)
+    apply_delta(copies[1], tmp_path / "1")
+    assert_same(model, copies[1])
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_late_gradient_is_of_no_row(is_late):
     """The id was erased before the version, or after it; its row is written after both."""
@@ -174,6 +191,18 @@ def test_a_late_gradient_is_of_no_row(is_late):
     assert check_sums(model) == 1
     learn(model, ids_of(3, 21))
     assert check_sums(model) == 1 and marker is not None
+
+
+def test_a_version_without_sums_leaves_no_wrong_sums():
+    """A row touched before it and after it is not among the sums that are kept."""
+    model = plain(20)
+    marker = mark(model)
+    learn(model, ids_of(1, 2))
+    version = model.local_tables()["t"].version()
+    learn(model, ids_of(2, 3))
+    check_sums(model)
+    learn(model, ids_of(2, 4))
+    assert check_sums(model) == 1 and marker is not version
 
 
 def test_rows_put_without_a_record_are_summed_again():
@@ -222,7 +251,7 @@ def test_no_memory_for_a_sum_leaves_the_record_whole(tmp_path):
     assert all(tensor.equal(before[name]) for name, tensor in now.items())
 
 
-@pytest.mark.parametrize("every", [211, pytest.param(7, marks=pytest.mark.deep, id="deep")])
+@pytest.mark.parametrize("every", [997, pytest.param(7, marks=pytest.mark.deep, id="deep")])
 @pytest.mark.parametrize("life", ["plain", "all"])
 def test_an_interrupt_leaves_no_wrong_sums(life, every):
     """Ctrl-C at any place of a step, an erasure, a second marker and another step."""

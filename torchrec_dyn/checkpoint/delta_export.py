@@ -63,7 +63,8 @@ def mark(model: nn.Module) -> Marker:
     """Marks this point in training: from now on changes are recorded for `export_delta`.
 
     A delta since this marker leads from a checkpoint saved now to a checkpoint saved at the export of the
-    delta. Reads all rows once. Recording takes 8 bytes a row, and 12 bytes for each removed id. Collective
+    delta. Reads all rows once; beside another marker, on a CPU, only the rows that have changed. Recording
+    takes 4 bytes a row, 8 for each changed row and 12 for each removed id, on a GPU 8 bytes a row. Collective
     where the tables are sharded.
 
     Args:
@@ -80,8 +81,8 @@ def mark(model: nn.Module) -> Marker:
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
     """Writes the rows that changed since a marker, and the removed ids, for `apply_delta`.
 
-    Collective where the tables are sharded; for an unsharded model, call it in one process. If it fails,
-    `since` stays valid and no file is left.
+    On a CPU it reads the changed rows, on a GPU all rows. Collective where the tables are sharded; for an
+    unsharded model, call it in one process. If it fails, `since` stays valid and no file is left.
 
     Args:
         model: the model that was given to `mark`.
