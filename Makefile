@@ -50,7 +50,7 @@ PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
 HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
-.PHONY: train test build wheel release lint format docs bench bench-ab test-deep ptx sanitize fuzz clones clean
+.PHONY: train test build wheel release lint format docs bench bench-ab test-deep soak ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: $(VENV)/trainable.stamp
@@ -58,13 +58,17 @@ train: $(VENV)/trainable.stamp
 
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 # Both have two threads, which must not spin while they wait: they would take the cores from each other.
-test test-deep: export OMP_WAIT_POLICY = passive
+test test-deep soak: export OMP_WAIT_POLICY = passive
 test: build $(if $(HAS_NVCC),$(PTX))
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # SHARD=3/8 runs the third of eight parts.
 test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
+
+# Trains, saves, kills, fills a disk, follows and serves for 20 minutes: make soak ARGS="--seconds 1200 --seed 3"
+soak: build
+	$(BIN)/python tests/support/soak.py $(ARGS)
 
 build: $(VENV)/extension.stamp $(SIMT)
 

@@ -55,7 +55,7 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
         return rank
 
     for call in (gather_results, run_together):
-        with pytest.raises((ValueError, RuntimeError)) as caught:
+        with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
             call(dist.group.WORLD, "call", work)
         texts.append(f"{type(caught.value).__name__}: {caught.value}")
     return texts
@@ -66,6 +66,11 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
     [
         ({1: ValueError("expected a")}, "ValueError: call(rank=1): expected a"),
         ({2: KeyError("a")}, "RuntimeError: call(rank=2): 'a'"),
+        (
+            {1: OSError(28, "No space left", "/a")},
+            "OSError: [Errno 28] call(rank=1): No space left: '/a'",
+        ),
+        ({1: OSError("no number")}, "RuntimeError: call(rank=1): no number"),
         (
             {1: MemoryError("expected memory"), 2: ValueError("expected b")},
             "RuntimeError: call(rank=1): expected memory",

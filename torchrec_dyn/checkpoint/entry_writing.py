@@ -62,8 +62,7 @@ class EntryWriter:
         """Writes the files, makes them an entry, and returns it. Collective.
 
         Raises:
-            OSError: on every rank, if a file of DCP cannot be written. No entry is left, as after any error.
-            RuntimeError: on every rank, if another file cannot be written.
+            OSError: on every rank, if a file cannot be written. No entry is left, as after any error.
         """
         try:
             entry = self._write()

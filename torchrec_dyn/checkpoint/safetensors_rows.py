@@ -159,6 +159,7 @@ def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str])
 
     Raises:
         ValueError: on every rank, if the file does not match the table; nothing has changed then.
+        OSError: on every rank, if the file cannot be read.
         RuntimeError: on every rank, if the table has no room for the new ids; nothing has changed then.
     """
     no_rows, _ = lookup_rows(collection, table, _NO_IDS)

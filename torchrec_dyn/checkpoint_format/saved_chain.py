@@ -208,16 +208,13 @@ def _are_sound(folder: Path, values: dict[str, Any]) -> bool:
     kind, sequence = _NAME.fullmatch(folder.name).groups()  # type: ignore[union-attr]
     ids = (values["id"], *([] if values["parent"] is None else [values["parent"]]))
     numbers = (values["step"], values["world_size"], values["sequence"], values["time"])
-    sums, maps = (
-        values["sums"],
-        [values["extra"], values.get("plan", {}), values.get("digests", {})],
-    )
+    sums = values["sums"]
+    maps = (sums, values["extra"], values.get("plan", {}), values.get("digests", {}))
     return (
         (values["kind"], values["sequence"]) == (kind, int(sequence))
         and all(isinstance(one, str) and _ID.fullmatch(one) is not None for one in ids)
         and isinstance(values["version"], str)
         and all(isinstance(one, (int, float)) and math.isfinite(one) for one in numbers)
-        and isinstance(sums, dict)
-        and all(isinstance(one, str) and _SUMS.fullmatch(one) is not None for one in sums.values())
         and all(isinstance(one, dict) for one in maps)
+        and all(isinstance(one, str) and _SUMS.fullmatch(one) is not None for one in sums.values())
     )

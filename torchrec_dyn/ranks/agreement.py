@@ -32,6 +32,7 @@ def agree(
     Raises:
         ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
             a fault but the ranks are in different calls.
+        OSError: on every rank, with its number and file, if the fault is an error of the system.
         RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception.
     """
     if group is None:
@@ -42,12 +43,15 @@ def agree(
             del fault  # an error whose frames refer to it would keep their tensors
         return [value]
     text = None if fault is None else str(fault) or type(fault).__name__
-    mine = (call, isinstance(fault, ValueError), text, value)
+    system = None  # a full disk must look so on all ranks: who saves tries again
+    if isinstance(fault, OSError) and fault.errno is not None:
+        system = fault.errno, str(fault.strerror), fault.filename
+    mine = (call, isinstance(fault, ValueError), system, text, value)
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=host_group(group))
-    for rank, (other_call, is_value_error, text, _) in enumerate(gathered):
+    for rank, (other_call, is_value_error, system, text, _) in enumerate(gathered):
         if text is not None:
-            raise _agreed(is_value_error, f"{other_call}(rank={rank}): {text}") from fault
+            raise _agreed(is_value_error, system, f"{other_call}(rank={rank})", text) from fault
     for rank, (other_call, *_) in enumerate(gathered):
         if other_call != gathered[0][0]:
             raise ValueError(
@@ -57,9 +61,19 @@ def agree(
     return [given for *_, given in gathered]
 
 
-def _agreed(is_value_error: bool, text: str) -> Exception:
-    """Returns an error that is raised on all ranks, which `settle` sees by its attribute."""
-    made: Any = (ValueError if is_value_error else RuntimeError)(text)
+def _agreed(
+    is_value_error: bool, system: tuple[int, str, Any] | None, where: str, text: str
+) -> Exception:
+    """Returns an error that is raised on all ranks, which `settle` sees by its attribute.
+
+    `system` has number, reason and file of an OSError.
+    """
+    made: Any
+    if system is not None:
+        number, reason, file = system
+        made = OSError(number, f"{where}: {reason}", file)
+    else:
+        made = (ValueError if is_value_error else RuntimeError)(f"{where}: {text}")
     made.is_agreed = True
     error: Exception = made
     return error
