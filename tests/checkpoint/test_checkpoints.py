@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -397,3 +398,30 @@ def test_the_first_step_at_which_two_runs_differ(
     assert "4 steps in both" in told and "step 2: the first with other contents" in told
     assert "rows differ" in told  # of the full saves of that step
     assert main(["diff", paths[0], paths[0]]) == 0
+
+
+def test_runs_are_compared_on_the_way_to_their_newest_entries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run went back and took the way of the other; its first try was another at step 2."""
+    for run_name, tries in (("one", [[0, 1, 3], [2]]), ("other", [[0, 1, 2]])):
+        for number, batches in enumerate(tries):
+            setup, model, optimizer = new(0)
+            checkpoints = Checkpoints(tmp_path / run_name, keep=9, full_every=9)
+            first = 0 if number == 0 else 2
+            if first:
+                assert quietly(checkpoints.restore, model, optimizer, step=1)
+            for step, batch in enumerate(batches, first):
+                train(model, setup, [batch])
+                quietly(checkpoints.save, model, optimizer, step=step)
+            if run_name == "one" and number == 0:
+                shutil.copytree(tmp_path / "one", tmp_path / "left")
+            checkpoints.close()
+    paths = [str(tmp_path / name) for name in ("one", "other", "left")]
+    assert main(["diff", *paths[:2]]) == 0 and "3 steps in both" in capsys.readouterr().out
+    assert main(["diff", *paths[1:]]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"step 2: the first with other contents, in \w+ \(.*weight", told)
+    assert "rows differ" not in told  # the deltas begin at other entries
+    assert main(["diff", paths[0], paths[2]]) == 1
+    assert "rows differ" in capsys.readouterr().out

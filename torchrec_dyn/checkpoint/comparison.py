@@ -18,6 +18,8 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.inspection import Histogram, titled
 from torchrec_dyn.checkpoint_format import (
+    OPTIMIZER,
+    Entry,
     SavedChain,
     SavedCheckpoint,
     SavedTable,
@@ -28,6 +30,7 @@ from torchrec_dyn.storage import canonical_keys
 
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
+_CONFIG = f"{OPTIMIZER}config"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
@@ -35,7 +38,7 @@ def print_difference(first: Path, second: Path) -> bool:
     """Prints what differs between the dynamic tables of two checkpoints, of two deltas, or of two runs.
 
     Of two directories of `Checkpoints` it prints the first step at which tables differ, by the sums of the
-    entries, and what differs there if both runs have full saves of that step.
+    entries, and what differs there if both have a full save of that step, or a delta since the same step.
 
     Returns:
         True if all tables are equal, bit for bit.
@@ -65,23 +68,59 @@ def print_difference(first: Path, second: Path) -> bool:
 
 
 def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
-    """Prints the first step at which two runs differ; returns True if there is none."""
-    theirs = {entry.step: entry for entry in other.entries}
-    both = [(entry, theirs[entry.step]) for entry in one.entries if entry.step in theirs]
+    """Prints the first step at which two runs differ; returns True if there is none.
+
+    Of each run it takes the branch that leads to the newest entry.
+    """
+    mine, theirs = ({entry.step: entry for entry in _branch(chain)} for chain in (one, other))
+    both = [(entry, theirs[step]) for step, entry in mine.items() if step in theirs]
     print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
-    for mine, its in both:
-        names = [
-            name
-            for name in sorted({*mine.sums} | {*its.sums})
-            if mine.sums.get(name) != its.sums.get(name)
-        ]
-        if names:
-            print(f"step {mine.step}: the first with other contents, in {', '.join(names)}")
-            if mine.is_full and its.is_full:
-                print_difference(mine.tables, its.tables)
+    before: tuple[Entry, Entry] | None = None
+    for pair in both:
+        if found := _tables_that_differ(*pair):
+            print(f"step {pair[0].step}: the first with other contents, in {', '.join(found)}")
+            if _are_of_one_kind(pair, before):
+                print_difference(pair[0].tables, pair[1].tables)
             return False
+        before = pair
     print("all tables are equal at these steps")
     return bool(both)
+
+
+def _branch(chain: SavedChain) -> list[Entry]:
+    return list(chain.backward(chain.entries[-1]))[::-1]
+
+
+def _tables_that_differ(mine: Entry, its: Entry) -> list[str]:
+    """Returns a text for each table with other contents.
+
+    Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
+    numbers, too.
+    """
+    found = []
+    ours, theirs = mine.sums_by_tensor(), its.sums_by_tensor()
+    for table in sorted({*ours} | {*theirs}):
+        if table not in ours or table not in theirs:
+            found.append(f"{table} (only in the {'first' if table in ours else 'second'})")
+            continue
+        one, other = ours[table], theirs[table]
+        is_same = one.get(_CONFIG) == other.get(_CONFIG)
+        names = [
+            name
+            for name in sorted({*one} | {*other})
+            if one.get(name) != other.get(name) and (is_same or not name.startswith(OPTIMIZER))
+        ]
+        if names:
+            found.append(f"{table} ({', '.join(names)})")
+    return found
+
+
+def _are_of_one_kind(pair: tuple[Entry, Entry], before: tuple[Entry, Entry] | None) -> bool:
+    """Returns True for two full saves, or two deltas that begin at the pair before."""
+    if pair[0].is_full and pair[1].is_full:
+        return True
+    begins = None if before is None else [entry.id for entry in before]
+    return not pair[0].is_full and not pair[1].is_full and begins == [one.parent for one in pair]
 
 
 def _pairs(

@@ -13,11 +13,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 
 FORMAT = 1
 LOCK = "writer.lock"
@@ -25,6 +28,7 @@ ENTRY = "entry.json"
 _NAME = re.compile(r"(full|delta)-(\d{8,})")
 _ID = re.compile(r"[0-9a-f]{32}")
 _SUMS = re.compile(r"[0-9a-f]{1,16}( [0-9a-f]{1,16})+")
+_SUMMED = (*MODEL_TENSORS, *(f"{OPTIMIZER}{name}" for name in OPTIMIZER_TENSORS))
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,12 @@ class Entry:
         """Folder of the DCP checkpoint of what is not of a dynamic table."""
         return self.path / ("state" if self.is_full else "dense")
 
-    def row_sums(self) -> dict[str, tuple[int, int]]:
-        """Returns the content sums of the ids and of the weights of each table, by name."""
-        words = {
-            name: [int(word, 16) for word in text.split()[:2]] for name, text in self.sums.items()
+    def sums_by_tensor(self) -> dict[str, dict[str, int]]:
+        """Returns the content sums by table and tensor; those of optimizer state as "optimizer.config"."""
+        return {
+            table: {name: int(word, 16) for name, word in zip(_SUMMED, text.split(), strict=False)}
+            for table, text in self.sums.items()
         }
-        return {name: (ids, weight) for name, (ids, weight) in words.items()}
 
     def extra_of(self, rank: int) -> Path:
         """Returns the file of the further values of a rank."""
@@ -138,15 +142,22 @@ class SavedChain:
             raise ValueError(f"{self.path}: expected a step among {steps}, got {step}.")
         return found[-1]
 
+    def backward(self, entry: Entry) -> Iterator[Entry]:
+        """Yields an entry and those before it, newest first, as far as they are there."""
+        one: Entry | None = entry
+        while one is not None:
+            yield one
+            before = self._by_id.get(one.parent or "")
+            one = before if before is not None and before.sequence < one.sequence else None
+
     def line_of(self, entry: Entry) -> list[Entry] | None:
         """Returns the full save and the deltas that lead to an entry, in order; None if one is missing."""
-        line = [entry]
-        while not line[-1].is_full:
-            parent = self._by_id.get(line[-1].parent or "")
-            if parent is None or parent.sequence >= line[-1].sequence:
-                return None
-            line.append(parent)
-        return line[::-1]
+        line: list[Entry] = []
+        for one in self.backward(entry):
+            line.append(one)
+            if one.is_full:
+                return line[::-1]
+        return None
 
 
 def read_chain(path: str | os.PathLike[str]) -> SavedChain:

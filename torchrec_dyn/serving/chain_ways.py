@@ -7,7 +7,7 @@ served is of the way that was left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain
@@ -38,7 +38,7 @@ def way_to(chain: SavedChain, entry: Entry, served: ServedEntry | None) -> Way |
     is the one with the fewest bytes.
     """
     way: list[Entry] = []
-    for one in _backward(chain, entry):
+    for one in chain.backward(entry):
         if served is not None and one.id == served.id:
             return Way(way[::-1], False)
         way.append(one)
@@ -56,7 +56,7 @@ def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
     """
     if is_replaced(chain, served):
         return True
-    for one in _backward(chain, entry):
+    for one in chain.backward(entry):
         if one.sequence <= served.sequence:
             return one.id != served.id
         if one.parent is None or one.parent == served.id:
@@ -73,7 +73,7 @@ def is_replaced(chain: SavedChain, served: ServedEntry) -> bool:
 def deltas_since(chain: SavedChain, entry: Entry, since: str) -> list[Entry] | None:
     """Returns the deltas after the entry with id `since` up to an entry; None if other entries lead there."""
     deltas: list[Entry] = []
-    for one in _backward(chain, entry):
+    for one in chain.backward(entry):
         if one.id == since:
             return deltas[::-1]
         if one.is_full:
@@ -82,13 +82,3 @@ def deltas_since(chain: SavedChain, entry: Entry, since: str) -> list[Entry] | N
         if one.parent == since:
             return deltas[::-1]
     return None
-
-
-def _backward(chain: SavedChain, entry: Entry) -> Iterator[Entry]:
-    """Yields an entry and those before it, as far as they are there."""
-    by_id = {one.id: one for one in chain.entries}
-    one: Entry | None = entry
-    while one is not None:
-        yield one
-        before = by_id.get(one.parent or "")
-        one = before if before is not None and before.sequence < one.sequence else None

@@ -343,9 +343,9 @@ def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
 def _entry_by_sums(chain: SavedChain, manifest: Manifest) -> ServedEntry | None:
     """Returns the newest entry with the content sums of served tables that name no entry."""
     for entry in reversed(chain.entries):
-        sums = entry.row_sums()
+        sums = entry.sums_by_tensor()
         if all(
-            sums.get(name) == (one.sums["ids"], one.sums["weight"])
+            name in sums and all(sums[name][what] == one.sums[what] for what in ("ids", "weight"))
             for name, one in manifest.tables.items()
         ):
             return ServedEntry(entry.sequence, entry.id)
