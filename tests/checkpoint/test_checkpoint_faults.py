@@ -233,6 +233,20 @@ def test_full_saves_alone_record_no_changes(tmp_path: Path) -> None:
     marked.checkpoints.close()
 
 
+def test_the_optimizer_of_a_collection_inside_the_model(tmp_path: Path) -> None:
+    """Its keys begin below the model."""
+    jobs = []
+    for _ in range(2):
+        job = Job(tmp_path / "kept", full_every=9)
+        job.optimizer = job.model.collection.fused_optimizer
+        jobs.append(job)
+    for _ in range(2):
+        jobs[0].save()
+    jobs[0].checkpoints.close()
+    assert jobs[1].restore().entry.kind == "delta"
+    assert not differences(held(jobs[1].model), held(jobs[0].model))
+
+
 def save_with_another_optimizer(path: str) -> str:
     job, other = Job(path, TWO), Job(path, TWO)
     job.optimizer = other.optimizer

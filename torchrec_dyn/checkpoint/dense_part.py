@@ -19,13 +19,22 @@ def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> di
         )
 
 
+def is_state_of(name: str, table: Table) -> bool:
+    """Returns True if an optimizer's state dict has the state of a table under a name.
+
+    The name may begin below the model, as of a collection's own optimizer, or with a name of the optimizer.
+    """
+    key = f".{table.key}.weight"
+    return key.endswith(f".{name}") or f".{name}".endswith(key)
+
+
 def without_tables(state: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
     """Returns the entries of state dicts that are of no dynamic table."""
     keys = tuple(f"{table.key}." for table in tables)
     of_optimizer = {
         name: value
         for name, value in state["optimizer"]["state"].items()
-        if not name.endswith(tuple(f"{key}weight" for key in keys))
+        if not any(is_state_of(name, table) for table in tables)
     }
     return {
         "model": {k: v for k, v in state["model"].items() if not k.startswith(keys)},

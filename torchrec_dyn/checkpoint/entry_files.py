@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrec_dyn.checkpoint.dense_part import is_state_of
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
@@ -135,7 +136,7 @@ def sums_in(
         found = [
             one
             for name, one in state["optimizer"]["state"].items()
-            if name.endswith(f"{table.key}.weight") and f"{table.name}.{words}" in one
+            if is_state_of(name, table) and f"{table.name}.{words}" in one
         ]
         if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{words}"]):
             raise ValueError(
