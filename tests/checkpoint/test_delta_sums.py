@@ -96,13 +96,13 @@ def test_kept_sums_are_those_of_all_rows(tmp_path_factory, optimizer, before, af
     assert check_sums(model) == len(touched_of(model))
 
 
-def plain(rows: int, **options):
+def plain(rows: int, **fused):
     """Returns a collection of one table with the ids [0, rows)."""
     config = EmbeddingBagConfig(
         name="t", embedding_dim=4, num_embeddings=10**6, feature_names=["f"]
     )
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
-    made = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused, **options)
+    fused |= {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+    made = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused)
     learn(made, torch.arange(rows))
     return made
 
@@ -203,6 +203,20 @@ def test_a_version_without_sums_leaves_no_wrong_sums():
     check_sums(model)
     learn(model, ids_of(2, 4))
     assert check_sums(model) == 1 and marker is not version
+
+
+def test_deferred_updates_are_touched_when_they_are_written():
+    """A marker between backward and step; an id of the step was erased meanwhile."""
+    model = plain(20, defer_updates=True)
+    model.fused_optimizer.step()
+    first = mark(model)
+    learn(model, ids_of(1, 2, 3, 21))
+    second = mark(model)
+    learn(model, ids_of(3, 4))
+    model.table("t").erase(ids_of(2))
+    assert check_sums(model) == 1
+    model.fused_optimizer.step()
+    assert check_sums(model) == 1 and first is not second
 
 
 def test_rows_put_without_a_record_are_summed_again():
