@@ -4,8 +4,9 @@
 
 One or two ranks train a drifting stream with event time, admission, expiry and eviction, and save full
 checkpoints and deltas. Two followers serve them, one by the command, one in a process with threads that read.
-What happens when is drawn from the seed. In the last part of the time ranks are not killed and the plan stays, so
-that the slope of their memory can be told. Exit status: 1 if anything was lost, came twice, is left over, or grows.
+What happens when is drawn from the seed. In the last part of the time ranks are not killed and the plan
+stays, so that the slope of their memory can be told. Exit status: 1 if anything was lost, came twice, is left
+over, or grows.
 """
 
 from __future__ import annotations
