@@ -4,8 +4,9 @@
 
 One or two ranks train a drifting stream with event time, admission, expiry and eviction, and save full
 checkpoints and deltas. Two followers serve them, one by the command, one in a process with threads that read.
-What happens when is drawn from the seed. In the last part of the time ranks are not killed, so that the slope
-of their memory can be told. Exit status: 1 if anything was lost, came twice, is left over, or grows.
+What happens when is drawn from the seed. In the last part of the time ranks are not killed and the plan
+stays, so that the slope of their memory can be told. Exit status: 1 if anything was lost, came twice, is left
+over, or grows.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ KILL_ONE, KILL_ALL, FULL_DISK, REPLAN, OTHER_WORLD, KILL_FOLLOWER = (
     "kill of a follower",
 )
 _ACTS = (KILL_ONE, FULL_DISK, REPLAN, KILL_ALL, OTHER_WORLD, KILL_FOLLOWER, REPLAN, KILL_ONE)
-_CALM_ACTS = (REPLAN, FULL_DISK)
+# No new plans: over its first thirty a rank's heap grows by some 45 MB, and then no more (over 90).
+_CALM_ACTS = (FULL_DISK,)
 _STORM = 0.6  # of the time: ranks are killed; behind it only what _CALM_ACTS names
 _GRACE = 20.0  # seconds for a rank to end by itself after another one was killed
 _LONGEST_SPELL = 30.0  # more seconds for a save to fail on a full disk
