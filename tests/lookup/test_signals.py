@@ -267,11 +267,11 @@ def test_a_stack_that_ends_at_any_depth():
             failed.append(depth)
 
     failed = []
-    for depth in range(12, 99):
+    for depth in range(12, 160):
         twins.take_step(lambda step, depth=depth: take(step, depth))
         if depth not in failed[-2:]:
             break
-    assert failed and depth < 98
+    assert failed and depth < 159
 
 
 def test_a_fork_by_a_handler_in_the_middle_of_a_change(monkeypatch):

@@ -11,7 +11,7 @@ from forked import run_ranks
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint import Checkpoints, checkpoints
+from torchrec_dyn.checkpoint import Checkpoints, entry_writing
 
 SCRIPT = EXAMPLES / "online.py"
 
@@ -19,14 +19,14 @@ SCRIPT = EXAMPLES / "online.py"
 def run_until(folder: str, dies_at: int | None) -> None:
     """Runs the script; the rank that writes dies at the n-th entry, before it is published."""
     if dies_at is not None and os.environ["RANK"] == "0":
-        publish = checkpoints._publish
+        publish = entry_writing.publish
 
         def publish_or_die(entry, path):
             if entry.sequence == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             publish(entry, path)
 
-        checkpoints._publish = publish_or_die
+        entry_writing.publish = publish_or_die
     sys.argv = [str(SCRIPT), folder]
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "__main__"})
 

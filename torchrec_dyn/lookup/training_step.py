@@ -45,6 +45,7 @@ from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage import (
     HostRead,
+    check_stack,
     note_changed,
     places_of,
     read,
@@ -117,6 +118,7 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             of_ageing = read_together([expired_of(tables[number]) for number in trained.ageing])
         else:
             occurrences, of_ageing = first.beside, first.expired
+        check_stack()
         for number, old in zip(trained.ageing, of_ageing, strict=True):
             expired[number] = old
             if old.ids.numel():

@@ -40,7 +40,7 @@ from torchrec_dyn.storage.id_map import (
     new_key,
     put_all,
 )
-from torchrec_dyn.storage.interrupts import run_to_end
+from torchrec_dyn.storage.interrupts import check_stack, run_to_end
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import InitialRows, RowStore, block_shift, most_store_bytes
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+# More than the calls inside each other that a change makes, behind its preparation, or what undoes it. A test
+# lets the stack end at every depth.
+_CALLS_OF_A_CHANGE = 64
+
 
 def run_to_end(*actions: Callable[[bool], object]) -> None:
     """Runs actions in order. An exception in between is raised after all of them have run.
@@ -27,6 +31,15 @@ def run_to_end(*actions: Callable[[bool], object]) -> None:
         for action in coming:
             action(False)
         raise
+
+
+def check_stack(calls: int = _CALLS_OF_A_CHANGE) -> None:
+    """Raises RecursionError unless so many calls can be made inside each other.
+
+    Called before a change: a stack that ends within the change, or within what undoes it, would end both.
+    """
+    if calls:
+        check_stack(calls - 1)
 
 
 def _no_action(again: bool) -> None:

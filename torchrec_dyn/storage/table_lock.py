@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from torchrec_dyn.storage.interrupts import check_stack
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 _P = ParamSpec("_P")
@@ -98,6 +99,7 @@ def changes(
     @wraps(method)
     def marked(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         lock = self.lock
+        check_stack()
         try:
             lock.is_changing = True
             return method(self, *args, **kwargs)
