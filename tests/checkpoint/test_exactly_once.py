@@ -185,7 +185,7 @@ def all_contents(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run without a kill saves: full, delta, delta, full, at batches 3, 6, 9 and 12."""
+    """The saves of a run without a kill: full, delta, delta, full, at batches 3, 6, 9 and 12."""
     folder = tmp_path_factory.mktemp("whole")
     assert ended(folder, [None, None]) == [0, 0]
     found = all_contents(folder)

@@ -50,7 +50,7 @@ def digest_of_generation(folder: Path, generation: str) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the tables have at a step: ids in order [N] int64 and rows [N, DIM] by table; the dense part."""
+    """The tables at a step: ids in order [N] int64 and rows [N, DIM] by table; the dense part."""
 
     step: int
     tables: Mapping[str, tuple[Tensor, Tensor]]

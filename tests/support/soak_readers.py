@@ -32,7 +32,7 @@ _KNOWN = 4  # generations of a directory whose contents are remembered
 
 
 class Seen(NamedTuple):
-    """What the process tells: "generation", "retry", "reads" or "fault".
+    """A message of the process: "generation", "retry", "reads" or "fault".
 
     A generation has its step, its lag in seconds, and whether its changes and its dense part were compared.
     "reads" has the numbers of rows compared and of reads between two generations since the last one.

@@ -37,7 +37,7 @@ STOP = "stop"  # a command; the others are seeds of plans
 
 @dataclass(frozen=True)
 class Job:
-    """What one start of the training job is given."""
+    """The arguments of one start of the training job."""
 
     ranks: int
     path: Path  # of the Checkpoints
@@ -51,7 +51,7 @@ class Job:
 
 
 class Event(NamedTuple):
-    """What rank 0 tells: "restored", "saved", "started", "failed", "replanned" or "ended".
+    """A message of rank 0: "restored", "saved", "started", "failed", "replanned" or "ended".
 
     `began` is the time when it began; of a failure that of the save before, if that was in the background.
     `entry` is what was saved or restored, `text` an error or a report.

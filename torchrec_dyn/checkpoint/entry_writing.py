@@ -36,7 +36,7 @@ def staged(state: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EntryWriter:
-    """What is to be written.
+    """An entry that is not written yet: its parts, and where they go.
 
     Attributes:
         entry: the entry, without the digests of its files.
