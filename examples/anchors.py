@@ -31,7 +31,7 @@ from parts.delta_day import publish_for_a_day
 from parts.drifting_stream import FEATURES, DriftingStream, Views
 from parts.fixed_rows import Modulo
 from parts.metrics import auc
-from parts.options import hide_notes_to_developers, new_file, positive
+from parts.options import add_sizes, hide_notes_to_developers, new_file, positive, set_sizes
 
 import torchrec_dyn as dyn
 
@@ -179,20 +179,12 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="anchors.py", description="Measures what shared rows, old rows and full saves cost."
     )
-    parser.add_argument("--quick", action="store_true", help="a small stream, a few seconds")
-    for name, (usual, quick, meaning) in SIZES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=positive,
-            help=f"{meaning} (default: {usual:,}; with --quick: {quick:,})",
-        )
+    add_sizes(parser, SIZES)
     parser.add_argument("--dim", type=positive, default=16, help="columns of a row (default: 16)")
     parser.add_argument("--plot", type=new_file, metavar="OUT", help="draw the results")
     parser.add_argument("--json", type=new_file, metavar="OUT", help="write down all results")
     options = parser.parse_args(arguments)
-    for name, (usual, quick, _) in SIZES.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else usual)
+    set_sizes(options, SIZES)
     if options.living < options.batch_size:
         parser.error(
             f"--living: expected at least --batch-size ({options.batch_size}), got "

@@ -28,11 +28,13 @@ from parts.drifting_stream import FEATURES, DriftingStream
 from parts.fixed_rows import FixedRows, ManagedCollision, Modulo
 from parts.metrics import log_loss
 from parts.options import (
+    add_sizes,
     agreed_world_size,
     hide_notes_to_developers,
     new_file,
     positive,
     seed,
+    set_sizes,
     start_processes,
 )
 from parts.plans import CHOICES, make_plan
@@ -195,13 +197,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         prog="drifting_ids.py",
         description="Trains on ids that come and go, with and without admission and eviction.",
     )
-    parser.add_argument("--quick", action="store_true", help="a small stream, a few seconds")
-    for name, (usual, quick, meaning) in SIZES.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=positive,
-            help=f"{meaning} (default: {usual:,}; with --quick: {quick:,})",
-        )
+    add_sizes(parser, SIZES)
     parser.add_argument("--dim", type=positive, default=8, help="columns of a row (default: 8)")
     parser.add_argument("--seed", type=seed, default=0, help="of stream and model (default: 0)")
     parser.add_argument("--world-size", type=positive, help="processes (default: 1)")
@@ -212,9 +208,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=new_file, metavar="OUT", help="write down all looks")
     options = parser.parse_args(arguments)
     options.world_size = agreed_world_size(parser, options.world_size, default=1)
-    for name, (usual, quick, _) in SIZES.items():
-        if getattr(options, name) is None:
-            setattr(options, name, quick if options.quick else usual)
+    set_sizes(options, SIZES)
     if options.steps < LOOKS:
         parser.error(f"--steps: expected at least {LOOKS}, one for each look, got {options.steps}.")
     if options.limit < options.batch_size:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 ROW_OPTIMIZERS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam"]
 STEPS_OF_STREAM = 300
+Sizes = Mapping[str, tuple[int, int, str]]  # by option: usually, with --quick, its meaning
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
@@ -112,6 +114,24 @@ def hide_notes_to_developers() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sizes) -> None:
+    """Adds `--quick` and an option for each size."""
+    parser.add_argument("--quick", action="store_true", help="a small stream, a few seconds")
+    for name, (usual, quick, meaning) in sizes.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=positive,
+            help=f"{meaning} (default: {usual:,}; with --quick: {quick:,})",
+        )
+
+
+def set_sizes(options: argparse.Namespace, sizes: Sizes) -> None:
+    """Gives the sizes that were not named their default."""
+    for name, (usual, quick, _) in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else usual)
 
 
 def positive(text: str) -> int:

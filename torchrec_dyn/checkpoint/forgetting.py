@@ -25,7 +25,7 @@ Ids = Mapping[str, Tensor]  # by table [M] int64
 
 @dataclass(frozen=True)
 class Forgotten:
-    """What `Checkpoints.forget` has done.
+    """The result of `Checkpoints.forget`.
 
     Attributes:
         entry: the full save after it, the only entry that is left.

@@ -42,12 +42,10 @@ class Positions:
         self._source, self.is_global = source, is_global
         self._is_stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.batches = 0
-        self._position: Any = (
-            None  # of the source, behind the last trained batch; None: the begin of a pass
-        )
-        self._ahead: deque[Any] = (
-            deque()
-        )  # positions behind the batches that are handed out and not trained
+        # Of the source, behind the last trained batch; None: the begin of a pass.
+        self._position: Any = None
+        # Positions behind the batches that are handed out and not trained.
+        self._ahead: deque[Any] = deque()
         self._is_loaded = False
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Which folders of a checkpoint directory are no longer kept, and their removal.
+"""The folders of a checkpoint directory that are no longer kept, and their removal.
 
 Newer folders are removed first: a kill in between leaves no delta whose full save is gone. What earlier kills
 and crashes left goes, too, when it is older than all that is kept.

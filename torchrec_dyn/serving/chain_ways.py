@@ -1,4 +1,4 @@
-"""How served rows come to an entry of a directory of `Checkpoints`: by deltas, or from a full save.
+"""Ways of served rows to an entry of a directory of `Checkpoints`: by deltas, or from a full save.
 
 An entry names the entry before it by its random id (checkpoint_format/saved_chain.py), a full save too. So
 a fork of the chain is seen: training was restored at an older entry and went on from there, and what is

@@ -334,9 +334,8 @@ def _with_room(
     for name, table in served.items():
         changed = [saved[name] for saved in deltas]
         most = table.num_rows + sum(one.num_rows for one in changed)
-        if (
-            not has_room(table.capacity, most) and len(changed) > 1
-        ):  # the same ids change again and again
+        if len(changed) > 1 and not has_room(table.capacity, most):
+            # The same ids change again and again.
             ids = torch.cat([one.read("ids") for one in changed if one.num_rows])
             most = table.num_rows + len(ids.unique())
         if not has_room(table.capacity, most):

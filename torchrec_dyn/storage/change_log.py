@@ -114,9 +114,8 @@ class ChangeLog:
 
     def version(self, id_map: IdMap, withheld: Tensor) -> Version:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
-        self.token = (
-            object()
-        )  # first: an update must not take rows as recorded whose bits are cleared here
+        # First: an update must not take rows as recorded whose bits are cleared here.
+        self.token = object()
         if self.touched is not None:
             self.touched.begin(self.number + 1, withheld, id_map)
         elif self.changed is not None:

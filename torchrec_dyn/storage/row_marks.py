@@ -23,7 +23,7 @@ _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 
 class HasBits(Protocol):
-    """What keeps one bit for each row of a table: attributes as those of `RowMarks`."""
+    """An object with one bit for each row of a table: attributes as those of `RowMarks`."""
 
     shift: int
     bits: list[Tensor]
