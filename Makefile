@@ -59,6 +59,8 @@ train: $(VENV)/trainable.stamp
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 # Both have two threads, which must not spin while they wait: they would take the cores from each other.
 test test-deep soak: export OMP_WAIT_POLICY = passive
+# Every rank, script and example imports the package again: bytecode is kept, whatever the machine sets.
+test test-deep soak: export PYTHONDONTWRITEBYTECODE =
 test: build $(if $(HAS_NVCC),$(PTX))
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -27,6 +27,7 @@ ROOMS = (
 GROUND = (
     "doctor",
     "versions",
+    "name_lists",
     "ops",
     "initializers",
     "policies",

@@ -1,7 +1,7 @@
 """Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
-Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life` and
-`storage`. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`;
+Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`, `storage`
+and the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`;
 `inspection`, `comparison` and `verification` are the commands `python -m torchrec_dyn inspect`, `diff` and
 `verify`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint of the
 changed rows; it is verified completely before any table changes.

@@ -29,6 +29,7 @@ from torchrec_dyn.checkpoint_format import (
     to_bytes,
     whole_tensor,
 )
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
 from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host, turn_of
@@ -188,7 +189,8 @@ def _checked_stamps(
     names = [table.name for table in tables]
     if sorted(names) != sorted(since._tables):
         raise ValueError(
-            f"export_delta: expected a marker of the tables {names}, got a marker of {list(since._tables)}."
+            f"export_delta: expected a marker of the tables {listed(names)}, got a "
+            f"marker of {listed(since._tables)}."
         )
     for table in tables:
         logs = [version.log for version in since._tables[table.name].versions]

@@ -28,6 +28,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     optimizer_config,
 )
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
 from torchrec_dyn.storage import RowStore
@@ -105,8 +106,8 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
         )
     if len(saved) < len(found.tables) or sorted(saved) != sorted(names):
         raise ValueError(
-            f"apply_delta: expected a delta of the tables {sorted(names)}, got a delta of "
-            f"{sorted(table.name for table in found.tables.values())} in {path}."
+            f"apply_delta: expected a delta of the tables {listed(sorted(names))}, got a delta of "
+            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}."
         )
     changes = []
     for table in tables:

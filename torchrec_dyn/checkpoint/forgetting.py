@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import Entry, SavedTable, open_checkpoint
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results
 from torchrec_dyn.storage import turn_of
 from torchrec_dyn.whole_model import collections_of, erase_rows, table_names
@@ -64,7 +65,7 @@ def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
     def check() -> dict[str, Tensor]:
         for name, one in ids.items():
             if name not in names:
-                raise ValueError(f"{_CALL}: expected tables among {names}, got {name!r}.")
+                raise ValueError(f"{_CALL}: expected tables among {listed(names)}, got {name!r}.")
             if not isinstance(one, Tensor) or one.dtype != torch.int64 or one.dim() != 1:
                 got = (
                     f"{list(one.shape)} {one.dtype}"

@@ -35,6 +35,7 @@ from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.lookup import uses_by_feature
 from torchrec_dyn.modules import DynamicEmbeddingCollection
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout, run_together
 from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
@@ -203,8 +204,9 @@ class ShardedDynamicEmbeddingCollection(
         scored = [name for name, options in setup.dynamic.items() if options.scores_weights]
         if scored:
             raise ValueError(
-                f"{setup.where}: expected use_index_dedup=False with LowestScore, as in tables {scored}, got "
-                "use_index_dedup=True. An id that is sent once has no weight for each occurrence."
+                f"{setup.where}: expected use_index_dedup=False with LowestScore, as in tables "
+                f"{listed(scored)}, got use_index_dedup=True. "
+                "An id that is sent once has no weight for each occurrence."
             )
         for sharding in self._sharding_type_to_sharding.values():
             tables = sharding.embedding_tables()

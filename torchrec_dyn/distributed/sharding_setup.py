@@ -30,6 +30,7 @@ from torchrec_dyn.modules import (
     chosen_optimizer,
     merged_fused_params,
 )
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import (
     TableLayout,
@@ -100,7 +101,7 @@ def set_up(
     _claim_names([config.name for config in configs], env, module_fqn, where)
     if view.tables_by_default:
         warnings.warn(
-            f"{where}: no optimizer was chosen for tables {view.tables_by_default}; their rows "
+            f"{where}: no optimizer was chosen for tables {listed(view.tables_by_default)}; their rows "
             "train with EXACT_SGD at learning rate 0.01. "
             "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
             UserWarning,

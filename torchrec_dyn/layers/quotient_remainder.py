@@ -36,6 +36,7 @@ from torchrec_dyn.modules import (
     number_by_table,
     outputs_by_sample,
 )
+from torchrec_dyn.name_lists import listed
 
 PairOp = Literal["mult", "add", "concat"]
 PAIR_OPS: tuple[PairOp, ...] = get_args(PairOp)
@@ -176,8 +177,8 @@ def _dynamic_configs(
     tables = [table for pair in pairs for table in pair.tables]
     if twice := sorted(set(names) & set(tables)):
         raise ValueError(
-            f"{where}: expected table names that differ from the quotient and remainder tables {tables}, "
-            f"got {twice}. Rename them."
+            f"{where}: expected table names that differ from the quotient and remainder tables "
+            f"{listed(tables)}, got {twice}. Rename them."
         )
     given = dynamic_config_by_table(dynamic, [*names, *tables], where)
     own = set(dynamic) if isinstance(dynamic, Mapping) else set()

@@ -17,6 +17,7 @@ from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     UnshardedCollection,
 )
+from torchrec_dyn.name_lists import listed
 
 _logger = logging.getLogger(__name__)
 
@@ -80,16 +81,16 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
         chosen = [name for name in names[path] if tables is None or name in tables]
         if chosen and len(chosen) < len(names[path]):
             raise ValueError(
-                f"make_dynamic: expected all tables {names[path]} of collection '{path}' or none "
+                f"make_dynamic: expected all tables {listed(names[path])} of collection '{path}' or none "
                 "of them, "
-                f"got {chosen}. Move the other tables to a separate collection."
+                f"got {listed(chosen)}. Move the other tables to a separate collection."
             )
         if chosen and id(one) in managed:
             outer, kind = managed[id(one)]
             raise ValueError(
-                f"make_dynamic: expected collections that receive raw ids, got tables {chosen} in the {kind} "
-                f"'{outer}', which remaps ids to row numbers first. Replace that whole module by a dynamic "
-                "collection, or name only the other tables in `tables`."
+                f"make_dynamic: expected collections that receive raw ids, got tables {listed(chosen)} in "
+                f"the {kind} '{outer}', which remaps ids to row numbers first. Replace that "
+                "whole module by a dynamic collection, or name only the other tables in `tables`."
             )
         if chosen:
             of_collection = (
@@ -149,12 +150,12 @@ def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object)
     unknown = sorted(set(tables or ()) - known)
     if isinstance(tables, str) or unknown:
         raise ValueError(
-            f"make_dynamic.tables: expected names among {sorted(known)}, got {tables!r}."
+            f"make_dynamic.tables: expected names among {listed(sorted(known))}, got {tables!r}."
         )
     unknown = sorted(set(dynamic) - known) if isinstance(dynamic, Mapping) else []
     if unknown:
         raise ValueError(
-            f"make_dynamic.dynamic: expected names among {sorted(known)}, got {unknown}."
+            f"make_dynamic.dynamic: expected names among {listed(sorted(known))}, got {unknown}."
         )
 
 

@@ -22,6 +22,7 @@ from torchrec_dyn.modules.wrapper_checks import (
     check_not_in_dmp,
     check_not_made_static,
 )
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import TableShard
 
@@ -119,7 +120,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
 
     def _where(self) -> str:
         names = [table.config.name for table in self.unsharded_lookup.tables]
-        return f"{type(self).__name__}(tables={names})"
+        return f"{type(self).__name__}(tables={listed(names)})"
 
     def _copy_marks(self, other: UnshardedCollection) -> None:
         """Copies optimizer marks and `requires_grad` from the tables of another collection."""

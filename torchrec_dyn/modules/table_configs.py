@@ -25,6 +25,7 @@ from torchrec.modules.embedding_configs import (
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, Uniform, default_initializer, for_dimension
+from torchrec_dyn.name_lists import listed
 
 Config = TypeVar("Config", EmbeddingBagConfig, EmbeddingConfig)
 
@@ -265,8 +266,8 @@ def number_by_table(
     if isinstance(given, Mapping):
         if set(given) != set(names):
             raise ValueError(
-                f"{where}: expected a number for each of the tables {list(names)}, got "
-                f"{sorted(given)}."
+                f"{where}: expected a number for each of the tables {listed(names)}, got "
+                f"{listed(sorted(given))}."
             )
         chosen = {name: given[name] for name in names}
     else:

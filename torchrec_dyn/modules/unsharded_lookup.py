@@ -21,6 +21,7 @@ from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TableLock, locked
@@ -166,7 +167,7 @@ class UnshardedLookup:
         if names:
             warnings.warn(
                 f"{self._where}: expected an optimizer for tables "
-                f"{names}, got none; their rows train with EXACT_SGD at learning rate 0.01, and "
+                f"{listed(names)}, got none; their rows train with EXACT_SGD at learning rate 0.01, and "
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
                 UserWarning,

@@ -22,6 +22,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_dyn.name_lists import listed
+
 _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
 _NO_COPIES = " Every rank would have all rows: choose one of those, or a static table."
 
@@ -122,10 +124,14 @@ def table_layouts(
     """
     missing = [config.name for config in configs if config.name not in plan]
     if missing:
-        raise ValueError(f"{where}: expected a plan for every table, got none for {missing}.")
+        raise ValueError(
+            f"{where}: expected a plan for every table, got none for {listed(missing)}."
+        )
     unknown = sorted(set(plan) - {config.name for config in configs})
     if unknown:
-        raise ValueError(f"{where}: expected a plan for its tables only, got tables {unknown}.")
+        raise ValueError(
+            f"{where}: expected a plan for its tables only, got tables {listed(unknown)}."
+        )
     layouts = {}
     for config in configs:
         sharding = plan[config.name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import FileSums, Pace
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.checksums import CHECKSUMS, warn_of_no_checksums
 from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import mapped
@@ -129,7 +130,7 @@ def _open(
     missing = [table for table in tables if table not in manifest.tables]
     if missing:
         raise ValueError(
-            f"{folder}: expected tables among {sorted(manifest.tables)}, got {missing}. "
+            f"{folder}: expected tables among {listed(sorted(manifest.tables))}, got {listed(missing)}. "
             "Build with these tables too."
         )
     slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)

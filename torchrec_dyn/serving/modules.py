@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, checked_configs
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.export import counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
 
@@ -68,7 +69,7 @@ class _Refreshable:
         names = [config.name for config in self._configs]
         if table not in names:
             raise ValueError(
-                f"{type(self).__name__}.ids: expected a table of {names}, got {table!r}."
+                f"{type(self).__name__}.ids: expected a table of {listed(names)}, got {table!r}."
             )
         return self._lookup.generation.ids_of(names.index(table))
 

@@ -19,6 +19,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import PrefetchedStep
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 
 # The steps of one batch that were taken ahead of its forward.
@@ -38,7 +39,7 @@ class _RefusesStateTracker:
         """
         names = {name for group in self.grouped_configs for name in group.table_names()}
         raise ValueError(
-            f"tables {', '.join(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
+            f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
             "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
             "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
         )

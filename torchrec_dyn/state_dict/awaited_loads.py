@@ -17,6 +17,7 @@ import weakref
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.storage import TableLock
 
@@ -93,8 +94,8 @@ def check_taken(lock: TableLock, where: str) -> None:
     if names := _awaited.get(lock):
         raise ValueError(
             f"{where}: expected load_state_dict after dcp.load with LoadPlanner, got a forward while the "
-            f"rows that were read for tables {sorted(names)} are not in these. Call load_state_dict of the "
-            "model with the loaded state dict, or drop these rows with "
+            f"rows that were read for tables {listed(sorted(names))} are not in these. Call "
+            "load_state_dict of the model with the loaded state dict, or drop these rows with "
             "torchrec_dyn.checkpoint.drop_load(model)."
         )
 

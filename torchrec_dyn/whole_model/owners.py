@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_dyn import ops
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import owners
 from torchrec_dyn.whole_model.tables import tables_in
 
@@ -51,7 +52,7 @@ def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     tables = tables_in(collection, call="owner_ranks")
     if table not in tables:
         raise ValueError(
-            f"owner_ranks.table: expected a table of the collection, {sorted(tables)}, got '{table}'."
+            f"owner_ranks.table: expected a table of the collection, {listed(sorted(tables))}, got '{table}'."
         )
     layout = tables[table].layout
     # [P, ranks that share the rows]

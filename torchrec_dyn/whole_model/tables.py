@@ -16,6 +16,7 @@ from torchrec_dyn.distributed import (
 )
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
@@ -62,7 +63,7 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
         raise ValueError(
-            f"{call}: expected a model with dynamic tables of different names, got tables {names}."
+            f"{call}: expected a model with dynamic tables of different names, got tables {listed(names)}."
         )
     unsharded = [table.name for table in tables if table.group is None]
     if 0 < len(unsharded) < len(tables):
