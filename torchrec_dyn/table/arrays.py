@@ -30,8 +30,6 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table.checks import checked_device
 from torchrec_dyn.table.counters import COUNTED, SharedCounters, TableCounters
 
-_NOTHING = object()
-
 
 class TableArrays:
     """The arrays of a table and its settings. `TableShard` adds the calls of users, and no field.
@@ -97,8 +95,9 @@ class TableArrays:
         self.reset(dtype, device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed.
-        is_listed = name != "own" and self.__dict__.get(name, _NOTHING) is not value
+        # What groups of tables have listed is valid as long as no attribute changes. `own` is not listed, nor
+        # is what the table has not yet had.
+        is_listed = name != "own" and self.__dict__.get(name, value) is not value
         if is_listed:
             TABLES.renew()
         object.__setattr__(self, name, value)
