@@ -48,7 +48,7 @@ KILL_ONE, KILL_ALL, FULL_DISK, REPLAN, OTHER_WORLD, KILL_FOLLOWER = (
     "kill of a follower",
 )
 _ACTS = (KILL_ONE, FULL_DISK, REPLAN, KILL_ALL, OTHER_WORLD, KILL_FOLLOWER, REPLAN, KILL_ONE)
-# No new plans: over its first thirty a rank's heap grows by some 45 MB, and then no more (over 90).
+# No new plans: each block has a huge page at least, so the memory of a rank is up to 20 MB more under some.
 _CALM_ACTS = (FULL_DISK,)
 _STORM = 0.6  # of the time: ranks are killed; behind it only what _CALM_ACTS names
 _GRACE = 20.0  # seconds for a rank to end by itself after another one was killed
