@@ -9,7 +9,10 @@ from torch import Tensor
 
 from torchrec_dyn.storage import RowStore
 
-COLUMNS, SHIFT = 16, 17  # blocks of 8 MiB: malloc takes such sizes from its heap after the first free
+COLUMNS, SHIFT = (
+    16,
+    17,
+)  # blocks of 8 MiB: malloc takes such sizes from its heap after the first free
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -104,8 +104,8 @@ class RowStore:
         """Returns new blocks, reserved together: as many as the store has, up to _BLOCK_BYTES in all.
 
         The blocks of a state with one number per row are smaller than a huge page; side by side they
-        share huge pages. A CPU's blocks of a page or more are not torch's memory: after the first free, malloc
-        takes up to 32 MiB from its heap, where pages stay committed, and the freed ones do not go back.
+        share huge pages. A CPU's blocks of a page or more are mapped: malloc would take them from its heap
+        once one was freed, and there memory is committed already, and stays (docs/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
         if self.device.type == "cpu":  # elsewhere memory is committed at once
@@ -118,7 +118,7 @@ class RowStore:
         return list(together.split(block_rows))[::-1]
 
     def _zeros(self, rows: int) -> Tensor:
-        """Returns [rows, columns] of zeros. From _PAGE_BYTES on a CPU commits their memory where they are written."""
+        """Returns [rows, columns] of zeros; from _PAGE_BYTES on a CPU commits memory where they are written."""
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         lines = -(-rows * self.row_bytes // _LINE_BYTES)
         slots = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES)
