@@ -9,10 +9,8 @@ from torch import Tensor
 
 from torchrec_dyn.storage import RowStore
 
-COLUMNS, SHIFT = (
-    16,
-    17,
-)  # blocks of 8 MiB: malloc takes such sizes from its heap after the first free
+# Blocks of 8 MiB: malloc takes such sizes from its heap once one was freed.
+COLUMNS, SHIFT = 16, 17
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 

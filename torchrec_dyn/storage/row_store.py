@@ -118,7 +118,7 @@ class RowStore:
         return list(together.split(block_rows))[::-1]
 
     def _zeros(self, rows: int) -> Tensor:
-        """Returns [rows, columns] of zeros; from _PAGE_BYTES on a CPU commits memory where they are written."""
+        """Returns [rows, columns] of zeros; from _PAGE_BYTES on a CPU commits it where it is written."""
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
         lines = -(-rows * self.row_bytes // _LINE_BYTES)
         slots = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES)
