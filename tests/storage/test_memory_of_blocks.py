@@ -41,3 +41,13 @@ def test_a_fresh_block_commits_nothing_after_others_were_freed(dtype: torch.dtyp
     store.write(torch.tensor([5]), torch.ones(1, COLUMNS))
     assert committed_pages(store.blocks[0]) * mmap.PAGESIZE <= 2 << 20  # a huge page at most
     assert store.read(torch.tensor([5])).sum() == COLUMNS
+
+
+def test_added_blocks_are_beside_the_store() -> None:
+    store = RowStore(COLUMNS, 4, torch.float32, torch.device("cpu"))
+    store.reserve(16)
+    more = store.with_added_blocks(17)
+    assert (store.capacity, more.capacity) == (16, 48)
+    assert more.blocks[0].data_ptr() == store.blocks[0].data_ptr()
+    more.write(torch.tensor([16, 47]), torch.tensor([[1.0], [2.0]]).expand(2, COLUMNS))
+    assert more.read(torch.tensor([47, 16]))[:, 0].tolist() == [2, 1]

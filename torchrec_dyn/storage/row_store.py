@@ -150,8 +150,13 @@ class RowStore:
         The stores share memory. Not for a store that grows in place: only one may extend its last block.
         """
         store = RowStore(self.columns, self.shift, self.dtype, self.device)
-        store.blocks = list(self.blocks)
-        store.reserve(self.capacity + rows)
+        block_rows = 1 << self.shift
+        # For one forward: malloc hands out the same pages each time, the system would have to clear them.
+        added = torch.empty(
+            -(-rows // block_rows) * block_rows, self.columns, dtype=self.dtype, device=self.device
+        )
+        ops.advise_huge_pages(added)
+        store.blocks = [*self.blocks, *added.split(block_rows)]
         return store
 
     def with_copies(self, rows: Tensor, added: int) -> RowStore:
