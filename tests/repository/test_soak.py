@@ -1,9 +1,11 @@
-"""A minute of `make soak`: what is saved and served through kills and full disks is what it must be."""
+"""A minute of `make soak`: what is saved and served is what it must be; growing memory is told."""
 
+import os
 from pathlib import Path
 
 import pytest
 from another_process import run_program
+from soak_memory import Samples
 
 SOAK = Path(__file__).parents[1] / "support" / "soak.py"
 
@@ -13,3 +15,18 @@ SOAK = Path(__file__).parents[1] / "support" / "soak.py"
 def test_a_minute_of_the_soak(disk: list[str]) -> None:
     run = run_program(SOAK, "--seconds", 60, "--seed", 1, *disk, time_limit=900)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("megabytes", [0, 2])
+def test_memory_that_grows_is_told(megabytes: int) -> None:
+    samples, held = Samples(), []
+    for minute in range(50):
+        held.append(b"\1" * (megabytes << 20))
+        samples.take("one", os.getpid(), 60.0 * minute)
+    slope = samples.slope("one", "MB", after=-1.0)
+    assert slope is not None and slope.minutes == 49
+    assert abs(slope.slope - megabytes) < 0.05 + 3 * slope.error
+    assert slope.error < 0.1
+    assert samples.slope("one", "MB", after=600.0) is None  # too few
+    samples.forget("one")
+    assert samples.slope("one", "MB", after=-1.0) is None

@@ -191,7 +191,8 @@ class Judge:
         """Returns True if both followers serve the newest entry."""
         if self.latest is None:
             return False
-        digest = digest_of_rows(self.latest.row_sums())
+        sums = self.latest.sums_by_tensor().items()
+        digest = digest_of_rows({name: (one["ids"], one["weight"]) for name, one in sums})
         return all(
             (folder / "current").exists()
             and digest_of_generation(folder, (folder / "current").read_text().strip()) == digest

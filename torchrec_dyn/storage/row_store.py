@@ -27,6 +27,8 @@ from torchrec_dyn.storage.tokens import BLOCKS
 # used block costs little where memory is committed at once.
 _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
+# From this size on `new_slots` takes memory from the system, not from the heap.
+_PAGE_BYTES = 2 << 20
 
 
 def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int:
@@ -102,16 +104,25 @@ class RowStore:
         """Returns new blocks, reserved together: as many as the store has, up to _BLOCK_BYTES in all.
 
         The blocks of a state with one number per row are smaller than a huge page; side by side they
-        share huge pages.
+        share huge pages. A CPU's blocks of a page or more are mapped: malloc would take them from its heap
+        once one was freed, and there memory is committed already, and stays (docs/decisions/0002).
         """
         block_rows, count = 1 << self.shift, 1
         if self.device.type == "cpu":  # elsewhere memory is committed at once
             count = max(1, min(len(self.blocks), _BLOCK_BYTES // (block_rows * self.row_bytes)))
-        together = torch.empty(
-            count * block_rows, self.columns, dtype=self.dtype, device=self.device
-        )
-        ops.advise_huge_pages(together)
+        rows = count * block_rows
+        if self.device.type == "cpu" and rows * self.row_bytes >= _PAGE_BYTES:
+            together = self._zeros(rows)
+        else:
+            together = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
         return list(together.split(block_rows))[::-1]
+
+    def _zeros(self, rows: int) -> Tensor:
+        """Returns [rows, columns] of zeros; from _PAGE_BYTES on a CPU commits it where it is written."""
+        nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
+        lines = -(-rows * self.row_bytes // _LINE_BYTES)
+        slots = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES)
+        return slots.view(self.dtype).flatten()[: rows * self.columns].view(-1, self.columns)
 
     def _grow(self, rows: int) -> None:
         """Makes the last block longer, and appends blocks, until `rows` rows fit."""
@@ -139,8 +150,13 @@ class RowStore:
         The stores share memory. Not for a store that grows in place: only one may extend its last block.
         """
         store = RowStore(self.columns, self.shift, self.dtype, self.device)
-        store.blocks = list(self.blocks)
-        store.reserve(self.capacity + rows)
+        block_rows = 1 << self.shift
+        # For one forward: malloc hands out the same pages each time, the system would have to clear them.
+        added = torch.empty(
+            -(-rows // block_rows) * block_rows, self.columns, dtype=self.dtype, device=self.device
+        )
+        ops.advise_huge_pages(added)
+        store.blocks = [*self.blocks, *added.split(block_rows)]
         return store
 
     def with_copies(self, rows: Tensor, added: int) -> RowStore:
@@ -239,12 +255,7 @@ class RowStore:
                 block.zero_()
             return
         blocks = -(-rows >> self.shift)
-        nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
-        # A block has at least 16 rows, so the blocks are whole cache lines, or nearly.
-        lines = -(-(blocks * self.row_bytes << self.shift) // _LINE_BYTES)
-        zeros = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES).view(self.dtype)
-        numbers = blocks * self.columns << self.shift
-        together = zeros.flatten()[:numbers].view(-1, self.columns)
+        together = self._zeros(blocks << self.shift)
         BLOCKS.renew()
         self.blocks = list(together.split(1 << self.shift)) if blocks else []
 
