@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank, owners
-from torchrec_dyn.state_dict import own_places
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.places import place_of_bound, ranges_of_part, saved_cells
+from torchrec_dyn.state_dict.places import ranges_of_part, saved_cells
 from torchrec_dyn.storage import canonical_order
 
 ROWS = 100_000
@@ -110,42 +109,7 @@ def test_the_ranges_of_a_part_hold_all_its_rows_and_few_others(ranks: int) -> No
         read = {place for begin, end in ranges for place in range(begin, end)}
         mine = set((of_parts == part).nonzero().flatten().tolist())
         assert mine <= read <= set(range(len(ids)))
-        assert len(read) <= len(mine) + (2 * max(cells) if ranks & (ranks - 1) else ranks) + ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 16, 1024])
-@pytest.mark.parametrize("at_once", [1, 100, 1 << 14])
-def test_the_places_of_a_part_are_those_of_its_rows(
-    ranks: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At both ends of each range there are ids, and after the last range, too."""
-    monkeypatch.setattr(own_places, "_READ_AT_ONCE", at_once)
-    share, some = ids_per_rank(ranks), torch.randint(-(2**63), 2**63 - 1, (3000,))
-    bounds = [part * share - 1 + i for part in range(1, ranks) for i in range(2)]
-    after = range(share * ranks, 2**64) if ranks > 1 else ()
-    signed = [mixed - 2**64 if mixed >= 2**63 else mixed for mixed in (*bounds, *after)]
-    ids = unmixed(torch.cat([some, torch.tensor(signed, dtype=torch.int64)]).unique())
-    ids = ids[canonical_order(ids)]
-    cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32).tolist()
-    of_parts = owners(ids, ranks) if ranks > 1 else torch.zeros_like(ids)
-    for part in [*range(min(ranks, 16)), ranks - 1]:
-        mine = (of_parts == part).nonzero().flatten().tolist()
-        for known in (cells, None):
-            found = own_places.places_of_part(
-                lambda first, last: ids[first:last], known, len(ids), part, ranks
-            )
-            assert [p for begin, end in found.ranges for p in range(begin, end)] == mine
-
-
-def test_few_rows_are_between_a_bound_and_that_of_its_cell() -> None:
-    """Two mixed ids before the middle, three from it on, without a gap: the rows are at these places."""
-    middle, cells = 2**63, [2, 3]
-    for bound, place in ((middle - 2, 0), (middle - 1, 1), (middle, 2), (middle + 1, 3)):
-        low, high = place_of_bound(cells, 5, bound)
-        assert low <= place <= high
-    assert place_of_bound(cells, 5, middle - 1) == (1, 2)
-    assert place_of_bound(cells, 5, middle) == (2, 2)
-    assert place_of_bound(cells, 5, middle + 2) == (2, 4)
+        assert len(read) <= len(mine) + 2 * max(cells) + ranks
 
 
 def test_cells_are_used_only_if_they_count_the_rows() -> None:

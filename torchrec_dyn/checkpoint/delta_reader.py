@@ -154,7 +154,7 @@ def _own_removed(saved: SavedTable, table: Table) -> Tensor:
         parts = saved.chunks(("removed",), range(first, last), verify=False)
         return torch.cat([_NONE, *(part["removed"] for part in parts)])
 
-    ranges = own_part(read, None, total, table).ranges
+    ranges = own_part(read, total, table).ranges
     return torch.cat([_NONE, *(read(first, last) for first, last in ranges)])
 
 

@@ -154,34 +154,15 @@ def ranges_of_part(
     """
     if cells is None or ranks == 1:
         return [(0, total)]
-    block = ids_per_rank(ranks)
-    first, _ = place_of_bound(cells, total, part * block)
-    _, end = place_of_bound(cells, total, (part + 1) * block)
+    block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
+    first, last = part * block // width, ((part + 1) * block - 1) // width
+    begins = [0, *torch.tensor(cells, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
     # The last S places may hold ids after the last range, of any part.
-    return [(first, end), (max(0, total - ranks), total)]
-
-
-def place_of_bound(cells: Sequence[int] | None, total: int, bound: int) -> tuple[int, int]:
-    """Returns the lowest and the highest place that the first id from a mixed id `bound` on may have.
-
-    Between `bound` and the next bound of a cell there are at most as many rows as mixed ids: none to speak of
-    if 2^j ranks share the rows, whose bounds are at most 2^j ids before those of cells.
-
-    Args:
-        cells: as of `ranges_of_part`.
-        total: number of rows of the whole table.
-        bound: an unsigned word.
-    """
-    cells = [total] if cells is None else cells
-    width = (1 << 64) // len(cells)
-    cell, after = divmod(bound, width)
-    begin = sum(cells[:cell])
-    end = begin + cells[cell]
-    return max(begin, end - (width - after)), min(end, begin + after)
+    return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
 
 
 def places_of_table(table: Table, saved: Mapping[str, TensorStorageMetadata], total: int) -> Places:
-    """Returns the places of a saved table that this rank reads, as the cells tell them.
+    """Returns the places of a saved table that this rank reads.
 
     Args:
         table: the table that is loaded.
