@@ -61,3 +61,21 @@ def test_mixed_ids_that_are_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_ids() -> None:
     assert not own_places.places_of_part(lambda *_: torch.empty(0).long(), 0, 1, 3).ranges
+
+
+def test_few_ids_of_a_large_table_are_read() -> None:
+    """2^34 ids, evenly spread as mixed ids are: the search begins near its end."""
+    reads: list[int] = []
+
+    def ids_of(first: int, last: int) -> torch.Tensor:
+        reads.append(last - first)
+        assert last - first <= 1 << 14
+        mixed = torch.arange(first, last) * 2**30  # modulo 2^64, as an unsigned word
+        return unmixed(mixed)
+
+    found = own_places.places_of_part(ids_of, 2**34, 5, 1016)
+    ((begin, end),) = found.ranges
+    share = ids_per_rank(1016)
+    assert (begin - 1) * 2**30 < 5 * share <= begin * 2**30
+    assert (end - 1) * 2**30 < 6 * share <= end * 2**30
+    assert len(reads) <= 3 * 10
