@@ -30,7 +30,13 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import LoadPlanner, ModelEntry, OptimizerEntry, StagedRows
+from torchrec_dyn.state_dict import (
+    LoadPlanner,
+    ModelEntry,
+    OptimizerEntry,
+    StagedRows,
+    own_part,
+)
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import TableShard
 
@@ -129,7 +135,7 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
                     f"has, got {one.config.get(field_)!r}. {IN_ORDER}"
                 )
         if "removed" in one.names:
-            removed = one.read("removed")
+            removed = _own_removed(one, table)
             if not is_canonical(removed):
                 raise ValueError(
                     f"{change.where}: expected removed ids in canonical order, got another order. {DAMAGED}"
@@ -137,6 +143,20 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
             change.removed = removed[table.owns(removed)]
         changes.append(change)
     return changes
+
+
+def _own_removed(saved: SavedTable, table: Table) -> Tensor:
+    """Returns the removed ids among which this rank has its own."""
+    total = saved.rows_of("removed")
+    if table.layout.row_ranks == 1 or table.part is None:
+        return saved.read("removed") if table.part is not None else _NONE
+
+    def read(first: int, last: int) -> Tensor:
+        parts = saved.chunks(("removed",), range(first, last), verify=False)
+        return torch.cat([_NONE, *(part["removed"] for part in parts)])
+
+    ranges = own_part(read, total, table).ranges
+    return torch.cat([_NONE, *(read(first, last) for first, last in ranges)])
 
 
 def _read(
@@ -154,7 +174,7 @@ def _read(
     group, rank = tables[0].group, tables[0].rank
 
     def load() -> None:
-        planner, alone = LoadPlanner(), group is None
+        planner, alone = LoadPlanner(path=path), group is None
         try:
             dcp.load(
                 wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone

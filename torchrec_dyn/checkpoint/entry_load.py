@@ -36,7 +36,9 @@ def load_entry(
     def load() -> None:
         state = _places_to_load(model, optimizer, tables, line)
         alone = {"process_group": group, "no_dist": group is None}
-        dcp.load(state, checkpoint_id=line[0].tables, planner=LoadPlanner(), **alone)
+        dcp.load(
+            state, checkpoint_id=line[0].tables, planner=LoadPlanner(path=line[0].tables), **alone
+        )
         if len(line) > 1:
             dense = without_tables(state, tables)
             dcp.load(dense, checkpoint_id=line[-1].dense, **alone)

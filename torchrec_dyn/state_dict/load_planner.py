@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.state_dict.awaited_loads import note_begun, note_read_plain, note_resized
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry
+from torchrec_dyn.state_dict.own_places import own_places
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -48,13 +50,25 @@ class LoadPlanner(DefaultLoadPlanner):
         dcp.load(state_dict, checkpoint_id=path, planner=LoadPlanner())
         dmp.load_state_dict(state_dict["model"])
 
-    Everything else is loaded as DCP's own planner loads it. DCP's planner has the same arguments.
+    Everything else is loaded as DCP's own planner loads it.
+
+    Args:
+        *options: the arguments of DCP's planner.
+        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, and
+            reads no others; without it, it reads up to a cell of a table too much at either end.
+        **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
     _names: dict[str, str]  # names of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
     _left: int  # items that are not read yet
+
+    def __init__(
+        self, *options: Any, path: str | os.PathLike[str] | None = None, **named: Any
+    ) -> None:
+        super().__init__(*options, **named)
+        self._path = path
 
     def set_up_planner(
         self,
@@ -67,13 +81,13 @@ class LoadPlanner(DefaultLoadPlanner):
         self._names, self._empty, self._plain = {}, set(), set()
         saved = metadata.state_dict_metadata
         flat, paths = flatten_state_dict(state_dict)
-        found: dict[int, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
+        found: dict[str, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
         for fqn, value in flat.items():
             of_saved = saved.get(fqn)
             if isinstance(value, SavedTensor) and value.entry is not None:
                 _check_chunks(fqn, of_saved)
-                self._names[fqn] = fqn.rpartition(".")[2]
-                _, tensors = found.setdefault(id(value.entry), (value.entry, {}))
+                prefix, _, self._names[fqn] = fqn.rpartition(".")
+                _, tensors = found.setdefault(prefix, (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
                     tensors[self._names[fqn]] = of_saved
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
@@ -87,9 +101,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 if of_saved is None:
                     self._empty.add(fqn)
         begun = []
-        for entry, tensors in found.values():
+        places = {} if self._path is None else own_places(self._path, metadata, found)
+        for prefix, (entry, tensors) in found.items():
             if tensors or not self.allow_partial_load:
-                entry.begin(tensors)
+                entry.begin(tensors, *places.get(prefix, ()))
                 begun.append(entry)
             else:
                 entry.leave_out()

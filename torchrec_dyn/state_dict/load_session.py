@@ -37,6 +37,7 @@ class TableEntry(ABC):
         small: the tensors that are not by row, as read, by name.
         staged: the rows of each shard as read; None before a load and after it.
         places: places of the rows that this rank reads.
+        waiting_places: places of the waiting ids that this rank reads; None: all.
         total: number of rows of the whole table as saved.
         has_all_cuts: True if row-wise optimizer state is read with the numbers of all column shards, False
             if each shard reads only its own number.
@@ -59,6 +60,7 @@ class TableEntry(ABC):
         self.small: dict[str, Tensor] = {}
         self.staged: list[Any] | None = None
         self.places = Places([])
+        self.waiting_places: Places | None = None
         self.total = 0
         self.has_all_cuts = True
         self.session: LoadSession | None = None
@@ -97,11 +99,18 @@ class TableEntry(ABC):
             rows.check_unchanged()
         return True
 
-    def begin(self, saved: Mapping[str, TensorStorageMetadata]) -> None:
+    def begin(
+        self,
+        saved: Mapping[str, TensorStorageMetadata],
+        places: Places | None = None,
+        waiting: Places | None = None,
+    ) -> None:
         """Begins a load: makes empty stores for the rows that this rank reads.
 
         Args:
             saved: DCP's metadata of the saved tensors, by name.
+            places: places of the rows to read; None: they are found by the saved cells.
+            waiting: places of the waiting ids to read; None: all.
 
         Raises:
             ValueError: if the table or its checksum is missing.
@@ -115,10 +124,11 @@ class TableEntry(ABC):
             )
         self.saved, self.small, self.unread = saved, {}, set(saved) - self._read
         self.is_verified = self.is_left_out = False
-        self._stage_saved()
+        self.waiting_places = waiting
+        self._stage_saved(places)
 
     @abstractmethod
-    def _stage_saved(self) -> None:
+    def _stage_saved(self, places: Places | None) -> None:
         """Makes empty stores for the rows of `saved` that this rank reads."""
 
     def fill(self, saved: Mapping[str, Any]) -> None:

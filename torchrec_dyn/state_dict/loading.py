@@ -75,11 +75,11 @@ class ModelEntry(TableEntry):
         """Returns True if the entry holds rows of these shards that are not committed yet."""
         return self.table.has_shards_of(table) and self.staged is not None
 
-    def _stage_saved(self) -> None:
+    def _stage_saved(self, places: Places | None) -> None:
         saved = self.saved
         self.total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self.stage(places_of_table(self.table, saved, self.total), dtype)
+        self.stage(places or places_of_table(self.table, saved, self.total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
         """Makes empty stores beside the stores of the shards."""
@@ -106,9 +106,12 @@ class ModelEntry(TableEntry):
             return []
         if name == "weight":
             return list(chunks_to_read(saved, self.places, self.table.column_ranges))
-        # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
-        places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
-        return list(chunks_to_read(saved, places, None))
+        if name != "waiting":
+            return list(chunks_to_read(saved, self.places, None))
+        # Waiting ids are not counted in cells: a rank may read all of them, and keeps its own.
+        return list(
+            chunks_to_read(saved, self.waiting_places or Places([(0, saved.size[0])]), None)
+        )
 
     def _stores(self, name: str) -> list[tuple[RowStore, int]]:
         staged = self.staged if name == "weight" else None
@@ -262,12 +265,12 @@ class OptimizerEntry(TableEntry):
         self.canonical = source.canonical
         return source
 
-    def _stage_saved(self) -> None:
+    def _stage_saved(self, places: Places | None) -> None:
         saved = self.saved
         sizes = {name: saved[name].size for name in self.names if name in saved}
         total = next(iter(sizes.values()))[0] if sizes else 0
         widths = {name: size[1] for name, size in sizes.items()}
-        self.stage(places_of_table(self.table, saved, total), total, widths)
+        self.stage(places or places_of_table(self.table, saved, total), total, widths)
 
     def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
         """Makes empty stores beside the stores of the shards."""
