@@ -106,8 +106,9 @@ class ModelEntry(TableEntry):
             return []
         if name == "weight":
             return list(chunks_to_read(saved, self.places, self.table.column_ranges))
-        # Waiting ids are few and not counted in cells: every rank reads all of them and keeps its own.
-        places = Places([(0, saved.size[0])]) if name == "waiting" else self.places
+        places = self.places
+        if name == "waiting":
+            places = places_of_table(self.table, self.saved, saved.size[0], of_waiting=True)
         return list(chunks_to_read(saved, places, None))
 
     def _stores(self, name: str) -> list[tuple[RowStore, int]]:

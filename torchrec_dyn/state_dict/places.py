@@ -125,18 +125,21 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     return Runs(total, runs)
 
 
-def saved_cells(saved: Mapping[str, TensorStorageMetadata], total: int) -> list[int] | None:
+def saved_cells(
+    saved: Mapping[str, TensorStorageMetadata], total: int, of_waiting: bool = False
+) -> list[int] | None:
     """Returns the number of rows in each cell of a saved table; None if the numbers are not known.
 
     Args:
-        saved: DCP's metadata of the saved tensors, by name; each chunk of "cells" is a cell, with one row
-            more than the cell.
-        total: number of rows of the saved table.
+        saved: DCP's metadata of the saved tensors, by name. Each chunk of "cells" is a cell, with one row
+            more than the cell; if it has three dimensions, with one column more than the waiting ids.
+        total: number of rows of the saved table, or of its waiting ids.
+        of_waiting: True for the number of waiting ids.
     """
-    if "cells" not in saved:
+    if "cells" not in saved or (of_waiting and len(saved["cells"].size) < 3):
         return None
     chunks = sorted(saved["cells"].chunks, key=lambda chunk: chunk.offsets[0])
-    cells = [chunk.sizes[0] - 1 for chunk in chunks]
+    cells = [chunk.sizes[int(of_waiting)] - 1 for chunk in chunks]
     return cells if sum(cells) == total and not len(cells) & (len(cells) - 1) else None
 
 
@@ -161,18 +164,24 @@ def ranges_of_part(
     return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
 
 
-def places_of_table(table: Table, saved: Mapping[str, TensorStorageMetadata], total: int) -> Places:
-    """Returns the places of a saved table that this rank reads.
+def places_of_table(
+    table: Table,
+    saved: Mapping[str, TensorStorageMetadata],
+    total: int,
+    of_waiting: bool = False,
+) -> Places:
+    """Returns the places of a saved table, or of its waiting ids, that this rank reads.
 
     Args:
         table: the table that is loaded.
         saved: DCP's metadata of the saved tensors, by name.
-        total: number of rows of the saved table.
+        total: number of rows of the saved table, or of its waiting ids.
+        of_waiting: True for the waiting ids.
     """
     if table.part is None:
         return Places([])
-    ranks = table.layout.row_ranks
-    return Places(ranges_of_part(saved_cells(saved, total), total, table.part, ranks))
+    cells = saved_cells(saved, total, of_waiting)
+    return Places(ranges_of_part(cells, total, table.part, table.layout.row_ranks))
 
 
 def chunks_to_read(

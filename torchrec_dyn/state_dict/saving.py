@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -43,13 +43,32 @@ _NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
 
 
+class CellCounts(NamedTuple):
+    """Numbers of ids in the 2^CELL_BITS cells, from the first to the last cell with an id.
+
+    Of a thousand ranks that share the rows of a table each has ids in one or two cells.
+    """
+
+    first: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: CanonicalRows) -> CellCounts:
+        """Returns the numbers of ids of a map."""
+        counts = rows.cells(CELL_BITS)
+        held = counts.nonzero().flatten().tolist()
+        if not held:
+            return cls(0, ())
+        return cls(held[0], tuple(counts[held[0] : held[-1] + 1].tolist()))
+
+
 class ShardSums(NamedTuple):
     """One rank's part of the checksum of a table; all-gathered.
 
     Attributes:
         by_name: content sums of its tensors by row, and of "waiting".
         step: number of training forwards.
-        clock: [2, K] int64; None without a policy.
+        clock: [2, K] int64, from the first rank that holds the table, as all have the same; else None.
     """
 
     by_name: dict[str, int]
@@ -63,14 +82,16 @@ class ShardSummary(NamedTuple):
     Attributes:
         sums: its part of the checksum.
         share: the rank's share of the rows.
-        cells: [2^CELL_BITS] int64, its rows in each cell; None if the rank lacks the table's first column.
-        waiting: share of the waiting ids; None if this rank does not save waiting ids.
+        cells: its rows in each cell; None if the rank lacks the table's first column.
+        waiting: share of the waiting ids; None if the rank lacks the first column, or no ids wait.
+        waiting_cells: its waiting ids in each cell, likewise; None in the optimizer's state dict.
     """
 
     sums: ShardSums
     share: Share
-    cells: Tensor | None = None
+    cells: CellCounts | None = None
     waiting: Share | None = None
+    waiting_cells: CellCounts | None = None
 
 
 class ShardSource(ABC):
@@ -113,9 +134,10 @@ class ShardSource(ABC):
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         """Returns the tensors that are not by row, but for the checksum."""
 
+    @property
     @abstractmethod
-    def _waiting_share(self) -> Share | None:
-        """Returns the share of the waiting ids, if this state dict has them."""
+    def _saves_waiting(self) -> bool:
+        """True if this state dict has the waiting ids."""
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
@@ -126,9 +148,23 @@ class ShardSource(ABC):
         for shard, rows in zip(table.shards, self.canonical, strict=True):
             sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
         rows = self.canonical[0]
-        cells = rows.cells(CELL_BITS) if table.has_first_column else None
-        of_shards = self.with_small(sums)
-        return ShardSummary(of_shards, share_of(rows, table), cells, self._waiting_share())
+        summary = ShardSummary(self.with_small(sums), share_of(rows, table))
+        if not table.has_first_column:
+            return summary
+        summary = summary._replace(cells=CellCounts.of(rows))
+        waiting = self._waiting
+        if waiting is None:
+            return summary
+        cells = CellCounts.of(waiting) if self._saves_waiting else None
+        return summary._replace(waiting=share_of(waiting, table), waiting_cells=cells)
+
+    @cached_property
+    def _waiting(self) -> CanonicalRows | None:
+        """The waiting ids, as they are when the shards are summed."""
+        first = self.table.shards[0]
+        if first.life is None or first.life.waiting is None:
+            return None
+        return CanonicalRows(first.life.waiting.id_map, self.table.where, lambda: stamp_of(first))
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -166,8 +202,12 @@ class ShardSource(ABC):
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
         whole = {**self._small(sums), "checksum": self.checksum(sums)}
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
-        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
-        return {**made, "cells": _cells_tensor(counts, is_saved, self._entry)}
+        rows = _added([one.cells for one in known])
+        waiting = _added([one.waiting_cells for one in known]) if self._saves_waiting else None
+        # Waiting ids may be many before rows are. The optimizer's state dict has the same cells.
+        most = max(sum(rows), sum(one.waiting.rows for one in known if one.waiting is not None))
+        cells = _cells_tensor(rows, waiting, cell_bits(most), is_saved, self._entry)
+        return {**made, "cells": cells}
 
 
 class ModelSource(ShardSource):
@@ -179,7 +219,9 @@ class ModelSource(ShardSource):
         table, life = self.table, self.table.shards[0].life
         if life is None:
             return sums
-        sums, waiting = sums._replace(clock=life.clock.export()), self._waiting
+        if table.has_first_column and table.part == 0:
+            sums = sums._replace(clock=life.clock.export())
+        waiting = self._waiting
         if waiting is None or not table.has_first_column:
             return sums
         parts = [sums.by_name]
@@ -188,9 +230,9 @@ class ModelSource(ShardSource):
             parts.append({"waiting": sum_of_small(table.name, "waiting", read)})
         return sums._replace(by_name=add_sums(*parts))
 
-    def _waiting_share(self) -> Share | None:
-        waiting = self._waiting if self.table.has_first_column else None
-        return None if waiting is None else share_of(waiting, self.table)
+    @property
+    def _saves_waiting(self) -> bool:
+        return self.table.options.counts_waiting
 
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         small = {"config": to_bytes(self.table.config)}
@@ -226,14 +268,6 @@ class ModelSource(ShardSource):
             made += [RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
         return made
 
-    @cached_property
-    def _waiting(self) -> CanonicalRows | None:
-        """The waiting ids, as they are when the shards are summed."""
-        first = self.table.shards[0]
-        if first.life is None or first.life.waiting is None:
-            return None
-        return CanonicalRows(first.life.waiting.id_map, self.table.where, lambda: stamp_of(first))
-
     def _read_waiting(self, start: int, stop: int) -> Tensor:
         life = self.table.shards[0].life
         assert self._waiting is not None and life is not None and life.waiting is not None
@@ -254,8 +288,9 @@ class OptimizerSource(ShardSource):
         config = to_bytes(optimizer_config(self.table.optimizer, self.table.cuts))
         return {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
 
-    def _waiting_share(self) -> Share | None:
-        return None
+    @property
+    def _saves_waiting(self) -> bool:
+        return False
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
@@ -370,21 +405,47 @@ def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, Sha
     return model.with_small(of_both[0]), optimizer.with_small(of_both[1])
 
 
-def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Returns "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
+def _added(parts: Sequence[CellCounts | None]) -> list[int]:
+    """Returns the numbers of ids of the whole table in each of the 2^CELL_BITS cells."""
+    added = [0] * (1 << CELL_BITS)
+    for part in parts:
+        if part is not None:
+            for cell, count in enumerate(part.counts, part.first):
+                added[cell] += count
+    return added
 
-    `counts`, [2^CELL_BITS] int64, are the numbers of rows of the whole table in each cell.
+
+def _cells_tensor(
+    rows: Sequence[int], waiting: Sequence[int] | None, bits: int, is_saved: bool, entry: Any
+) -> SavedTensor:
+    """Returns "cells": it has no numbers, but DCP's metadata keep the sizes of its chunks.
+
+    Args:
+        rows: numbers of rows of the whole table in each of 2^CELL_BITS cells.
+        waiting: numbers of waiting ids, likewise; None: they are not saved.
+        bits: binary logarithm of the number of chunks.
+        is_saved: True if this rank saves the tensor.
+        entry: entry of the tensor.
     """
-    cells = counts.view(1 << cell_bits(int(counts.sum())), -1).sum(1)
+    chunks = [_joined_cells(one, bits) for one in (rows, waiting) if one is not None]
+    further = [0]
+    if waiting is not None:
+        further = [1 + max(chunks[1]), 0]
     parts, begin = [], 0
-    for rows in cells.tolist():
-        parts.append(Part((begin, 0), (rows + 1, 0), _no_numbers))
-        begin += rows + 1
-    return SavedTensor((begin, 0), torch.uint8, parts if is_saved else [], entry)
+    for here, *of_waiting in zip(*chunks, strict=True):
+        size = (1 + here, *(1 + one for one in of_waiting), 0)
+        parts.append(Part((begin, *[0] * len(further)), size, partial(_no_numbers, size)))
+        begin += 1 + here
+    return SavedTensor((begin, *further), torch.uint8, parts if is_saved else [], entry)
 
 
-def _no_numbers(start: int, stop: int) -> Tensor:
-    return torch.empty(stop - start, 0, dtype=torch.uint8, device="cpu")
+def _joined_cells(counts: Sequence[int], bits: int) -> list[int]:
+    width = len(counts) >> bits
+    return [sum(counts[begin : begin + width]) for begin in range(0, len(counts), width)]
+
+
+def _no_numbers(size: Sequence[int], start: int, stop: int) -> Tensor:
+    return torch.empty(stop - start, *size[1:], dtype=torch.uint8, device="cpu")
 
 
 def _shifted(run: Run, read: _Reader) -> _Reader:
