@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._C._distributed_c10d import FakeProcessGroup
 from torchrec.distributed import comm
 
 from torchrec_dyn.ranks import TableLayout, agreement
@@ -25,6 +25,7 @@ from torchrec_dyn.state_dict.places import Share
 from torchrec_dyn.state_dict.saving import ShardSummary
 
 NODE = 8  # ranks of a node
+_BACKEND = "simulated"  # TorchRec leaves out parts of a collection in a group of the backend "fake"
 
 
 class Peers:
@@ -69,12 +70,13 @@ class Peers:
                 made.append(None)
                 continue
             is_first = rank in layout.pieces[0].ranks
-            share = Share(parts[0], like.share.rows, [])
+            waits = is_first and like.waiting is not None
             made.append(
                 like._replace(
-                    share=share,
+                    share=Share(parts[0], like.share.rows, []),
                     cells=like.cells if is_first else None,
-                    waiting=share if is_first and like.waiting is not None else None,
+                    waiting=Share(parts[0], like.waiting.rows, []) if waits else None,
+                    waiting_cells=like.waiting_cells if waits else None,
                 )
             )
         return made
@@ -93,14 +95,20 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
         peers.sent, peers.received = peers.sent + 8 * len(head), peers.received + 8 * len(head) * ranks
         return [list(head)] * ranks
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        with (
-            mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(min(NODE, ranks))}),
-            mock.patch.object(agreement, "_gather_heads", heads),
-            mock.patch.object(agreement, "_gather_bytes", gathered),
-        ):
+    def made(common: Any, options: Any) -> FakeProcessGroup:
+        return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
+
+    if not hasattr(dist.Backend, _BACKEND.upper()):
+        dist.Backend.register_backend(_BACKEND, made, extended_api=True, devices=["cpu"])
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(min(NODE, ranks))}),
+        mock.patch.object(dist.distributed_c10d, "_store_based_barrier"),  # nobody else comes
+        mock.patch.object(agreement, "_gather_heads", heads),
+        mock.patch.object(agreement, "_gather_bytes", gathered),
+    ):
+        dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=ranks)
+        try:
             yield peers
-    finally:
-        dist.destroy_process_group()
-        comm._INTRA_PG = comm._CROSS_PG = None
+        finally:
+            dist.destroy_process_group()
+            comm._INTRA_PG = comm._CROSS_PG = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank, owners
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.places import ranges_of_part, saved_cells
+from torchrec_dyn.state_dict.places import ranges_of_part
+from torchrec_dyn.state_dict.row_index import (
+    CellCounts,
+    RowIndex,
+    index_tensor,
+    indexed,
+    saved_index,
+)
 from torchrec_dyn.storage import canonical_order
 
 ROWS = 100_000
@@ -102,31 +109,73 @@ def test_the_ranges_of_a_part_hold_all_its_rows_and_few_others(ranks: int) -> No
     mixed = torch.cat([some, torch.tensor(signed)]).unique()
     ids = unmixed(mixed)
     ids = ids[canonical_order(ids)]
-    cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32).tolist()
+    cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32)
+    begins = (0, *cells.cumsum(0).tolist())
+    drift = max(abs(begins[cell] - (cell * len(ids) >> 5)) for cell in range(33))
     of_parts = owners(ids, ranks)
-    for part in range(ranks):
-        ranges = ranges_of_part(cells, len(ids), part, ranks)
-        read = {place for begin, end in ranges for place in range(begin, end)}
-        mine = set((of_parts == part).nonzero().flatten().tolist())
-        assert mine <= read <= set(range(len(ids)))
-        assert len(read) <= len(mine) + 2 * max(cells) + ranks
+    for index in (RowIndex(5, len(ids), begins=begins), RowIndex(5, len(ids), drift)):
+        for part in range(ranks):
+            ranges = ranges_of_part(index, len(ids), part, ranks)
+            read = {place for begin, end in ranges for place in range(begin, end)}
+            mine = set((of_parts == part).nonzero().flatten().tolist())
+            assert mine <= read <= set(range(len(ids)))
+            assert len(read) <= len(mine) + 2 * (int(cells.max()) + 2 * drift) + ranks
 
 
-def test_cells_are_used_only_if_they_count_the_rows() -> None:
+def saved_as(*sizes: tuple[int, ...]) -> dict[str, TensorStorageMetadata]:
+    """The metadata of "cells" with chunks of these sizes, one after the other."""
+    begins = [0, *accumulate(size[0] for size in sizes)]
+    chunks = [
+        ChunkStorageMetadata(torch.Size([begin, *[0] * (len(size) - 1)]), torch.Size(size))
+        for begin, size in zip(begins, sizes, strict=False)
+    ]
+    whole = torch.Size([begins[-1], *sizes[0][1:]])
+    return {"cells": TensorStorageMetadata(TensorProperties(torch.uint8), whole, chunks[::-1])}
+
+
+def test_cells_of_earlier_versions_are_used_only_if_they_count_the_rows() -> None:
     def saved(*cells: int) -> dict[str, TensorStorageMetadata]:
-        begins = [0, *accumulate(rows + 1 for rows in cells)]
-        sizes = [torch.Size([rows + 1, 0]) for rows in cells]
-        chunks = [
-            ChunkStorageMetadata(torch.Size([begin, 0]), size)
-            for begin, size in zip(begins, sizes, strict=False)
-        ]
-        whole = torch.Size([begins[-1], 0])
-        return {"cells": TensorStorageMetadata(TensorProperties(torch.uint8), whole, chunks[::-1])}
+        return saved_as(*((rows + 1, 0) for rows in cells))
 
-    assert saved_cells(saved(3, 1, 0, 2), 6) == [3, 1, 0, 2]
-    assert saved_cells(saved(3, 1, 0, 2), 7) is None  # of other rows
-    assert saved_cells(saved(3, 1, 2), 6) is None  # not 2^k cells
-    assert saved_cells({}, 6) is None
+    found = saved_index(saved(3, 1, 0, 2), 6)
+    assert found == RowIndex(2, 6, begins=(0, 3, 4, 4, 6))
+    assert found is not None and found.between(1, 2) == (3, 4)
+    assert saved_index(saved(3, 1, 0, 2), 6, of_waiting=True) is None
+    assert saved_index(saved(3, 1, 0, 2), 7) is None  # of other rows
+    assert saved_index(saved(3, 1, 2), 6) is None  # not 2^k cells
+    assert saved_index({}, 6) is None
+
+
+def test_an_index_is_used_only_if_it_counts_the_rows() -> None:
+    def saved(*numbers: int) -> dict[str, TensorStorageMetadata]:
+        return saved_as(*((number + 1, 1, 0) for number in numbers))
+
+    assert saved_index(saved(1000, 3, 50, 7, 12), 1000) == RowIndex(12, 1000, 3)
+    assert saved_index(saved(1000, 3, 50, 7, 12), 50, of_waiting=True) == RowIndex(12, 50, 7)
+    assert saved_index(saved(1000, 3, 50, 7, 12), 1001) is None  # of other rows
+    assert saved_index(saved(1000, 3, 50, 7, 99), 1000) is None  # damaged
+    assert saved_index(saved(1000), 1000) is None  # of an unsharded table: one chunk
+    # Earlier versions take a number of chunks that is no power of two as no index.
+    assert len(saved(1000, 3, 50, 7, 12)["cells"].chunks) == 5
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_index_has_the_rows_and_their_largest_drift(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(ranks)
+    counts = torch.randint(0, 9, (4096,), generator=generator)
+    counts[:700] = 0
+    bounds = [0, 1000, 2500, 4096] if ranks == 3 else [0, 4096]
+    parts = []
+    for first, last in pairwise(bounds):
+        held = counts[first:last]
+        begin = first + int(held.nonzero()[0])
+        parts.append(CellCounts(begin, counts[begin:last].int().numpy().tobytes()))
+    total, places = int(counts.sum()), [0, *counts.cumsum(0).tolist()]
+    drift = max(abs(place - (cell * total >> 12)) for cell, place in enumerate(places))
+    assert indexed([*parts[::-1], CellCounts(0, b"")]) == (total, drift)
+    chunks = index_tensor(parts, [], True, None).parts
+    assert [part.size[0] - 1 for part in chunks] == [total, drift, 0, 0, 12]
+    assert not index_tensor(parts, [], False, None).parts
 
 
 # Many column shards on a rank. DCP loads a whole chunk for each read, so a chunk is read once for all shards.

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import Table, ids_per_rank
+from torchrec_dyn.state_dict.row_index import RowIndex, saved_index
 from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
@@ -125,43 +126,23 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     return Runs(total, runs)
 
 
-def saved_cells(
-    saved: Mapping[str, TensorStorageMetadata], total: int, of_waiting: bool = False
-) -> list[int] | None:
-    """Returns the number of rows in each cell of a saved table; None if the numbers are not known.
-
-    Args:
-        saved: DCP's metadata of the saved tensors, by name. Each chunk of "cells" is a cell, with one row
-            more than the cell; if it has three dimensions, with one column more than the waiting ids.
-        total: number of rows of the saved table, or of its waiting ids.
-        of_waiting: True for the number of waiting ids.
-    """
-    if "cells" not in saved or (of_waiting and len(saved["cells"].size) < 3):
-        return None
-    chunks = sorted(saved["cells"].chunks, key=lambda chunk: chunk.offsets[0])
-    cells = [chunk.sizes[int(of_waiting)] - 1 for chunk in chunks]
-    return cells if sum(cells) == total and not len(cells) & (len(cells) - 1) else None
-
-
 def ranges_of_part(
-    cells: Sequence[int] | None, total: int, part: int, ranks: int
+    index: RowIndex | None, total: int, part: int, ranks: int
 ) -> list[tuple[int, int]]:
     """Returns ranges of places that hold all rows of a part, and few others.
 
     Args:
-        cells: number of rows in each of 2^k equal ranges of mixed ids; None if not known: the result is then
-            all places.
+        index: the index of the table; None: the result is all places.
         total: number of rows of the whole table.
         part: number of the rank among the ranks that share the rows.
         ranks: number of ranks that share the rows.
     """
-    if cells is None or ranks == 1:
+    if index is None or ranks == 1:
         return [(0, total)]
-    block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
+    block, width = ids_per_rank(ranks), 1 << (64 - index.bits)
     first, last = part * block // width, ((part + 1) * block - 1) // width
-    begins = [0, *torch.tensor(cells, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
     # The last S places may hold ids after the last range, of any part.
-    return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
+    return [index.between(first, last), (max(0, total - ranks), total)]
 
 
 def places_of_table(
@@ -180,8 +161,8 @@ def places_of_table(
     """
     if table.part is None:
         return Places([])
-    cells = saved_cells(saved, total, of_waiting)
-    return Places(ranges_of_part(cells, total, table.part, table.layout.row_ranks))
+    index = saved_index(saved, total, of_waiting)
+    return Places(ranges_of_part(index, total, table.part, table.layout.row_ranks))
 
 
 def chunks_to_read(

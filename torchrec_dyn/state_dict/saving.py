@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,33 +33,15 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.row_index import CellCounts, index_tensor
 from torchrec_dyn.state_dict.row_sums import RowTensor, present_sums, sums_of_shard
-from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
+from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
 _NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
-
-
-class CellCounts(NamedTuple):
-    """Numbers of ids in the 2^CELL_BITS cells, from the first to the last cell with an id.
-
-    Of a thousand ranks that share the rows of a table each has ids in one or two cells.
-    """
-
-    first: int
-    counts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, rows: CanonicalRows) -> CellCounts:
-        """Returns the numbers of ids of a map."""
-        counts = rows.cells(CELL_BITS)
-        held = counts.nonzero().flatten().tolist()
-        if not held:
-            return cls(0, ())
-        return cls(held[0], tuple(counts[held[0] : held[-1] + 1].tolist()))
 
 
 class ShardSums(NamedTuple):
@@ -84,7 +66,7 @@ class ShardSummary(NamedTuple):
         share: the rank's share of the rows.
         cells: its rows in each cell; None if the rank lacks the table's first column.
         waiting: share of the waiting ids; None if the rank lacks the first column, or no ids wait.
-        waiting_cells: its waiting ids in each cell, likewise; None in the optimizer's state dict.
+        waiting_cells: its waiting ids in each cell, likewise.
     """
 
     sums: ShardSums
@@ -136,8 +118,8 @@ class ShardSource(ABC):
 
     @property
     @abstractmethod
-    def _saves_waiting(self) -> bool:
-        """True if this state dict has the waiting ids."""
+    def _waiting(self) -> CanonicalRows | None:
+        """The waiting ids, if this state dict has them."""
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
@@ -155,16 +137,8 @@ class ShardSource(ABC):
         waiting = self._waiting
         if waiting is None:
             return summary
-        cells = CellCounts.of(waiting) if self._saves_waiting else None
+        cells = CellCounts.of(waiting)
         return summary._replace(waiting=share_of(waiting, table), waiting_cells=cells)
-
-    @cached_property
-    def _waiting(self) -> CanonicalRows | None:
-        """The waiting ids, as they are when the shards are summed."""
-        first = self.table.shards[0]
-        if first.life is None or first.life.waiting is None:
-            return None
-        return CanonicalRows(first.life.waiting.id_map, self.table.where, lambda: stamp_of(first))
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -202,12 +176,9 @@ class ShardSource(ABC):
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
         whole = {**self._small(sums), "checksum": self.checksum(sums)}
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
-        rows = _added([one.cells for one in known])
-        waiting = _added([one.waiting_cells for one in known]) if self._saves_waiting else None
-        # Waiting ids may be many before rows are. The optimizer's state dict has the same cells.
-        most = max(sum(rows), sum(one.waiting.rows for one in known if one.waiting is not None))
-        cells = _cells_tensor(rows, waiting, cell_bits(most), is_saved, self._entry)
-        return {**made, "cells": cells}
+        cells = [one.cells for one in known if one.cells is not None]
+        waiting = [one.waiting_cells for one in known if one.waiting_cells is not None]
+        return {**made, "cells": index_tensor(cells, waiting, is_saved, self._entry)}
 
 
 class ModelSource(ShardSource):
@@ -229,10 +200,6 @@ class ModelSource(ShardSource):
             read = self._read_waiting(start, min(waiting.count, start + _WAITING_ROWS))
             parts.append({"waiting": sum_of_small(table.name, "waiting", read)})
         return sums._replace(by_name=add_sums(*parts))
-
-    @property
-    def _saves_waiting(self) -> bool:
-        return self.table.options.counts_waiting
 
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         small = {"config": to_bytes(self.table.config)}
@@ -268,6 +235,14 @@ class ModelSource(ShardSource):
             made += [RowTensor(name, (), (), shard.first_column == 0) for name in self._one_a_row]
         return made
 
+    @cached_property
+    def _waiting(self) -> CanonicalRows | None:
+        """The waiting ids, as they are when the shards are summed."""
+        first = self.table.shards[0]
+        if first.life is None or first.life.waiting is None:
+            return None
+        return CanonicalRows(first.life.waiting.id_map, self.table.where, lambda: stamp_of(first))
+
     def _read_waiting(self, start: int, stop: int) -> Tensor:
         life = self.table.shards[0].life
         assert self._waiting is not None and life is not None and life.waiting is not None
@@ -289,8 +264,8 @@ class OptimizerSource(ShardSource):
         return {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
 
     @property
-    def _saves_waiting(self) -> bool:
-        return False
+    def _waiting(self) -> None:
+        return None
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
         """Returns the tensors of the state dict, by name."""
@@ -403,49 +378,6 @@ def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, Sha
             own = {one.name: sums[one.name] for one in some if one.is_saved}
             of_both[place] = add_sums(of_both[place], own)
     return model.with_small(of_both[0]), optimizer.with_small(of_both[1])
-
-
-def _added(parts: Sequence[CellCounts | None]) -> list[int]:
-    """Returns the numbers of ids of the whole table in each of the 2^CELL_BITS cells."""
-    added = [0] * (1 << CELL_BITS)
-    for part in parts:
-        if part is not None:
-            for cell, count in enumerate(part.counts, part.first):
-                added[cell] += count
-    return added
-
-
-def _cells_tensor(
-    rows: Sequence[int], waiting: Sequence[int] | None, bits: int, is_saved: bool, entry: Any
-) -> SavedTensor:
-    """Returns "cells": it has no numbers, but DCP's metadata keep the sizes of its chunks.
-
-    Args:
-        rows: numbers of rows of the whole table in each of 2^CELL_BITS cells.
-        waiting: numbers of waiting ids, likewise; None: they are not saved.
-        bits: binary logarithm of the number of chunks.
-        is_saved: True if this rank saves the tensor.
-        entry: entry of the tensor.
-    """
-    chunks = [_joined_cells(one, bits) for one in (rows, waiting) if one is not None]
-    further = [0]
-    if waiting is not None:
-        further = [1 + max(chunks[1]), 0]
-    parts, begin = [], 0
-    for here, *of_waiting in zip(*chunks, strict=True):
-        size = (1 + here, *(1 + one for one in of_waiting), 0)
-        parts.append(Part((begin, *[0] * len(further)), size, partial(_no_numbers, size)))
-        begin += 1 + here
-    return SavedTensor((begin, *further), torch.uint8, parts if is_saved else [], entry)
-
-
-def _joined_cells(counts: Sequence[int], bits: int) -> list[int]:
-    width = len(counts) >> bits
-    return [sum(counts[begin : begin + width]) for begin in range(0, len(counts), width)]
-
-
-def _no_numbers(size: Sequence[int], start: int, stop: int) -> Tensor:
-    return torch.empty(stop - start, *size[1:], dtype=torch.uint8, device="cpu")
 
 
 def _shifted(run: Run, read: _Reader) -> _Reader:
