@@ -38,6 +38,7 @@ from peak_memory import resident
 from simulated_ranks import NODE, Peers, simulated_rank
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -135,6 +136,7 @@ class Phases:
         spent = time.process_time() - begin - (self._peers.seconds - made)
         gc.collect()
         self.rows[name] = {"cpu_s": spent, "mb": (resident("VmRSS") - held) / MB}
+        print(name, self.rows[name], file=sys.stderr, flush=True)  # a long case shows its progress
 
 
 def fill(collection: Any, rows: int) -> None:
@@ -214,37 +216,52 @@ def bytes_of(metadata: Metadata, names: Sequence[str]) -> int:
     return len(pickle.dumps(Metadata(kept, storage_data=places)))
 
 
+def built(
+    ranks: int, tables: int, phase: Callable[[str], contextlib.AbstractContextManager[Any]]
+) -> tuple[Any, int]:
+    """Returns the sharded model of this rank, and the number of shards of the plan, phase by phase."""
+    with phase("model"):
+        collection = dyn.DynamicEmbeddingBagCollection(
+            configs(tables), dynamic=DYNAMIC, fused_params=FUSED
+        )
+        model = nn.ModuleDict({"sparse": collection})
+    sharder = dyn.DynamicEmbeddingBagCollectionSharder()
+    with phase("plan"):
+        of_tables = {f"t{number}": sharding_of(number, ranks) for number in range(tables)}
+        plan = construct_module_sharding_plan(
+            collection, of_tables, sharder, min(NODE, ranks), ranks, "cpu"
+        )
+        for one in plan.values():
+            one.compute_kernel = "fused"
+    with phase("sharding"):
+        sharded = DistributedModelParallel(
+            model,
+            env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
+            plan=ShardingPlan({"sparse": plan}),
+            sharders=[sharder],
+            device=torch.device("cpu"),
+            init_data_parallel=False,
+        )
+    with phase("dists"):
+        sharded.module.sparse._create_input_dist([f"f{number}" for number in range(tables)])
+    return sharded, sum(len(one.sharding_spec.shards) for one in plan.values())
+
+
+def save_really(tables: int, path: str) -> None:
+    """Saves the same tables from real ranks, those of the default group. Collective."""
+    sharded, _ = built(dist.get_world_size(), tables, lambda name: contextlib.nullcontext())
+    fill(sharded.module.sparse, ROWS)
+    state = {"model": sharded.state_dict(), "optimizer": sharded.fused_optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=path)
+
+
 def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
     """Sets up rank 0 of `ranks`, and returns the results of its phases."""
     start = resident("VmRSS")
     with simulated_rank(0, ranks) as peers:
         phases = Phases(peers)
-        with phases.of("model"):
-            collection = dyn.DynamicEmbeddingBagCollection(
-                configs(tables), dynamic=DYNAMIC, fused_params=FUSED
-            )
-            model = nn.ModuleDict({"sparse": collection})
-        sharder = dyn.DynamicEmbeddingBagCollectionSharder()
-        with phases.of("plan"):
-            of_tables = {f"t{number}": sharding_of(number, ranks) for number in range(tables)}
-            plan = construct_module_sharding_plan(
-                collection, of_tables, sharder, min(NODE, ranks), ranks, "cpu"
-            )
-            for one in plan.values():
-                one.compute_kernel = "fused"
-        shards = sum(len(one.sharding_spec.shards) for one in plan.values())
-        with phases.of("sharding"):
-            sharded = DistributedModelParallel(
-                model,
-                env=ShardingEnv.from_process_group(dist.GroupMember.WORLD),
-                plan=ShardingPlan({"sparse": plan}),
-                sharders=[sharder],
-                device=torch.device("cpu"),
-                init_data_parallel=False,
-            )
+        sharded, shards = built(ranks, tables, phases.of)
         held: Any = sharded.module.sparse
-        with phases.of("dists"):
-            held._create_input_dist([f"f{number}" for number in range(tables)])
         fill(held, ROWS)
         layouts = held._shards.layouts
         peers.layouts = list(layouts.values())

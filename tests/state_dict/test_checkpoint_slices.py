@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import DIM, Setup, load, new, run_on, save, tables_of
-from checkpoint_small import sharded, step
+from checkpoint_cases import DIM, LAST_IDS, Setup, load, new, run_on, save, tables_of
+from checkpoint_small import COUNTED, case, sharded, step
 from oracle import unmixed
 from sharded_cases import Case, Table, shard_by_hand
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +39,7 @@ from torchrec_dyn.storage import canonical_order
 
 ROWS = 100_000
 SAVED = Setup(3, ("row_wise",), tables=1, rows=2 * ROWS)
-CELL = ROWS // 16  # rows are counted in 16 cells: a slice is known to a cell at either end
+MORE = 3 * math.isqrt(ROWS)  # rows that a rank reads too many at either end
 
 
 class CountingPlanner(LoadPlanner):
@@ -81,7 +83,7 @@ def test_a_rank_reads_the_rows_that_it_keeps_and_few_others(tmp_path: Path) -> N
     of_ranks = run_on(Setup(4, ("row_wise",), tables=1, rows=2 * ROWS), load_and_count, path)
     assert sum(kept for _, kept in of_ranks) == ROWS
     for numbers, kept in of_ranks:
-        assert kept <= numbers["ids"] <= kept + 2 * CELL * 1.1
+        assert kept <= numbers["ids"] <= kept + 2 * MORE
         assert numbers["weight"] == numbers["momentum1"] == numbers["ids"] * DIM
 
     # Rows stay whole on the two ranks of a column-wise table: each reads its columns of all.
@@ -97,6 +99,40 @@ def test_a_rank_reads_the_rows_that_it_keeps_and_few_others(tmp_path: Path) -> N
     )
     assert there["weight"] == ROWS * DIM and none == 0
     assert not {"ids", "weight", "momentum1"} & elsewhere.keys()
+
+
+WAITING = [*range(20_000), *LAST_IDS]
+
+
+def counted(world: int) -> Any:
+    return sharded(case(world, "row_wise", config=COUNTED, rows=100_000))
+
+
+def wait_and_save(path: str) -> None:
+    model, rank = counted(dist.get_world_size()), dist.get_rank()
+    step(model, WAITING[rank :: dist.get_world_size()])
+    dcp.save(model.state_dict(), checkpoint_id=path)
+
+
+def load_waiting(path: str) -> tuple[int, int, int]:
+    """Returns the numbers of waiting ids that were read and kept here, and the sum of their counts."""
+    model, planner = counted(dist.get_world_size()), CountingPlanner()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path, planner=planner)
+    model.load_state_dict(state)
+    ids = model.module.collection._shards.shards_of("t")[0].life.waiting.export()[0]
+    step(model, [])
+    return planner.numbers["waiting"] // 3, len(ids), int(ids.sum())
+
+
+def test_a_rank_reads_the_waiting_ids_that_it_keeps_and_few_others(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    workers.run(wait_and_save, path, world_size=3)
+    of_ranks = workers.run(load_waiting, path, world_size=4)
+    assert sum(kept for _, kept, _ in of_ranks) == len(WAITING)
+    assert sum(total for *_, total in of_ranks) == sum(WAITING)
+    for read, kept, _ in of_ranks:
+        assert kept <= read <= 1.3 * kept
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 16])
