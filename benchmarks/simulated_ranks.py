@@ -11,11 +11,10 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torchrec.distributed import comm
@@ -92,7 +91,10 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
 
     def heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[list[int]]:
         peers.agreements += 1
-        peers.sent, peers.received = peers.sent + 8 * len(head), peers.received + 8 * len(head) * ranks
+        peers.sent, peers.received = (
+            peers.sent + 8 * len(head),
+            peers.received + 8 * len(head) * ranks,
+        )
         return [list(head)] * ranks
 
     def made(common: Any, options: Any) -> FakeProcessGroup:

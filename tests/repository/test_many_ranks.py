@@ -51,7 +51,9 @@ def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
 def chunks_in(folder: Path) -> dict[str, Counter[tuple[torch.Size, torch.Size]]]:
     """Returns the offsets and sizes of the chunks of a checkpoint, by key of the tensor."""
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {key: Counter((one.offsets, one.sizes) for one in of.chunks) for key, of in saved.items()}
+    return {
+        key: Counter((one.offsets, one.sizes) for one in of.chunks) for key, of in saved.items()
+    }
 
 
 def test_what_a_shard_adds_is_bounded(tmp_path: Path) -> None:

@@ -61,9 +61,7 @@ def agree(
     return [pickle.loads(words) if words else None for words in of_ranks]
 
 
-def _fault_of_ranks(
-    group: dist.ProcessGroup, call: str, fault: Exception | None
-) -> Exception:
+def _fault_of_ranks(group: dist.ProcessGroup, call: str, fault: Exception | None) -> Exception:
     """Returns the error that all ranks raise. Collective, on ranks with a fault or in different calls."""
     text = None if fault is None else str(fault) or type(fault).__name__
     system = None  # a full disk must look so on all ranks: who saves tries again

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_dyn.checkpoint_format import Part, SavedTensor
 from torchrec_dyn.storage import CELL_BITS, CanonicalRows
 
-# Chunks of "cells". Earlier versions read an index of 2^k chunks, one for each of 2^k cells; they take any other
-# number of chunks as no index and read all rows.
+# Chunks of "cells". Earlier versions read an index of 2^k chunks, one for each of 2^k cells; they take any
+# other number of chunks as no index and read all rows.
 _CHUNKS = 5
 _MOST_BITS = 32
 
