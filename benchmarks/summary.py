@@ -256,6 +256,16 @@ def gpu_train_goals() -> list[Goal]:
     return [*goals, *more]
 
 
+def _scale_goals() -> list[Goal]:
+    """Returns the goals of bench_scale.py: a rank of 1,024 with 1,000 tables, and planning."""
+    largest = {"ranks": 1024, "tables": 1000}
+    return [
+        Goal("scale", largest, at_most=60, number="cpu_s"),
+        Goal("scale", largest, at_most=2000, number="peak_mb"),
+        Goal("scale", {"workload": "planning", "against": "stock"}, at_most=1.2),
+    ]
+
+
 def seen_of(
     goal: Goal, results: dict[str, list[dict[str, Any]]]
 ) -> tuple[float, float, float] | None:
@@ -317,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         *_follow_goals(),
         *_host_goals(),
         *_train_goals(),
+        *_scale_goals(),
     ]
     if "gpu" in results:
         goals += gpu_goals()

@@ -25,7 +25,7 @@ from torchrec_dyn.ranks.layout import Piece
 from torchrec_dyn.state_dict import (
     load_optimizer_state,
     load_tables,
-    save_optimizer_state,
+    save_optimizer_states,
     save_tables,
 )
 
@@ -116,7 +116,7 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
         sharded, state = table_of(group, one), {}
         read_at_once.clear()
         save_tables(state, {"t.": sharded}, "c")
-        both = copy.deepcopy(state), save_optimizer_state(sharded)
+        both = copy.deepcopy(state), save_optimizer_states([sharded], "state_dict")
         both = pickle.loads(pickle.dumps(both))
         assert max(read_at_once, default=0) <= 320
         saved.append([[block for _, block in one.local()] for of in both for one in of.values()])
@@ -126,7 +126,8 @@ def test_copies_of_a_state_dict_are_on_the_host(device, group, read_at_once):
         loaded = table(place)
         sharded = table_of(group, loaded)
         load_tables(dict(both[0]), {"t.": sharded}, "c", [])
-        load_optimizer_state(sharded, both[1])
+        by_name = {key.rpartition(".")[2]: one for key, one in both[1].items()}
+        load_optimizer_state(sharded, by_name)
         assert_same(state_of(loaded), state_of(here))
 
 

@@ -11,6 +11,8 @@ from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import DeviceHardware
 
 from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
@@ -169,3 +171,30 @@ def test_a_planner_for_deltas_prices_the_marks_of_rows():
     )
     for option, priced in zip(without, with_deltas, strict=True):
         assert priced.total_storage.ddr > option.total_storage.ddr
+
+
+def plan_with(partitioner, kinds):
+    """The plan of 12 tables on 4 nodes of 4 ranks, and its score."""
+    case = case_of(tables=12, dim=16)
+    made = make_planner(
+        topology(world_size=16, local_world_size=4),
+        constraints=constrained(case, sharding_types=kinds) if kinds else None,
+        partitioner=partitioner,
+    )
+    return repr(plan_of(case, made))
+
+
+@pytest.mark.parametrize("kinds", [None, ["table_row_wise"], ["table_column_wise"]])
+def test_plans_are_those_of_the_stock_partitioner_with_few_copies_of_devices(kinds, monkeypatch):
+    copies = []
+
+    def copied(device, memo):
+        copies.append(device.rank)
+        return DeviceHardware(device.rank, device.storage, device.perf)
+
+    monkeypatch.setattr(DeviceHardware, "__deepcopy__", copied, raising=False)
+    stock = plan_with(GreedyPerfPartitioner(), kinds)
+    of_stock = len(copies)
+    assert plan_with(None, kinds) == stock
+    # TorchRec copies its topology twice, and the devices of a host for each table that it tries there.
+    assert len(copies) - of_stock <= 2 * 16 < of_stock

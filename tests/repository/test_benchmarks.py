@@ -36,7 +36,9 @@ MORE = {
     "bench_lookup": ("--threads", "2"),  # with which the goals are stated
     "bench_gpu": ("--device", "cpu"),
 }
-STARTS_PROCESSES = ["bench_train", "bench_gpu_train", "bench_checkpoint", "bench_dedup"]
+STARTS_PROCESSES = [
+    *("bench_train", "bench_gpu_train", "bench_checkpoint", "bench_dedup", "bench_scale"),
+]
 
 # Tables of bench_eviction that expire by time have no time until ids expire.
 NO_TIME = pytest.mark.filterwarnings("ignore:.*expected set_time:UserWarning")
@@ -190,6 +192,13 @@ def test_ids_sent_once_are_measured_on_two_ranks(tmp_path):
     for row in rows:
         assert row["ranks"] == 2 and row["ratio"] > 0 and 0 < row["distinct"] < 1
         assert 0 < row["mb_sent"]["once"] < row["mb_sent"]["each"]
+
+
+@pytest.mark.deep
+def test_the_set_up_of_a_rank_and_planning_are_measured(tmp_path):
+    case, planning = run("bench_scale", tmp_path)["rows"]
+    assert (case["ranks"], case["tables"]) == (16, 10) and case["cpu_s"] > 0 < case["peak_mb"]
+    assert planning["workload"] == "planning" and planning["ratio"] > 0
 
 
 @pytest.mark.deep

@@ -152,7 +152,8 @@ class LocalShards:
             self._initializers.update(loaded)
 
         tables = list(self._optimizers.items())
-        optimizer = ShardedOptimizer(dict(module._optim.params), tables, holder, self.table)
+        placeholders = dict(module._optim.params)
+        optimizer = ShardedOptimizer(placeholders, tables, holder, self.table, self.where)
         self.drive_by(optimizer)
         module._optim = optimizer
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and

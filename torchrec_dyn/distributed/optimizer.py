@@ -18,7 +18,7 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import LearningRateGroup, check_step, saved_states
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_state
+from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
 
 
 class ShardedOptimizer(KeyedOptimizer):
@@ -29,7 +29,8 @@ class ShardedOptimizer(KeyedOptimizer):
     (resharding.py).
 
     `placeholders` are the parameters of the tables on this rank, by key; `tables` are all tables of the
-    collection, in order. `holder` is the attribute of the unsharded collection that holds the tables.
+    collection, in order. `holder` is the attribute of the unsharded collection that holds the tables, and
+    `where` is the collection, for messages.
     """
 
     def __init__(
@@ -38,15 +39,18 @@ class ShardedOptimizer(KeyedOptimizer):
         tables: Sequence[tuple[str, RowOptimizer]],
         holder: str,
         table_of: Callable[[str], Table],
+        where: str,
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
         by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
+        save = partial(_save, table_of, [name for name, _ in tables], f"{where}.fused_optimizer")
+        made: dict[tuple[int, str], Tensor] = {}
         for name, optimizer in tables:
             key = f"{holder}.{name}.weight"
             params[key] = placeholders.get(key, torch.empty(0, device="meta"))
-            save, load = partial(_save, table_of, name), partial(_load, table_of, name)
-            state[params[key]] = saved_states(name, optimizer, save, load)
+            load = partial(_load, table_of, name)
+            state[params[key]] = saved_states(name, optimizer, save, load, made)
             by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {
             optimizer: LearningRateGroup(members, optimizer.learning_rate)
@@ -75,8 +79,10 @@ class ShardedOptimizer(KeyedOptimizer):
             rates.drop_updates()
 
 
-def _save(table_of: Callable[[str], Table], name: str) -> Mapping[str, Tensor]:
-    return save_optimizer_state(table_of(name))
+def _save(
+    table_of: Callable[[str], Table], names: Sequence[str], where: str
+) -> Mapping[str, Tensor]:
+    return save_optimizer_states([table_of(name) for name in names], f"{where}.state_dict")
 
 
 def _load(table_of: Callable[[str], Table], name: str, saved: Mapping[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 KeyedOptimizer calls `state_dict()` or `load_state_dict(...)` of the entries of a table one by one, in the
 same order on all ranks. Nothing is exported before a save. In a save the first entry exports the tensors of
-all entries; in a load the last entry loads the tensors of all entries.
+all entries, of a sharded collection those of all tables: ranks then agree once, not once a table. In a load
+the last entry of a table loads the tensors of all entries of the table.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_state
+from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
 from torchrec_dyn.storage import turn_of
 
 
@@ -22,16 +23,18 @@ class SavedState:
     """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
 
     Args:
+        table: the table's name.
         name: name of an optimizer state, or "step", "config", "checksum" or "cells".
-        save: function that returns all tensors of the table, by name.
+        save: function that returns all tensors of the tables that are saved together, by "{table}.{name}".
         load: function that loads all tensors of the table.
-        made: exported tensors not returned yet, by thread and name, because several threads may save; all
-            entries of a table share this dict.
+        made: exported tensors not returned yet, by thread and "{table}.{name}", because several threads may
+            save; all entries of these tables share this dict.
         given: tensors to load, None where not given yet; all entries of a table share this dict.
     """
 
     def __init__(
         self,
+        table: str,
         name: str,
         save: Callable[[], Mapping[str, Tensor]],
         load: Callable[[dict[str, Tensor]], None],
@@ -39,6 +42,7 @@ class SavedState:
         given: dict[str, Tensor | None],
     ) -> None:
         self._name = name
+        self._key = f"{table}.{name}"
         self._save = save
         self._load = load
         self._made = made
@@ -47,11 +51,11 @@ class SavedState:
     def state_dict(self) -> Tensor:
         """Returns the tensor."""
         thread = get_ident()
-        saved = self._made.pop((thread, self._name), None)
+        saved = self._made.pop((thread, self._key), None)
         if saved is None:
-            made = {(thread, name): tensor for name, tensor in self._save().items()}
+            made = {(thread, key): tensor for key, tensor in self._save().items()}
             # Without this tensor: what an interrupt leaves here is then made anew by the next state dict.
-            saved = made.pop((thread, self._name))
+            saved = made.pop((thread, self._key))
             self._made.update(made)
         return saved
 
@@ -73,19 +77,20 @@ def saved_states(
     optimizer: RowOptimizer,
     save: Callable[[], Mapping[str, Tensor]],
     load: Callable[[dict[str, Tensor]], None],
+    made: dict[tuple[int, str], Tensor],
 ) -> dict[str, SavedState]:
     """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does.
 
     Args:
         table: the table's name.
         optimizer: the optimizer of its rows.
-        save: function that returns all tensors of the table, by name.
+        save: function that returns all tensors of the tables that are saved together, by "{table}.{name}".
         load: function that loads all tensors of the table.
+        made: an empty dict, the same for these tables.
     """
     names = (*optimizer.state_names, "step", "config", "checksum", "cells")
-    made: dict[tuple[int, str], Tensor] = {}
     given: dict[str, Tensor | None] = dict.fromkeys(names)
-    return {f"{table}.{name}": SavedState(name, save, load, made, given) for name in names}
+    return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
 
 
 def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
@@ -93,10 +98,11 @@ def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
 
     def save() -> Mapping[str, Tensor]:
         with turn_of(table):  # all tensors at one moment
-            return save_optimizer_state(table.as_table())
+            one = table.as_table()
+            return save_optimizer_states([one], f"{one.where}.state_dict")
 
     def load(saved: dict[str, Tensor]) -> None:
         with turn_of(table):
             load_optimizer_state(table.as_table(), saved)
 
-    return saved_states(table.config.name, table.rows().optimizer, save, load)
+    return saved_states(table.config.name, table.rows().optimizer, save, load, {})

@@ -20,6 +20,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import MeasuredConstraints
+from torchrec_dyn.planner.quick_partitioner import QuickPartitioner
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
 
 _MOST_TABLES = 8  # in a message
@@ -102,6 +103,8 @@ def make_planner(
     by_table = None if constraints is None else dict(constraints)
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
         options.setdefault("performance_model", EvenLoad(topology))
+    if options.get("partitioner") is None:
+        options["partitioner"] = QuickPartitioner()
     estimators: list[ShardEstimator] = [
         EmbeddingPerfEstimator(topology, by_table),
         DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),

@@ -3,12 +3,17 @@
 If one rank raised alone, the other ranks would wait in the next collective. So all work between two
 collectives, down to the memory that it allocates, runs in a function here.
 
+An agreement sends 24 bytes a rank: a number of the call, whether the rank has a fault, and the size of its
+value. Values and errors follow only where there are any.
+
 In all functions `group` has the ranks, or is None for one process, and `call` names table and method, the
 same on every rank.
 """
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -42,23 +47,61 @@ def agree(
         finally:
             del fault  # an error whose frames refer to it would keep their tensors
         return [value]
+    try:
+        sent = b"" if value is None else pickle.dumps(value)
+    except Exception as error:
+        sent, fault = b"", fault or error
+    heads = _gather_heads(group, [_number_of(call), int(fault is not None), len(sent)])
+    if any(has_fault or number != heads[0][0] for number, has_fault, _ in heads):
+        raise _fault_of_ranks(group, call, fault) from fault
+    sizes = [size for *_, size in heads]
+    if not any(sizes):
+        return [None] * len(sizes)
+    of_ranks = _gather_bytes(group, sent, sizes)
+    return [pickle.loads(words) if words else None for words in of_ranks]
+
+
+def _fault_of_ranks(group: dist.ProcessGroup, call: str, fault: Exception | None) -> Exception:
+    """Returns the error that all ranks raise. Collective, on ranks with a fault or in different calls."""
     text = None if fault is None else str(fault) or type(fault).__name__
     system = None  # a full disk must look so on all ranks: who saves tries again
     if isinstance(fault, OSError) and fault.errno is not None:
         system = fault.errno, str(fault.strerror), fault.filename
-    mine = (call, isinstance(fault, ValueError), system, text, value)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=host_group(group))
-    for rank, (other_call, is_value_error, system, text, _) in enumerate(gathered):
+    mine = pickle.dumps((call, isinstance(fault, ValueError), system, text))
+    sizes = [size for (size,) in _gather_heads(group, [len(mine)])]
+    told = [pickle.loads(words) for words in _gather_bytes(group, mine, sizes)]
+    for rank, (other_call, is_value_error, system, text) in enumerate(told):
         if text is not None:
-            raise _agreed(is_value_error, system, f"{other_call}(rank={rank})", text) from fault
-    for rank, (other_call, *_) in enumerate(gathered):
-        if other_call != gathered[0][0]:
-            raise ValueError(
-                f"{gathered[0][0]}: expected the same call on every rank, "
-                f"got {other_call} on rank {rank}."
-            )
-    return [given for *_, given in gathered]
+            return _agreed(is_value_error, system, f"{other_call}(rank={rank})", text)
+    rank = next(rank for rank, (other_call, *_) in enumerate(told) if other_call != told[0][0])
+    return ValueError(
+        f"{told[0][0]}: expected the same call on every rank, got {told[rank][0]} on rank {rank}."
+    )
+
+
+def _number_of(call: str) -> int:
+    """Returns a number of 63 bits for a call, the same on every rank."""
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _gather_heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[list[int]]:
+    """Returns the numbers of all ranks, by rank; each rank gives as many. Collective."""
+    mine = torch.tensor(head, dtype=torch.int64, device="cpu")
+    return [one.tolist() for one in _gather(group, mine)]
+
+
+def _gather_bytes(group: dist.ProcessGroup, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """Returns the bytes of all ranks, by rank. Collective. `sizes` are their numbers of bytes."""
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+    padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
+    parts = zip(_gather(group, padded), sizes, strict=True)
+    return [part[:size].numpy().tobytes() for part, size in parts]
+
+
+def _gather(group: dist.ProcessGroup, mine: Tensor) -> list[Tensor]:
+    parts = list(mine.new_empty(dist.get_world_size(group), mine.numel()).unbind())
+    dist.all_gather(parts, mine, group=host_group(group))
+    return parts
 
 
 def _agreed(

@@ -23,7 +23,7 @@ from torchrec_dyn.state_dict.collection_state import (
     load_optimizer_state,
     load_tables,
     rows_left_out,
-    save_optimizer_state,
+    save_optimizer_states,
     save_tables,
     stage_table,
 )

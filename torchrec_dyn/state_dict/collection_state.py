@@ -55,14 +55,23 @@ def save_tables(
             note_saved(tensors["weight"], table.lock, table.name)
 
 
-def save_optimizer_state(table: Table) -> Mapping[str, Tensor]:
-    """Returns the tensors of a table's optimizer state, by name. Collective."""
+def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tensor]:
+    """Returns the tensors of the optimizer state of tables, by "{table}.{name}". Collective.
+
+    `call` is the same on every rank.
+    """
+    made: Sequence[Mapping[str, Tensor]]
     if _leaves_rows_out.get():
         nothing = torch.empty(0, device="cpu")
-        names = (*table.optimizer.state_names, "step", "config", "checksum", "cells")
-        return dict.fromkeys(names, nothing)
-    call = f"{table.where}.state_dict"
-    return _tensors(call, [table], lambda one: OptimizerEntry(one).renew())[0]
+        told = ("step", "config", "checksum", "cells")
+        made = [dict.fromkeys((*one.optimizer.state_names, *told), nothing) for one in tables]
+    else:
+        made = _tensors(call, tables, lambda one: OptimizerEntry(one).renew())
+    return {
+        f"{table.name}.{name}": tensor
+        for table, tensors in zip(tables, made, strict=True)
+        for name, tensor in tensors.items()
+    }
 
 
 def _tensors(

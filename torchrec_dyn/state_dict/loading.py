@@ -106,12 +106,12 @@ class ModelEntry(TableEntry):
             return []
         if name == "weight":
             return list(chunks_to_read(saved, self.places, self.table.column_ranges))
-        if name != "waiting":
-            return list(chunks_to_read(saved, self.places, None))
-        # Waiting ids are not counted in cells: a rank may read all of them, and keeps its own.
-        return list(
-            chunks_to_read(saved, self.waiting_places or Places([(0, saved.size[0])]), None)
-        )
+        places = self.places
+        if name == "waiting":
+            places = self.waiting_places or places_of_table(
+                self.table, self.saved, saved.size[0], of_waiting=True
+            )
+        return list(chunks_to_read(saved, places, None))
 
     def _stores(self, name: str) -> list[tuple[RowStore, int]]:
         staged = self.staged if name == "weight" else None

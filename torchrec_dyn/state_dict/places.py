@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import Table, ids_per_rank
+from torchrec_dyn.state_dict.row_index import RowIndex, saved_index
 from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
@@ -125,54 +126,43 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     return Runs(total, runs)
 
 
-def saved_cells(saved: Mapping[str, TensorStorageMetadata], total: int) -> list[int] | None:
-    """Returns the number of rows in each cell of a saved table; None if the numbers are not known.
-
-    Args:
-        saved: DCP's metadata of the saved tensors, by name; each chunk of "cells" is a cell, with one row
-            more than the cell.
-        total: number of rows of the saved table.
-    """
-    if "cells" not in saved:
-        return None
-    chunks = sorted(saved["cells"].chunks, key=lambda chunk: chunk.offsets[0])
-    cells = [chunk.sizes[0] - 1 for chunk in chunks]
-    return cells if sum(cells) == total and not len(cells) & (len(cells) - 1) else None
-
-
 def ranges_of_part(
-    cells: Sequence[int] | None, total: int, part: int, ranks: int
+    index: RowIndex | None, total: int, part: int, ranks: int
 ) -> list[tuple[int, int]]:
     """Returns ranges of places that hold all rows of a part, and few others.
 
     Args:
-        cells: number of rows in each of 2^k equal ranges of mixed ids; None if not known: the result is then
-            all places.
+        index: the index of the table; None: the result is all places.
         total: number of rows of the whole table.
         part: number of the rank among the ranks that share the rows.
         ranks: number of ranks that share the rows.
     """
-    if cells is None or ranks == 1:
+    if index is None or ranks == 1:
         return [(0, total)]
-    block, width = ids_per_rank(ranks), (1 << 64) // len(cells)
+    block, width = ids_per_rank(ranks), 1 << (64 - index.bits)
     first, last = part * block // width, ((part + 1) * block - 1) // width
-    begins = [0, *torch.tensor(cells, dtype=torch.int64, device="cpu").cumsum(0).tolist()]
     # The last S places may hold ids after the last range, of any part.
-    return [(begins[first], begins[last + 1]), (max(0, total - ranks), total)]
+    return [index.between(first, last), (max(0, total - ranks), total)]
 
 
-def places_of_table(table: Table, saved: Mapping[str, TensorStorageMetadata], total: int) -> Places:
-    """Returns the places of a saved table that this rank reads.
+def places_of_table(
+    table: Table,
+    saved: Mapping[str, TensorStorageMetadata],
+    total: int,
+    of_waiting: bool = False,
+) -> Places:
+    """Returns the places of a saved table, or of its waiting ids, that this rank reads.
 
     Args:
         table: the table that is loaded.
         saved: DCP's metadata of the saved tensors, by name.
-        total: number of rows of the saved table.
+        total: number of rows of the saved table, or of its waiting ids.
+        of_waiting: True for the waiting ids.
     """
     if table.part is None:
         return Places([])
-    ranks = table.layout.row_ranks
-    return Places(ranges_of_part(saved_cells(saved, total), total, table.part, ranks))
+    index = saved_index(saved, total, of_waiting)
+    return Places(ranges_of_part(index, total, table.part, table.layout.row_ranks))
 
 
 def chunks_to_read(

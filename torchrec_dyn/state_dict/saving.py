@@ -33,8 +33,9 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.row_index import CellCounts, index_tensor
 from torchrec_dyn.state_dict.row_sums import RowTensor, present_sums, sums_of_shard
-from torchrec_dyn.storage import CELL_BITS, CanonicalRows, cell_bits, to_host, turn_of
+from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
@@ -49,7 +50,7 @@ class ShardSums(NamedTuple):
     Attributes:
         by_name: content sums of its tensors by row, and of "waiting".
         step: number of training forwards.
-        clock: [2, K] int64; None without a policy.
+        clock: [2, K] int64, from the first rank that holds the table, as all have the same; else None.
     """
 
     by_name: dict[str, int]
@@ -63,14 +64,16 @@ class ShardSummary(NamedTuple):
     Attributes:
         sums: its part of the checksum.
         share: the rank's share of the rows.
-        cells: [2^CELL_BITS] int64, its rows in each cell; None if the rank lacks the table's first column.
-        waiting: share of the waiting ids; None if this rank does not save waiting ids.
+        cells: its rows in each cell; None if the rank lacks the table's first column.
+        waiting: share of the waiting ids; None if the rank lacks the first column, or no ids wait.
+        waiting_cells: its waiting ids in each cell, likewise.
     """
 
     sums: ShardSums
     share: Share
-    cells: Tensor | None = None
+    cells: CellCounts | None = None
     waiting: Share | None = None
+    waiting_cells: CellCounts | None = None
 
 
 class ShardSource(ABC):
@@ -113,9 +116,10 @@ class ShardSource(ABC):
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         """Returns the tensors that are not by row, but for the checksum."""
 
+    @property
     @abstractmethod
-    def _waiting_share(self) -> Share | None:
-        """Returns the share of the waiting ids, if this state dict has them."""
+    def _waiting(self) -> CanonicalRows | None:
+        """The waiting ids, if this state dict has them."""
 
     def summary(self) -> ShardSummary | None:
         """Returns the summary of this rank's shards; None if it holds no shards."""
@@ -126,9 +130,15 @@ class ShardSource(ABC):
         for shard, rows in zip(table.shards, self.canonical, strict=True):
             sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
         rows = self.canonical[0]
-        cells = rows.cells(CELL_BITS) if table.has_first_column else None
-        of_shards = self.with_small(sums)
-        return ShardSummary(of_shards, share_of(rows, table), cells, self._waiting_share())
+        summary = ShardSummary(self.with_small(sums), share_of(rows, table))
+        if not table.has_first_column:
+            return summary
+        summary = summary._replace(cells=CellCounts.of(rows))
+        waiting = self._waiting
+        if waiting is None:
+            return summary
+        cells = CellCounts.of(waiting)
+        return summary._replace(waiting=share_of(waiting, table), waiting_cells=cells)
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -166,8 +176,9 @@ class ShardSource(ABC):
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
         whole = {**self._small(sums), "checksum": self.checksum(sums)}
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
-        counts = torch.stack([one.cells for one in known if one.cells is not None]).sum(0)
-        return {**made, "cells": _cells_tensor(counts, is_saved, self._entry)}
+        cells = [one.cells for one in known if one.cells is not None]
+        waiting = [one.waiting_cells for one in known if one.waiting_cells is not None]
+        return {**made, "cells": index_tensor(cells, waiting, is_saved, self._entry)}
 
 
 class ModelSource(ShardSource):
@@ -179,7 +190,9 @@ class ModelSource(ShardSource):
         table, life = self.table, self.table.shards[0].life
         if life is None:
             return sums
-        sums, waiting = sums._replace(clock=life.clock.export()), self._waiting
+        if table.has_first_column and table.part == 0:
+            sums = sums._replace(clock=life.clock.export())
+        waiting = self._waiting
         if waiting is None or not table.has_first_column:
             return sums
         parts = [sums.by_name]
@@ -187,10 +200,6 @@ class ModelSource(ShardSource):
             read = self._read_waiting(start, min(waiting.count, start + _WAITING_ROWS))
             parts.append({"waiting": sum_of_small(table.name, "waiting", read)})
         return sums._replace(by_name=add_sums(*parts))
-
-    def _waiting_share(self) -> Share | None:
-        waiting = self._waiting if self.table.has_first_column else None
-        return None if waiting is None else share_of(waiting, self.table)
 
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         small = {"config": to_bytes(self.table.config)}
@@ -254,7 +263,8 @@ class OptimizerSource(ShardSource):
         config = to_bytes(optimizer_config(self.table.optimizer, self.table.cuts))
         return {"step": torch.tensor(known[0].step, device="cpu"), "config": config}
 
-    def _waiting_share(self) -> Share | None:
+    @property
+    def _waiting(self) -> None:
         return None
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
@@ -368,23 +378,6 @@ def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, Sha
             own = {one.name: sums[one.name] for one in some if one.is_saved}
             of_both[place] = add_sums(of_both[place], own)
     return model.with_small(of_both[0]), optimizer.with_small(of_both[1])
-
-
-def _cells_tensor(counts: Tensor, is_saved: bool, entry: Any) -> SavedTensor:
-    """Returns "cells", [R + 2^k, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
-
-    `counts`, [2^CELL_BITS] int64, are the numbers of rows of the whole table in each cell.
-    """
-    cells = counts.view(1 << cell_bits(int(counts.sum())), -1).sum(1)
-    parts, begin = [], 0
-    for rows in cells.tolist():
-        parts.append(Part((begin, 0), (rows + 1, 0), _no_numbers))
-        begin += rows + 1
-    return SavedTensor((begin, 0), torch.uint8, parts if is_saved else [], entry)
-
-
-def _no_numbers(start: int, stop: int) -> Tensor:
-    return torch.empty(stop - start, 0, dtype=torch.uint8, device="cpu")
 
 
 def _shifted(run: Run, read: _Reader) -> _Reader:

@@ -8,7 +8,6 @@ Rows never move, and state is plain tensors. Nothing here depends on policies, o
 from torchrec_dyn.storage.canonical_rows import (
     CELL_BITS,
     CanonicalRows,
-    cell_bits,
     signed,
     unsigned,
 )

@@ -26,10 +26,8 @@ _WINDOW_ROWS = 2 << 20
 _KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-# Mixed ids are counted in at most 2^8 cells, of at least 4096 rows on average. So the reader of a slice reads
-# at either end at most one cell too much: of a large table, a 256th.
-CELL_BITS = 8
-_CELL_ROWS = 4096
+# Mixed ids are counted in so many cells for a checkpoint's index (state_dict/row_index.py).
+CELL_BITS = _WINDOW_BITS
 
 
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
@@ -85,11 +83,6 @@ def signed(word: int) -> int:
 def unsigned(number: int) -> int:
     """Returns a number modulo 2^64; for an int64 this is the unsigned word with the same bits."""
     return number % (1 << _WORD_BITS)
-
-
-def cell_bits(rows: int) -> int:
-    """Returns the binary logarithm of the number of cells in which `rows` rows are counted."""
-    return max(0, min(CELL_BITS, (rows // _CELL_ROWS).bit_length() - 1))
 
 
 class CanonicalRows:
