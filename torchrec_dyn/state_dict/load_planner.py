@@ -55,7 +55,7 @@ class LoadPlanner(DefaultLoadPlanner):
     Args:
         *options: the arguments of DCP's planner.
         path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, and
-            reads no others; without it, it reads up to a cell of a table too much at either end.
+            reads no others; without it, it reads some more at either end, as the saved index tells them.
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 

@@ -37,7 +37,7 @@ class TableEntry(ABC):
         small: the tensors that are not by row, as read, by name.
         staged: the rows of each shard as read; None before a load and after it.
         places: places of the rows that this rank reads.
-        waiting_places: places of the waiting ids that this rank reads; None: they are found by the saved index.
+        waiting_places: places of the waiting ids that this rank reads; None: those of the saved index.
         total: number of rows of the whole table as saved.
         has_all_cuts: True if row-wise optimizer state is read with the numbers of all column shards, False
             if each shard reads only its own number.
