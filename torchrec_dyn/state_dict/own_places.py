@@ -33,7 +33,7 @@ _TOP_BIT = 1 << 63
 def own_places(
     path: str | os.PathLike[str], metadata: Metadata, found: _Found
 ) -> dict[str, tuple[Places, Places | None]]:
-    """Returns the places of this rank's rows and of its waiting ids, if any are saved, by the key of the table.
+    """Returns the places of this rank's rows and of its waiting ids, if any are saved, by the table's key.
 
     Args:
         path: directory of the checkpoint.
