@@ -214,8 +214,8 @@ def tables() -> list[str]:
     for job in JOBS.values():
         size, ranks = memory(job), job.ranks
         add("memory of the fullest rank", _gb(size.total))
-        add("of this rows and optimizer state", _gb(size.weights + size.optimizer_state))
-        add("of this id map, and record of changes", f"{_gb(size.id_map)}, {_gb(size.marks)}")
+        add("of it rows and optimizer state", _gb(size.weights + size.optimizer_state))
+        add("of it id map; record of changes", f"{_gb(size.id_map)}; {_gb(size.marks)}")
         pooled = sum(wire_pooled(job).values())
         add("pooled: sent by a rank in a step", _gb(pooled))
         add("pooled: seconds of the link", f"{pooled / LINK:.2g} s")
@@ -228,7 +228,7 @@ def tables() -> list[str]:
         whole = checkpoint_bytes(job)
         add("full save", _gb(whole))
         add("its chunks", f"{chunks(job):,}")
-        add("seconds of a full save", f"{seconds(whole, ranks, DISK, SAVE):.3g} s")
+        add("seconds of the full save", f"{seconds(whole, ranks, DISK, SAVE):.3g} s")
         changed = int(distinct(job.rows, EXPONENT, lookups * ranks * STEPS_AN_HOUR))
         delta = delta_bytes(job, changed)
         add("rows changed in an hour", f"{changed:.2e}")
@@ -241,7 +241,7 @@ def tables() -> list[str]:
         own, beside = restore_bytes(job, left)
         add(f"restore on {left:,} ranks: read by a rank", f"{_gb(own)}, at most {_gb(beside)} more")
         took = seconds(own * left, left, DISK, LOAD)
-        add("seconds of it", f"{took:.3g} s")
+        add("seconds of the restore", f"{took:.3g} s")
     return [*lines, *(_line(name, values) for name, values in of_jobs.items())]
 
 
