@@ -80,7 +80,7 @@ RULES = {
     OptimizerKind.FTRL: Rule(5, ("l1", "l2"), _BOTH, sums=_FIRST),
     OptimizerKind.LAMB: _ADAM._replace(number=6),
     OptimizerKind.PARTIAL_ROWWISE_LAMB: _PARTIAL_ROWWISE_ADAM._replace(number=7),
-    OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, STATE_NAMES, STATE_NAMES[2:]),
+    OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, (*_BOTH, "row_counter"), ("row_counter",)),
 }
 
 # FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.
