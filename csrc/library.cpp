@@ -144,15 +144,16 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean) -> Tensor");
-  // Sums grad [elements] over the ids of each row and applies the optimizer. streams [T, 3]: rounding key,
+  // Sums grad [elements] over the ids of each row and applies the optimizer. states: for each state of the rule
+  // (lookup/row_update.h), in its order, one block for each block of `weights`. streams [T, 3]: rounding key,
   // first column, step. hyper: the hyperparameters of the rule (lookup/row_update.h). Sets the bit of each updated row
   // in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4] keeps no marks.
   // on_nonfinite [T] (lookup/row_update.h) and nonfinite, a tensor [1] int64 for each table: both empty, or neither.
   m.def(
       "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor(a!)[] weights, Tensor(b!)[] momentum1, Tensor(c!)[] momentum2, Tensor(d!)[] row_counter, "
-      "Tensor layout, Tensor segments, Tensor streams, bool mean, int optimizer, float[] hyper, float[] grad_scales, "
-      "Tensor? senders, Tensor(e!)[] marks, Tensor? mark_layout, int[] on_nonfinite, Tensor(f!)[] nonfinite) -> ()");
+      "Tensor(a!)[] weights, Tensor(b!)[] states, Tensor layout, Tensor segments, Tensor streams, bool mean, "
+      "int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(c!)[] marks, Tensor? mark_layout, "
+      "int[] on_nonfinite, Tensor(d!)[] nonfinite) -> ()");
 }
 
 #if !defined(TORCHREC_DYN_SIMT)

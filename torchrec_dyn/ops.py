@@ -644,9 +644,7 @@ def update_rows_(
     offsets: Tensor | None,
     bag_weights: Tensor | None,
     weights: Sequence[Tensor],
-    momentum1: Sequence[Tensor],
-    momentum2: Sequence[Tensor],
-    row_counter: Sequence[Tensor],
+    states: Sequence[Tensor],
     layout: Tensor,
     segments: Tensor,
     streams: Tensor,
@@ -669,10 +667,8 @@ def update_rows_(
         offsets: as in `gather_pool`.
         bag_weights: as in `gather_pool`.
         weights: as in `gather_pool`; written.
-        momentum1: blocks of optimizer state, float32, one for each block of `weights`; empty if the optimizer
-            has no such state; written.
-        momentum2: as `momentum1`.
-        row_counter: as `momentum1`.
+        states: blocks of optimizer states, float32: for each state of the rule, in its order, one for each
+            block of `weights`; written.
         layout: as in `gather_pool`.
         segments: as in `gather_pool`.
         streams: [T, 3] int64: rounding key, first column, step (from 1).

@@ -45,7 +45,8 @@ class Rule(NamedTuple):
         number: value of `Optimizer` in csrc/lookup/row_update.h.
         hyper: the hyper-parameters behind the learning rate, which every rule has: fields of `RowOptimizer`
             in the order of the rule's struct in csrc/lookup/row_update.h.
-        states: FBGEMM's names of the optimizer states: the first entries of `STATE_NAMES`, in that order.
+        states: names of the optimizer states, FBGEMM's where it has them, in the order of the rule's line in
+            csrc/lookup/row_update.h.
         rowwise: the states with one number per row; other states have one number per column.
         counts_steps: True if updates depend on the number of training steps so far.
         sums: the states that are sums of squares: in a new row they are `initial_accumulator_value`, other
@@ -60,7 +61,7 @@ class Rule(NamedTuple):
     sums: tuple[str, ...] = ()
 
 
-# The states in the argument order of `ops.update_rows_`.
+# The states of all rules. Their order is that of their content sums in checkpoints: new names come last.
 STATE_NAMES = ("momentum1", "momentum2", "row_counter")
 STATE_DTYPE = torch.float32  # for rows of any dtype
 
@@ -79,7 +80,7 @@ RULES = {
     OptimizerKind.FTRL: Rule(5, ("l1", "l2"), _BOTH, sums=_FIRST),
     OptimizerKind.LAMB: _ADAM._replace(number=6),
     OptimizerKind.PARTIAL_ROWWISE_LAMB: _PARTIAL_ROWWISE_ADAM._replace(number=7),
-    OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, STATE_NAMES, STATE_NAMES[2:]),
+    OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, (*_BOTH, "row_counter"), ("row_counter",)),
 }
 
 # FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.

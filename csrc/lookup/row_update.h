@@ -88,42 +88,50 @@ struct FtrlHyper {
 // The width of an optimizer state in a row: no number, one number, or one number for each column.
 enum class StateWidth : int64_t { kNone, kRow, kColumns };
 
+// The most states of a rule. The kernels of the common rules have no code for a third.
+constexpr int kMostStates = 3, kMostCommonStates = 2;
+
 template <typename Hyper>
 constexpr int64_t kNumbersOf = sizeof(Hyper) / sizeof(float);
 
 struct RuleFacts {
   int64_t hyper_count;
-  StateWidth momentum1;
-  StateWidth momentum2;
-  bool counts_steps;                           // the formula divides by 1 - beta^t, t being the table's step
-  StateWidth row_counter = StateWidth::kNone;  // the updates of the row
+  StateWidth states[kMostStates] = {};  // in the order of the rule's states in Python; at most one is kRow
+  bool counts_steps = false;            // the formula divides by 1 - beta^t, t being the table's step
+  bool has_square = false;              // the formula reads the row's square (row_square)
 
-  // One of the states is a mean square of the row.
-  TORCHREC_DYN_BOTH constexpr bool has_square() const {
-    return momentum1 == StateWidth::kRow || momentum2 == StateWidth::kRow;
+  TORCHREC_DYN_BOTH constexpr int state_count() const {
+    int count = 0;
+    while (count < kMostStates && states[count] != StateWidth::kNone) ++count;
+    return count;
   }
-  // One of the states is kRow: no rule has two of them.
-  TORCHREC_DYN_BOTH constexpr bool is_rowwise() const { return has_square() || row_counter == StateWidth::kRow; }
+  TORCHREC_DYN_BOTH constexpr bool is_rowwise() const {
+    for (const StateWidth width : states)
+      if (width == StateWidth::kRow) return true;
+    return false;
+  }
 };
 
 TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
+  using enum StateWidth;
   switch (optimizer) {
     case Optimizer::kSgd:
-      return {kNumbersOf<SgdHyper>, StateWidth::kNone, StateWidth::kNone, false};
+      return {.hyper_count = kNumbersOf<SgdHyper>};
     case Optimizer::kAdagrad:
-      return {kNumbersOf<AdagradHyper>, StateWidth::kColumns, StateWidth::kNone, false};
+      return {.hyper_count = kNumbersOf<AdagradHyper>, .states = {kColumns}};
     case Optimizer::kRowwiseAdagrad:
-      return {kNumbersOf<RowwiseAdagradHyper>, StateWidth::kRow, StateWidth::kNone, false};
+      return {.hyper_count = kNumbersOf<RowwiseAdagradHyper>, .states = {kRow}, .has_square = true};
     case Optimizer::kAdam:
     case Optimizer::kLamb:
-      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kColumns, true};
+      return {.hyper_count = kNumbersOf<AdamHyper>, .states = {kColumns, kColumns}, .counts_steps = true};
     case Optimizer::kPartialRowwiseAdam:
     case Optimizer::kPartialRowwiseLamb:
-      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kRow, true};
+      return {
+          .hyper_count = kNumbersOf<AdamHyper>, .states = {kColumns, kRow}, .counts_steps = true, .has_square = true};
     case Optimizer::kFtrl:
-      return {kNumbersOf<FtrlHyper>, StateWidth::kColumns, StateWidth::kColumns, false};
+      return {.hyper_count = kNumbersOf<FtrlHyper>, .states = {kColumns, kColumns}};
     case Optimizer::kAdamByRow:
-      return {kNumbersOf<AdamHyper>, StateWidth::kColumns, StateWidth::kColumns, false, StateWidth::kRow};
+      return {.hyper_count = kNumbersOf<AdamHyper>, .states = {kColumns, kColumns, kRow}};
   }
   return {};
 }
@@ -217,12 +225,12 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float mean_square(const float* g, const fl
   return sum_of_squares<kDecays>(g, w, decay, n) / static_cast<float>(n);
 }
 
-// The mean square with which a rule updates its row-wise state. It depends on the gradient only, except under
-// the L2 decay of ROWWISE_ADAGRAD. 0 for rules without a row-wise state.
+// The mean square of a row, of which a rule that has_square keeps a state. It depends on the gradient only, except
+// under the L2 decay of ROWWISE_ADAGRAD. 0 for other rules.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float row_square(const UpdateRule& rule, const float* g, const float* w,
                                                        int64_t n) {
   if (rule.square_reads_weights()) return mean_square<true>(g, w, rule.square_decay(), n);
-  return rule_facts(rule.optimizer).has_square() ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
+  return rule_facts(rule.optimizer).has_square ? mean_square<false>(g, nullptr, 0.0f, n) : 0.0f;
 }
 
 // The factors of weight and gradient in ROWWISE_ADAGRAD, by the new state of the row.
@@ -247,12 +255,13 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float lamb_direction(const AdamHyper& hype
 }
 
 // Writes the numbers whose norm decides the ratio of a row, for a rule that has_ratio: the direction of LAMB, and the
-// new weights for max_norm. States are those before the update. `square`: row_square of the same g and w.
+// new weights for max_norm. `states`: by place, before the update. `square`: row_square of the same g and w.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void measure_columns(const UpdateRule& rule, const BiasCorrection& correction,
                                                            float square, const float* __restrict__ g,
-                                                           const float* __restrict__ w, const float* __restrict__ m1,
-                                                           const float* __restrict__ m2, float* __restrict__ to,
-                                                           int64_t n) {
+                                                           const float* __restrict__ w, const float* const* states,
+                                                           float* __restrict__ to, int64_t n) {
+  const float* __restrict__ const m1 = states[0];
+  const float* __restrict__ const m2 = states[1];
   switch (rule.optimizer) {
     case Optimizer::kRowwiseAdagrad: {
       const RowwiseFactors factors(rule.named<RowwiseAdagradHyper>(), m1[0] + square);
@@ -342,12 +351,12 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_common_row(const UpdateRule& r
   }
 }
 
-// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others. `count`: the row's row_counter.
+// The same for the other rules. `ratio`: of a rule that has_ratio; 1 for others. `states`: by place.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                            float square, float ratio, const float* __restrict__ g,
-                                                           float* __restrict__ w, float* __restrict__ m1,
-                                                           float* __restrict__ m2, float* __restrict__ count,
-                                                           int64_t n) {
+                                                           float* __restrict__ w, float* const* states, int64_t n) {
+  float* __restrict__ const m1 = states[0];
+  float* __restrict__ const m2 = states[1];
   switch (rule.optimizer) {
     case Optimizer::kRowwiseAdagrad: {
       m1[0] += square;
@@ -357,8 +366,8 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rul
     }
     case Optimizer::kAdamByRow: {
       const auto hyper = rule.named<AdamHyper>();
-      *count += 1.0f;
-      const BiasCorrection own = {rest_of_power(hyper.beta1, *count), rest_of_power(hyper.beta2, *count)};
+      const float count = states[2][0] += 1.0f;
+      const BiasCorrection own = {rest_of_power(hyper.beta1, count), rest_of_power(hyper.beta2, count)};
       return update_by_adam(hyper, own, g, w, m1, m2, n);
     }
     case Optimizer::kFtrl: {
@@ -402,12 +411,11 @@ TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_rare_row(const UpdateRule& rul
 // Updates one row by any rule.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE void update_row(const UpdateRule& rule, const BiasCorrection& correction,
                                                       float square, float ratio, const float* __restrict__ g,
-                                                      float* __restrict__ w, float* __restrict__ m1,
-                                                      float* __restrict__ m2, float* __restrict__ count, int64_t n) {
+                                                      float* __restrict__ w, float* const* states, int64_t n) {
   if (rule.is_common())
-    update_common_row(rule, correction, square, g, w, m1, m2, n);
+    update_common_row(rule, correction, square, g, w, states[0], states[1], n);
   else
-    update_rare_row(rule, correction, square, ratio, g, w, m1, m2, count, n);
+    update_rare_row(rule, correction, square, ratio, g, w, states, n);
 }
 
 }  // namespace torchrec_dyn

@@ -28,9 +28,7 @@ struct UpdateCall {
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
   std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
-  std::vector<Tensor> momentum1 = arguments.read<std::vector<Tensor>>();
-  std::vector<Tensor> momentum2 = arguments.read<std::vector<Tensor>>();
-  std::vector<Tensor> row_counter = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
   Tensor layout = arguments.read<Tensor>();
   Tensor segments = arguments.read<Tensor>();
   Tensor streams = arguments.read<Tensor>();
@@ -181,9 +179,7 @@ inline UpdateArguments read_update(const char* op, const UpdateCall& call, const
   read_on_nonfinite(op, call, device, read);
   SeparateMemory()
       .writes(call.weights)
-      .writes(call.momentum1)
-      .writes(call.momentum2)
-      .writes(call.row_counter)
+      .writes(call.states)
       .writes(call.marks)
       .writes(call.nonfinite)
       .reads(call.grad)
@@ -210,21 +206,26 @@ template <typename T>
 struct UpdatedTables {
   UpdatedTables(const char* op, const UpdateCall& call, const UpdateArguments& read, const Device& device)
       : weights(op, "weights", call.weights, device),
-        momentum1(op, "momentum1", call.momentum1, device),
-        momentum2(op, "momentum2", call.momentum2, device),
-        row_counter(op, "row_counter", call.row_counter, device),
+        states(op, "states", call.states, device),
         marks(op, "marks", call.marks, device) {
     const RuleFacts facts = rule_facts(read.rule.optimizer);
+    const auto blocks = static_cast<int64_t>(call.weights.size());
+    check_size(op, "the number of blocks of states", facts.state_count() * blocks,
+               static_cast<int64_t>(call.states.size()));
     const int64_t* stream = const_data<int64_t>(call.streams);
     for (const TableLayout& table : read.tables) {
       const size_t t = tables.size();
       TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
                          ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
-      tables.push_back({weights.rows(table, table.columns), states(momentum1, table, facts.momentum1),
-                        states(momentum2, table, facts.momentum2), states(row_counter, table, facts.row_counter),
+      tables.push_back({weights.rows(table, table.columns),
+                        {},
                         read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),
                         Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
-                        bias_correction(read.rule, stream[2]), static_cast<float>(call.grad_scales[t])});
+                        bias_correction(read.rule, stream[2]),
+                        static_cast<float>(call.grad_scales[t])});
+      TableLayout of_state = table;
+      for (int s = 0; s < facts.state_count(); ++s, of_state.first_block += blocks)
+        tables.back().states[s] = states.rows(of_state, state_columns(facts.states[s], table.columns));
       stream += 3;
     }
   }
@@ -232,17 +233,9 @@ struct UpdatedTables {
   UpdatedTables& operator=(const UpdatedTables&) = delete;
 
   BlockList<T> weights;
-  BlockList<float> momentum1;
-  BlockList<float> momentum2;
-  BlockList<float> row_counter;
+  BlockList<float> states;
   BlockList<uint8_t> marks;
   std::vector<UpdatedTable<T>> tables;
-
- private:
-  static RowBlocks<float> states(BlockList<float>& list, const TableLayout& table, StateWidth width) {
-    const int64_t columns = state_columns(width, table.columns);
-    return columns == 0 ? RowBlocks<float>{} : list.rows(table, columns);
-  }
 };
 
 }  // namespace torchrec_dyn

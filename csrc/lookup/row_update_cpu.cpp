@@ -86,7 +86,7 @@ struct Workspace {
       : rows(most.ids),
         sum(std::make_unique_for_overwrite<float[]>(most.columns)),
         lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : lines_of(most.columns))),
-        copy(std::make_unique_for_overwrite<Line[]>(3 * lines_of(most.columns) + 1)),
+        copy(std::make_unique_for_overwrite<Line[]>((1 + kMostStates) * lines_of(most.columns))),
         measured(std::make_unique_for_overwrite<float[]>(most.columns)),
         last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
         senders(senders) {}
@@ -121,7 +121,7 @@ class Workspaces {
   // Keeps no more than a batch of ordinary size needs.
   void release_large() {
     constexpr size_t kKeptBytes = size_t{16} << 20;
-    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * 6 * sizeof(float);
+    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * (4 + kMostStates) * sizeof(float);
     if (list_.size() * bytes > kKeptBytes) release();
   }
 
@@ -218,12 +218,17 @@ constexpr size_t kAhead = 32;
 constexpr size_t kBurst = 8;
 constexpr size_t kRing = 64;  // at least kAhead + kBurst; a power of 2
 
+// A row and its states: where an update writes.
+template <typename T>
+struct RowAndStates {
+  T* weights;
+  float* states[kMostStates];
+};
+
 // The memory that the update of a run touches.
 template <typename T>
 struct Memory {
-  T* weights;
-  float* momentum1;
-  float* momentum2;
+  RowAndStates<T> row;
   uint8_t* mark;
   const float* grad;  // of the first position
 };
@@ -237,21 +242,16 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
   const Run* const runs = all.runs.data();
   for (size_t r = begin; r < end; ++r) {
     T* row = table.weights.row(runs[r].row);
-    ring[r % kRing].weights = row;
+    ring[r % kRing].row.weights = row;
     prefetch_row(row, columns);
   }
-  if (table.momentum1.columns > 0)
-    for (size_t r = begin; r < end; ++r) {
-      float* row = table.momentum1.row(runs[r].row);
-      ring[r % kRing].momentum1 = row;
-      prefetch_row(row, table.momentum1.columns);
-    }
-  if (table.momentum2.columns > 0)
-    for (size_t r = begin; r < end; ++r) {
-      float* row = table.momentum2.row(runs[r].row);
-      ring[r % kRing].momentum2 = row;
-      prefetch_row(row, table.momentum2.columns);
-    }
+  for (int s = 0; s < kMostStates; ++s)
+    if (const RowBlocks<float>& state = table.states[s]; state.columns > 0)
+      for (size_t r = begin; r < end; ++r) {
+        float* row = state.row(runs[r].row);
+        ring[r % kRing].row.states[s] = row;
+        prefetch_row(row, state.columns);
+      }
   if (table.marks.capacity > 0)
     for (size_t r = begin; r < end; ++r) {
       uint8_t* mark = table.marks.byte(runs[r].row);
@@ -273,15 +273,6 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
   }
 }
 
-// A row and its states: where an update writes.
-template <typename T>
-struct RowAndStates {
-  T* weights;
-  float* momentum1;
-  float* momentum2;
-  float* row_counter;
-};
-
 template <typename T>
 TORCHREC_DYN_INLINE bool are_finite(const T* numbers, int64_t count) {
   int infinite = 0;  // a sum: the loop vectorises
@@ -293,10 +284,13 @@ TORCHREC_DYN_INLINE bool are_finite(const T* numbers, int64_t count) {
 template <typename T>
 class RowCopies {
  public:
-  TORCHREC_DYN_INLINE RowCopies(const UpdatedTable<T>& table, Line* memory)
-      : columns_{table.weights.columns, table.momentum1.columns, table.momentum2.columns, table.row_counter.columns} {
-    const auto lines = static_cast<int64_t>(lines_of(static_cast<size_t>(table.weights.columns)));
-    copy_ = {reinterpret_cast<T*>(memory), memory[lines].floats, memory[2 * lines].floats, memory[3 * lines].floats};
+  TORCHREC_DYN_INLINE RowCopies(const UpdatedTable<T>& table, Line* memory) : columns_(table.weights.columns) {
+    const size_t lines = lines_of(static_cast<size_t>(columns_));
+    copy_.weights = reinterpret_cast<T*>(memory);
+    for (int s = 0; s < kMostStates; ++s) {
+      state_columns_[s] = table.states[s].columns;
+      copy_.states[s] = memory[(1 + static_cast<size_t>(s)) * lines].floats;
+    }
   }
 
   TORCHREC_DYN_INLINE const RowAndStates<T>& copy_of(const RowAndStates<T>& row) {
@@ -304,20 +298,20 @@ class RowCopies {
     return copy_;
   }
   TORCHREC_DYN_INLINE bool is_finite() const {
-    return are_finite(copy_.weights, columns_[0]) && are_finite(copy_.momentum1, columns_[1]) &&
-           are_finite(copy_.momentum2, columns_[2]) && are_finite(copy_.row_counter, columns_[3]);
+    bool is_finite = are_finite(copy_.weights, columns_);
+    for (int s = 0; s < kMostStates; ++s) is_finite = is_finite && are_finite(copy_.states[s], state_columns_[s]);
+    return is_finite;
   }
   TORCHREC_DYN_INLINE void write(const RowAndStates<T>& row) const { copy(copy_, row); }
 
  private:
   TORCHREC_DYN_INLINE void copy(const RowAndStates<T>& from, const RowAndStates<T>& to) const {
-    std::copy_n(from.weights, columns_[0], to.weights);
-    std::copy_n(from.momentum1, columns_[1], to.momentum1);
-    std::copy_n(from.momentum2, columns_[2], to.momentum2);
-    std::copy_n(from.row_counter, columns_[3], to.row_counter);
+    std::copy_n(from.weights, columns_, to.weights);
+    for (int s = 0; s < kMostStates; ++s) std::copy_n(from.states[s], state_columns_[s], to.states[s]);
   }
 
-  int64_t columns_[4];  // 0: there is no such state
+  int64_t columns_;
+  int64_t state_columns_[kMostStates];  // 0: there is no such state
   RowAndStates<T> copy_;
 };
 
@@ -363,9 +357,7 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
       if (scale != 1.0f)
         for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
-    float* const count = table.row_counter.columns > 0 ? table.row_counter.row(run.row) : nullptr;
-    const RowAndStates<T> own = {memory.weights, memory.momentum1, memory.momentum2, count};
-    const RowAndStates<T> to = kLooks ? copies.copy_of(own) : own;
+    const RowAndStates<T> to = kLooks ? copies.copy_of(memory.row) : memory.row;
     T* row = to.weights;
     float* weight = nullptr;
     if constexpr (sizeof(T) == sizeof(float)) {
@@ -387,12 +379,11 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
     float ratio = 1.0f;
     if (job.rule.has_ratio()) {
       float* const measured = workspace.measured.get();
-      measure_columns(job.rule, table.correction, square, grad, weight, to.momentum1, to.momentum2, measured, columns);
+      measure_columns(job.rule, table.correction, square, grad, weight, to.states, measured, columns);
       ratio = ratio_of(job.rule, sum_of_squares<false>(measured, nullptr, 0.0f, columns),
                        sum_of_squares<false>(weight, nullptr, 0.0f, columns));
     }
-    update_row(job.rule, table.correction, square, ratio, grad, weight, to.momentum1, to.momentum2, to.row_counter,
-               columns);
+    update_row(job.rule, table.correction, square, ratio, grad, weight, to.states, columns);
     if constexpr (sizeof(T) != sizeof(float))
       store_row(table.stream.rounding_key, table.stream.step, table.stream.first_column, job.ids[*begin], values,
                 columns, row);
@@ -400,7 +391,7 @@ TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& shared, const Workspace& 
       const bool is_finite = copies.is_finite();
       nonfinite += static_cast<int64_t>(!is_finite);
       if (!is_finite || pass == Pass::kTrial) continue;
-      copies.write(own);
+      copies.write(memory.row);
     }
     if (table.marks.capacity > 0) mark_bit(memory.mark, run.row);
   }

@@ -3,6 +3,7 @@
 #include <bit>
 #include <limits>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "device_call.h"
@@ -25,9 +26,19 @@ TileRows<T> moved(const RowBlocks<T>& rows, const std::vector<T*>& host, T* cons
 
 // True if units of columns can be read and written as one piece of memory.
 template <typename T>
-bool has_whole_units(const std::vector<T*>& blocks) {
+bool has_whole_units(std::span<T* const> blocks) {
   return std::ranges::all_of(
       blocks, [](T* block) { return reinterpret_cast<uintptr_t>(block) % (kUnitColumns * sizeof(T)) == 0; });
+}
+template <typename T>
+bool has_whole_units(const UpdatedTables<T>& updated, const RuleFacts& facts) {
+  const std::span<T* const> weights = updated.weights.pointers();
+  bool is_whole = has_whole_units(weights);
+  for (int s = 0; s < facts.state_count(); ++s) {
+    const auto states = std::span<float* const>(updated.states.pointers()).subspan(s * weights.size(), weights.size());
+    is_whole = is_whole && (facts.states[s] == StateWidth::kRow || has_whole_units(states));
+  }
+  return is_whole;
 }
 
 // The ids of all tables: what the tables must be, and their first keys.
@@ -173,36 +184,34 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
   const KeyedTables keyed(read, given.streams);
   std::vector<TileTable<T>> tables(updated.tables.size());
   SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) + bytes_of(tables) +
-                           bytes_of(updated.weights.pointers()) + bytes_of(updated.momentum1.pointers()) +
-                           bytes_of(updated.momentum2.pointers()) + bytes_of(updated.row_counter.pointers()) +
+                           bytes_of(updated.weights.pointers()) + bytes_of(updated.states.pointers()) +
                            bytes_of(updated.marks.pointers()));
   T* const* weights = sent.add(updated.weights.pointers());
-  float* const* momentum1 = sent.add(updated.momentum1.pointers());
-  float* const* momentum2 = sent.add(updated.momentum2.pointers());
-  float* const* row_counter = sent.add(updated.row_counter.pointers());
+  float* const* states = sent.add(updated.states.pointers());
   uint8_t* const* marks = sent.add(updated.marks.pointers());
   const RuleFacts facts = rule_facts(read.rule.optimizer);
   for (size_t t = 0; t < tables.size(); ++t) {
     UpdatedTable<T>& table = updated.tables[t];
-    const TileRows<float> first = moved(table.momentum1, updated.momentum1.pointers(), momentum1);
-    const TileRows<float> second = moved(table.momentum2, updated.momentum2.pointers(), momentum2);
-    const TileRows<float> count = moved(table.row_counter, updated.row_counter.pointers(), row_counter);
     if (table.marks.blocks != nullptr)
       table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
     const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
-    const TileRows<float>& state = facts.row_counter == StateWidth::kRow ? count
-                                   : facts.momentum1 == StateWidth::kRow ? first
-                                                                         : second;
     // Any address will do for a state that no row has.
-    float* row_state = facts.is_rowwise() ? state.only : reinterpret_cast<float*>(rows.only);
-    tables[t] = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
-                 rows,
-                 state,
-                 first,
-                 second,
-                 table.correction,
-                 table.stream,
-                 table.marks};
+    auto* row_state = reinterpret_cast<float*>(rows.only);
+    TileTable<T> tile = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
+                         rows,
+                         {},
+                         {},
+                         table.correction,
+                         table.stream,
+                         table.marks};
+    for (int s = 0; s < facts.state_count(); ++s) {
+      tile.states[s] = moved(table.states[s], updated.states.pointers(), states);
+      if (facts.states[s] == StateWidth::kRow) {
+        tile.row_state = tile.states[s];
+        tile.head.row_state = tile.row_state.only;
+      }
+    }
+    tables[t] = tile;
   }
   const int64_t n = given.ids.numel();
   const BagLists& bags = read.bags;
@@ -219,9 +228,7 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
                        sent.add(tables),
                        WidthOfRows(read, const_data<float>(given.grad)),
                        keyed.end};
-  update.width.is_whole &= has_whole_units(updated.weights.pointers()) &&
-                           (facts.momentum1 != StateWidth::kColumns || has_whole_units(updated.momentum1.pointers())) &&
-                           (facts.momentum2 != StateWidth::kColumns || has_whole_units(updated.momentum2.pointers()));
+  update.width.is_whole &= has_whole_units(updated, facts);
   sent.send();
   constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();
   const auto numbers =

@@ -238,9 +238,8 @@ template <typename T>
 struct alignas(Unit16) TileTable {
   TableHead<T> head;
   TileRows<T> weights;
-  TileRows<float> row_state;  // of one column
-  TileRows<float> momentum1;  // states of each column
-  TileRows<float> momentum2;
+  TileRows<float> row_state;  // the state of one column
+  TileRows<float> states[kMostStates];
   BiasCorrection correction;
   Stream stream;
   MarkBits marks;
@@ -315,6 +314,7 @@ struct UpdateRows {
   static constexpr int kBlocksAtOnce =
       (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
   static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
+  static constexpr int kStates = kVisit == Visit::kUpdate ? kMostCommonStates : kMostStates;
   using Columns = TileColumns<Shape>;
   using Looked = Verdict<Shape, kVisit>;
 
@@ -448,16 +448,17 @@ struct UpdateRows {
                                                     const Slice<Shape>& slice, const Columns& sums,
                                                     const Columns& weights, float square, float state,
                                                     Looked& looked) const {
-    Columns momentum1, momentum2;
+    Columns states[kStates];
     simt::each_lane<kLanes>([&](int lane) {
-      load_state(facts.momentum1, row.table.momentum1, row.number, state, lane, slice, momentum1[lane].numbers);
-      load_state(facts.momentum2, row.table.momentum2, row.number, state, lane, slice, momentum2[lane].numbers);
+      for (int s = 0; s < kStates; ++s)
+        load_state(facts.states[s], row.table.states[s], row.number, state, lane, slice, states[s][lane].numbers);
     });
     if constexpr (kVisit == Visit::kMeasure) {
       Columns measured;
       simt::each_lane<kLanes>([&](int lane) {
-        measure_columns(rule, row.table.correction, square, sums[lane].numbers, weights[lane].numbers,
-                        momentum1[lane].numbers, momentum2[lane].numbers, measured[lane].numbers, Shape::kLaneColumns);
+        const LaneStates own = states_of(states, lane);
+        measure_columns(rule, row.table.correction, square, sums[lane].numbers, weights[lane].numbers, own.places,
+                        measured[lane].numbers, Shape::kLaneColumns);
       });
       looked.measured.add(measured, slice);
       looked.weights.add(weights, slice);
@@ -466,26 +467,31 @@ struct UpdateRows {
     simt::sync_lanes<kLanes>();  // lanes without columns have read those of others, and all lanes the state of the row
     simt::each_lane<kLanes>([&](int lane) {
       LaneColumns<Shape> updated = weights[lane];
-      float count = state;  // of a rule that has a row_counter
       if constexpr (kVisit == Visit::kUpdate)
         update_common_row(rule, row.table.correction, square, sums[lane].numbers, updated.numbers,
-                          momentum1[lane].numbers, momentum2[lane].numbers, Shape::kLaneColumns);
+                          states[0][lane].numbers, states[1][lane].numbers, Shape::kLaneColumns);
       else
         update_row(rule, row.table.correction, square, ratios == nullptr ? 1.0f : ratios[own.k], sums[lane].numbers,
-                   updated.numbers, momentum1[lane].numbers, momentum2[lane].numbers, &count, Shape::kLaneColumns);
+                   updated.numbers, states_of(states, lane).places, Shape::kLaneColumns);
       if constexpr (kVisit == Visit::kTry) {
         look_at_weights(row, own, updated.numbers, slice, lane, looked);
-        look_at_state(facts.momentum1, momentum1[lane].numbers, lane, slice, looked);
-        look_at_state(facts.momentum2, momentum2[lane].numbers, lane, slice, looked);
-        if (facts.row_counter == StateWidth::kRow) looked.look(lane, count);
+        for (int s = 0; s < kStates; ++s) look_at_state(facts.states[s], states[s][lane].numbers, lane, slice, looked);
       } else {
         store_weights(row, own, updated.numbers, slice, lane);
-        store_state(facts.momentum1, row.table.momentum1, row, momentum1[lane].numbers, lane, slice);
-        store_state(facts.momentum2, row.table.momentum2, row, momentum2[lane].numbers, lane, slice);
-        if constexpr (kVisit != Visit::kUpdate)
-          if (facts.row_counter == StateWidth::kRow && lane == 0 && slice.first == 0) *row.state = count;
+        for (int s = 0; s < kStates; ++s)
+          store_state(facts.states[s], row.table.states[s], row, states[s][lane].numbers, lane, slice);
       }
     });
+  }
+
+  // Where the states of a lane's columns are.
+  struct LaneStates {
+    float* places[kStates];
+  };
+  TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static LaneStates states_of(Columns (&states)[kStates], int lane) {
+    LaneStates of_lane;
+    for (int s = 0; s < kStates; ++s) of_lane.places[s] = states[s][lane].numbers;
+    return of_lane;
   }
 
   TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE static void load_state(StateWidth width, const TileRows<float>& states,

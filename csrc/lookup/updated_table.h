@@ -19,10 +19,8 @@ struct Stream {
 template <typename T>
 struct UpdatedTable {
   RowBlocks<T> weights;
-  RowBlocks<float> momentum1;  // without blocks: the rule has no such state
-  RowBlocks<float> momentum2;
-  RowBlocks<float> row_counter;
-  MarkBits marks;  // without blocks: the table keeps no marks
+  RowBlocks<float> states[kMostStates];  // without blocks: the rule has no such state
+  MarkBits marks;                        // without blocks: the table keeps no marks
   Stream stream;
   BiasCorrection correction;
   float grad_scale;  // factor of a row's gradient sum

@@ -51,7 +51,6 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
                                {nullptr, blocks.data(), kShift, static_cast<uint32_t>(columns)},
                                {nullptr, state_blocks.data(), kShift, 1},
                                {},
-                               {},
                                {1.0f, 1.0f},
                                {9, 0, 1},
                                marks};
@@ -114,10 +113,11 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     add_piece();
     std::vector<float> expected(width);
     float state = 0.0f;
+    float* const own_states[kMostStates] = {&state};
     if (count > 0) {
       for (float& number : total) number *= 0.5f / static_cast<float>(sent.size());
       update_row(rule, table.correction, row_square(rule, total.data(), expected.data(), columns), 1.0f, total.data(),
-                 expected.data(), &state, nullptr, nullptr, columns);
+                 expected.data(), own_states, columns);
     }
     check(std::equal(expected.begin(), expected.end(), row_blocks.row(row)), "a row is updated by its gradients");
     check(*states_of_rows.row(row) == state, "a row has its state");

@@ -268,7 +268,7 @@ WRONG = [
     ("gather_pool", {"layout": torch.tensor([[0, 2, 62, 3]] * 2)}, r"shift in \[0, 32\)"),
     ("gather_pool", {"layout": torch.tensor([[0, 2, 2, 2**62]] * 2)}, r"columns in \[1, 2\^31\)"),
     ("update_rows_", {"optimizer": len(NUMBERS)}, r"optimizer in \[0, \d+\], got \d+"),
-    ("update_rows_", {"optimizer": 1, "hyper": hyper_of(1)}, "blocks of momentum1, got 0"),
+    ("update_rows_", {"optimizer": 1, "hyper": hyper_of(1)}, "blocks of states = 3, got 0"),
     ("update_rows_", {"hyper": []}, "the number of hyper-parameters = 1, got 0"),
     (
         "update_rows_",

@@ -40,7 +40,7 @@ def wide_table(dtype):
 
 def update(given, **more):
     ops.update_rows_(
-        **{"ids": ids_of(7), **given, **more}, momentum1=[], momentum2=[], row_counter=[],
+        **{"ids": ids_of(7), **given, **more}, states=[],
         streams=ids_of(1, 0, 1).view(1, 3), optimizer=0, hyper=[0.1],
         senders=None, marks=[], mark_layout=None, on_nonfinite=[], nonfinite=[],
     )  # fmt: skip

@@ -86,9 +86,8 @@ def test_twelve_steps_are_the_formulas(rule, columns, mode):
     torch.testing.assert_close(table.lookup(POOL)[0].double(), rows.weight, rtol=2e-4, atol=2e-5)
     state = table.export_state()
     order = (state["ids"] + 1000) // 7919
-    # The states that a rule lacks are last.
     for name, is_rowwise, own in zip(
-        rule.state_names, rule.state_is_rowwise, rows.states, strict=False
+        rule.state_names, rule.state_is_rowwise, rows.states, strict=True
     ):
         expected = own[order]
         expected = expected.flatten() if is_rowwise else expected

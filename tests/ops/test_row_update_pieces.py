@@ -45,7 +45,7 @@ def test_long_runs_are_summed_in_pieces(mean, weighted, sent, scale):
     senders = torch.randint(-1, 40, (len(rows),), generator=draw).int() if sent else None
     weights = [torch.zeros(8, COLUMNS) for _ in TIMES]  # SGD's rate is 1: rows become -1 * sum
     ops.update_rows_(
-        grad.view(-1), torch.arange(len(rows)), rows, offsets, factors, weights, [], [], [],
+        grad.view(-1), torch.arange(len(rows)), rows, offsets, factors, weights, [],
         torch.tensor([[0, 1, 3, COLUMNS], [1, 1, 3, COLUMNS]]),
         torch.tensor([[0, 0, bags, 0, 2 * COLUMNS], [1, bags, bags, COLUMNS, 2 * COLUMNS]]),
         ids_of(1, 0, 1, 2, 0, 1).view(2, 3), mean, 0, [1.0],

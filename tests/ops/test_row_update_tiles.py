@@ -67,7 +67,7 @@ def moved(tensor, past):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("past", [1, 2, 3])
-@pytest.mark.parametrize("name", ["grad", "weights", "momentum1"])
+@pytest.mark.parametrize("name", ["grad", "weights", "states"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_memory_that_begins_anywhere(dtype, name, past):
     """A GPU reads 16 bytes from multiples of 16 only."""
@@ -87,8 +87,8 @@ def test_memory_that_begins_anywhere(dtype, name, past):
 def test_tables_of_one_block_and_of_several(rows_in_a_block):
     given = drawn_update(3, PARTIAL_ROWWISE_ADAM, torch.float32, [20, 12], ids=200)
     if rows_in_a_block > 40:  # one block that grows in place
-        for name in ("weights", "momentum1", "momentum2"):
-            given[name] = [torch.cat(given[name][5 * t : 5 * t + 5]) for t in range(2)]
+        for name, tables in (("weights", 2), ("states", 4)):
+            given[name] = [torch.cat(given[name][5 * t : 5 * t + 5]) for t in range(tables)]
         given["layout"] = torch.tensor([[0, 1, 6, 20], [1, 1, 6, 12]])
     assert_bits_are_the_cpus(given)
 
@@ -144,9 +144,7 @@ def test_more_rows_than_keys_of_32_bits(sizes):
         "rows": ids_of(*ids),
         "offsets": None,
         "bag_weights": None,
-        "momentum1": [],
-        "momentum2": [],
-        "row_counter": [],
+        "states": [],
         "layout": ids_of(
             *(n for t in range(len(sizes)) for n in (t * len(sizes[0]), len(sizes[0]), 31, 1))
         ).view(-1, 4),

@@ -26,6 +26,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
+from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.table.shard import TableShard
 
@@ -45,8 +46,8 @@ ROW_WISE_STATES = {
 }
 ROW_WISE = tuple(ROW_WISE_STATES)
 OPTIMIZERS = (
-    *("EXACT_ADAGRAD", "ADAM", "EXACT_SGD", "ADAMW", *ROW_WISE),
-    *("LAMB", "PARTIAL_ROWWISE_LAMB", "FTRL", "lion"),
+    *dict.fromkeys(("EXACT_ADAGRAD", "ADAM", "EXACT_SGD", *(kind.name for kind in OptimizerKind))),
+    "lion",
 )
 WITH_NORMS = ("LAMB", "PARTIAL_ROWWISE_LAMB")  # of the columns of a shard
 RULES: dict[str, dyn.RowRule] = {"lion": dyn.Lion(), "lars_sgd": dyn.LarsSGD()}

@@ -28,7 +28,7 @@ def many_rows():
     return {
         "grad": torch.ones(ids * 5), "ids": rows, "rows": rows, "offsets": None, "bag_weights": None,
         "weights": [torch.ones(1024, 5, dtype=torch.bfloat16)],
-        "momentum1": [torch.ones(1024, 1)], "momentum2": [], "row_counter": [],
+        "states": [torch.ones(1024, 1)],
         "layout": torch.tensor([[0, 1, 10, 5]]), "segments": torch.tensor([[0, 0, ids, 0, 5]]),
         "streams": whole(1, 0, 1).reshape(1, 3), "mean": False, "optimizer": 2,
         "hyper": hyper_of(2), "grad_scales": [1.0],

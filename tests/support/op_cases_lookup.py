@@ -33,9 +33,17 @@ from op_cases import (
     with_short_last,
 )
 from torch import Tensor
-from update_rules import KINDS, NUMBERS, hyper_of, state_widths, update
+from update_rules import (
+    KINDS,
+    NUMBERS,
+    blocks_of_state,
+    hyper_of,
+    state_blocks,
+    state_widths,
+    update,
+)
 
-from torchrec_dyn.optimizers import RULES, STATE_NAMES, OptimizerKind
+from torchrec_dyn.optimizers import RULES, OptimizerKind
 
 # Valid arguments
 
@@ -144,13 +152,8 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
     optimizer = rng.choice(NUMBERS)
 
-    def draw_state(which: int) -> list[Tensor]:
-        widths = [(table, state_widths(optimizer, table.columns)[which]) for table in batch.tables]
-        return [
-            numbers_of(rng, (len(block), width), torch.float32).abs()
-            for table, width in widths
-            for block in batch.given["weights"][table.first :][: table.blocks if width else 0]
-        ]
+    def draw_state(*shape: int) -> Tensor:
+        return numbers_of(rng, shape, torch.float32).abs()
 
     tables = len(batch.tables)
     streams = [(rng.randrange(-(2**63), 2**63), rng.choice((0, 3, 64)), rng.choice((1, 2, 9, 2**31)))
@@ -169,9 +172,7 @@ def draw_update_rows_(rng: random.Random) -> Arguments:
         **{name: batch.given[name] for name in ("rows", "offsets")},
         "bag_weights": draw_bag_weights(rng, batch),
         "weights": batch.given["weights"],
-        "momentum1": draw_state(0),
-        "momentum2": draw_state(1),
-        "row_counter": draw_state(2),
+        "states": state_blocks(optimizer, batch.given["weights"], draw_state),
         **{name: batch.given[name] for name in ("layout", "segments")},
         "streams": torch.tensor(streams, dtype=I64).reshape(-1, 3),
         "mean": batch.given["mean"],
@@ -362,24 +363,22 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         need(senders.dtype == torch.int32 and senders.numel() == len(ids), "int32 senders")
         senders = senders.flatten().tolist()
         need(all(-1 <= s < 2**20 for s in senders), "senders in [-1, 2^20)")
-    has = dict(zip(STATE_NAMES, map(bool, state_widths(before["optimizer"], 1)), strict=True))
+    count = len(state_widths(before["optimizer"], 1))
+    need(len(before["states"]) == count * len(before["weights"]), "blocks of states")
     states = [
         [
             rows_of_blocks(
-                before[name][t.first : t.first + t.blocks], t.shift, width, torch.float32
+                blocks_of_state(before, which)[t.first : t.first + t.blocks],
+                t.shift,
+                state_widths(before["optimizer"], t.columns)[which],
+                torch.float32,
             )
             for t in bags.tables
-            for width in [state_widths(before["optimizer"], t.columns)[which]]
         ]
-        if has_state
-        else None
-        for which, (name, has_state) in enumerate(has.items())
+        for which in range(count)
     ]
-    for name, has_state in has.items():
-        blocks = max((t.first + t.blocks for t in bags.tables), default=0)
-        need(not has_state or len(before[name]) >= blocks, f"blocks of {name}")
     for state in states:
-        for own, weight in zip(state or (), bags.weights, strict=False):
+        for own, weight in zip(state, bags.weights, strict=True):
             need(own is None or len(own) == len(weight), "state for each row of weights")
     refusals, counts = before["on_nonfinite"], before["nonfinite"]
     if refusals or counts:
@@ -393,7 +392,7 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
         rows = sum_gradients(before, bags, grad, of_ids, senders)
         for (table, row), total in rows.items():  # the arrays are views of the tables: written
             weight = bags.weights[table][row].numpy()
-            own = [np.zeros(0) if s is None else s[table][row].numpy() for s in states]
+            own = [state[table][row].numpy() for state in states]
             step = streams[3 * table + 2]
             if step < 1:
                 raise Unjudged("a step below 1")
@@ -426,9 +425,9 @@ def check_update_rows_(before: Arguments, after: Arguments, _: None) -> None:
             equal(got, bags.weights[t], "weights")
         else:  # rounded up or down, by chance
             check_rounded(got, bags.weights[t], [row for of, row in updated if of == t])
-        for name, state in zip(STATE_NAMES, states, strict=True):
-            if state is not None:
-                equal(torch.cat([b.flatten() for b in after[name][own]]), state[t], name)
+        for which, state in enumerate(states):
+            of_table = [block.flatten() for block in blocks_of_state(after, which)[own]]
+            equal(torch.cat(of_table), state[t], f"state {which}")
 
 
 def sum_gradients(

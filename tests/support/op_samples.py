@@ -1,7 +1,7 @@
 """Valid arguments of every op, small: functions that return new arguments."""
 
 import torch
-from update_rules import NUMBERS, hyper_of, state_widths
+from update_rules import NUMBERS, hyper_of, state_blocks
 
 from torchrec_dyn import ops
 
@@ -59,18 +59,11 @@ def sequence():
 
 def update(optimizer, senders=None, marks=(), mark_layout=None, **options):
     given = pooled(**options)
-
-    def momentum(which):
-        widths = [state_widths(optimizer, columns)[which] for columns in (3, 3, 2)]
-        return [torch.ones(4, width) for width in widths if width]
-
     return {
         "grad": torch.arange(10.0),
         "ids": whole(7, 8, 9, 7, 7),
         **{k: given[k] for k in ("rows", "offsets", "bag_weights", "weights")},
-        "momentum1": momentum(0),
-        "momentum2": momentum(1),
-        "row_counter": momentum(2),
+        "states": state_blocks(optimizer, given["weights"], torch.ones),
         "layout": given["layout"],
         "segments": given["segments"],
         "streams": whole(1, 0, 1, 2, 0, 1).reshape(2, 3),

@@ -171,10 +171,9 @@ class DenseRows:
         self.weight = weight.double().clone()
         rows, columns = weight.shape
         widths = state_widths(optimizer.rule, columns)
-        starts = (*optimizer.initial_states, 0.0, 0.0, 0.0)
         self.states = tuple(
             torch.full((rows, width), start, dtype=torch.float64)
-            for width, start in zip(widths, starts, strict=False)
+            for width, start in zip(widths, optimizer.initial_states, strict=True)
         )
         self.step = 0
 

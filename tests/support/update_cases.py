@@ -1,12 +1,13 @@
 """Calls of update_rows_ for tests that compare devices with the CPU."""
 
 import random
+from functools import partial
 
 import torch
 from table_cases import ids_of
-from update_rules import hyper_of, state_widths
+from update_rules import hyper_of, state_blocks
 
-WRITTEN = ("weights", "momentum1", "momentum2", "row_counter", "marks")
+WRITTEN = ("weights", "states", "marks")
 
 
 def drawn_update(seed, optimizer, dtype, widths, ids):
@@ -21,21 +22,15 @@ def drawn_update(seed, optimizer, dtype, widths, ids):
         torch.randint(0, 40, (ids * len(widths),), generator=draw),
     )
     places = [sum(widths[:t]) for t in range(len(widths))]
-
-    def momentum(which):
-        own = [state_widths(optimizer, width)[which] for width in widths]
-        return [torch.rand(8, w, generator=draw) for w in own if w for _ in range(5)]
-
+    weights = [torch.randn(8, w, generator=draw).to(dtype) for w in widths for _ in range(5)]
     return {
         "grad": torch.randn(bags * sum(widths), generator=draw),
         "ids": torch.randint(-(2**63), 2**63 - 1, (ids * len(widths),), generator=draw),
         "rows": rows,
         "offsets": offsets,
         "bag_weights": rng.choice((None, torch.randn(ids * len(widths), generator=draw))),
-        "weights": [torch.randn(8, w, generator=draw).to(dtype) for w in widths for _ in range(5)],
-        "momentum1": momentum(0),
-        "momentum2": momentum(1),
-        "row_counter": momentum(2),
+        "weights": weights,
+        "states": state_blocks(optimizer, weights, partial(torch.rand, generator=draw)),
         "layout": torch.tensor([[5 * t, 5, 3, width] for t, width in enumerate(widths)]),
         "segments": torch.tensor(
             [[t, bags * t, bags, places[t], sum(widths)] for t in range(len(widths))]

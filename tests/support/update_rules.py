@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from torchrec_dyn.optimizers import RULES, STATE_NAMES, OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
 
 KINDS = {rule.number: kind for kind, rule in reversed(RULES.items())}  # by number
 NUMBERS = sorted(KINDS)
@@ -23,10 +24,26 @@ def hyper_of(number: int, learning_rate: float = 0.1, **options: float) -> list[
 
 
 def state_widths(number: int, columns: int) -> tuple[int, ...]:
-    """Returns the width of each of `STATE_NAMES` for rows of `columns` columns, 0 for no such state."""
-    rule = RULES[KINDS[number]]
-    width = dict(zip(rule.states, RowOptimizer(KINDS[number]).state_columns(columns), strict=True))
-    return tuple(width.get(name, 0) for name in STATE_NAMES)
+    """Returns the width of each state of a rule for rows of `columns` columns."""
+    return RowOptimizer(KINDS[number]).state_columns(columns)
+
+
+def state_blocks(
+    number: int, weights: list[Tensor], new: Callable[[int, int], Tensor]
+) -> list[Tensor]:
+    """Returns `states` for blocks of weights [rows, columns]; new(rows, width) makes each block."""
+    count = len(state_widths(number, 1))
+    return [
+        new(len(block), state_widths(number, block.shape[1])[state])
+        for state in range(count)
+        for block in weights
+    ]
+
+
+def blocks_of_state(given: dict[str, Any], state: int) -> list[Tensor]:
+    """Returns the blocks of one state in the arguments of a call."""
+    blocks = len(given["weights"])
+    return given["states"][state * blocks : (state + 1) * blocks]
 
 
 def update(
@@ -37,7 +54,7 @@ def update(
     sum_square: Callable[[np.ndarray], Any],
     rows: tuple[np.ndarray, ...],
 ) -> tuple[np.ndarray, ...]:
-    """Returns the weights and all states after an update, computed in their dtype.
+    """Returns the weights and the states after an update, computed in their dtype.
 
     Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA side. LAMB: algorithm 2 of You et al.,
     "Large batch optimization for deep learning", ICLR 2020, whose phi is the identity; a norm of 0 takes no
@@ -47,35 +64,37 @@ def update(
         hyper: numbers of the dtype of the rows, "learning_rate" among them.
         mean_square: the mean square of gradients [..., D], [..., 1] or a number.
         sum_square: the same for the sum of squares.
-        rows: gradients, weights and the states of `STATE_NAMES`, [K, D] or [D]; a state of a number a row has
+        rows: gradients, weights and the states of the rule, [K, D] or [D]; a state of a number a row has
             1 for D.
     """
-    g, w, m1, m2, count = rows
+    g, w, *states = rows
     lr, one = hyper["learning_rate"], type(hyper["learning_rate"])(1)
     if kind == OptimizerKind.EXACT_SGD:
-        return w - lr * g, m1, m2, count
+        return (w - lr * g,)
     if kind == OptimizerKind.FTRL:
         return ftrl(hyper, rows)
     eps = hyper["eps"]
     if kind == OptimizerKind.EXACT_ADAGRAD:
-        m1 = m1 + g * g
-        return w - lr * g / (np.sqrt(m1) + eps), m1, m2, count
+        total = states[0] + g * g
+        return w - lr * g / (np.sqrt(total) + eps), total
     decay = hyper["weight_decay"]
     if kind == OptimizerKind.EXACT_ROWWISE_ADAGRAD:
         mode = hyper["weight_decay_mode"]
-        m1 = m1 + mean_square(g + decay * w if mode == 1 else g)
-        k = lr / (np.sqrt(m1) + eps)
+        total = states[0] + mean_square(g + decay * w if mode == 1 else g)
+        k = lr / (np.sqrt(total) + eps)
         keep = {0: one, 1: one - k * decay, 2: one - lr * decay}[int(mode)]
         w, most = keep * w - k * g, hyper["max_norm"]
         if most > 0:
             norm = np.sqrt(sum_square(w))
             w = w * np.where(norm > most, most / np.maximum(norm, most), one)
-        return w, m1, m2, count
+        return w, total
+    m1, m2, *further = states
     b1, b2 = hyper["beta1"], hyper["beta2"]
     square = mean_square(g) if "momentum2" in RULES[kind].rowwise else g * g
     first, second = (type(one)(1.0 - np.float64(b) ** step) for b in (b1, b2))
     if kind == OptimizerKind.ADAM_BY_ROW:
-        count = count + one
+        count = further[0] + one
+        further = [count]
         steps = np.where(count < 2.0**24, count, one * 2**24)
         steps = np.floor(np.maximum(steps, one) + one / 2)
         first, second = (
@@ -88,17 +107,17 @@ def update(
         weight_norm, norm = np.sqrt(sum_square(w)), np.sqrt(sum_square(direction))
         has_ratio = (weight_norm > 0) & (norm > 0)
         ratio = np.where(has_ratio, weight_norm / np.where(has_ratio, norm, one), one)
-        return w - lr * ratio * direction, m1, m2, count
-    return w - lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w), m1, m2, count
+        return w - lr * ratio * direction, m1, m2
+    return w - lr * (m1 / first / (np.sqrt(m2 / second) + eps) + decay * w), m1, m2, *further
 
 
 def ftrl(hyper: dict[str, Any], rows: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
     """Returns `update` of FTRL; the states are TensorFlow's `accum` and `linear`."""
-    g, w, accumulator, linear, count = rows
+    g, w, accumulator, linear = rows
     lr, l1, l2 = (hyper[name] for name in ("learning_rate", "l1", "l2"))
     total = accumulator + g * g
     linear = linear + (g - (np.sqrt(total) - np.sqrt(accumulator)) / lr * w)
     quadratic = np.sqrt(total) / lr + type(lr)(2) * l2
     is_zero = (np.abs(linear) <= l1) | (quadratic == 0)
     kept = (np.sign(linear) * l1 - linear) / np.where(is_zero, type(lr)(1), quadratic)
-    return np.where(is_zero, type(lr)(0), kept), total, linear, count
+    return np.where(is_zero, type(lr)(0), kept), total, linear

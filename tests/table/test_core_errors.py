@@ -97,8 +97,7 @@ class Foreign:
     [
         (
             {"optimizer": Foreign},
-            "expected an optimizer among EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, "
-            "PARTIAL_ROWWISE_ADAM, ADAMW, FTRL, LAMB, PARTIAL_ROWWISE_LAMB, ADAM_BY_ROW, got LARS_SGD. "
+            f"expected an optimizer among {', '.join(OptimizerKind.__members__)}, got LARS_SGD. "
             "Use dyn.LarsSGD().",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),

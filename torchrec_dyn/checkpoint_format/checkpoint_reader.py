@@ -21,7 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
-from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.content_sums import (
+    DAMAGED,
+    MODEL_TENSORS,
+    OPTIMIZER_TENSORS,
+    OPTIMIZER_WORDS,
+)
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.optimizers import STATE_NAMES
@@ -183,7 +188,7 @@ def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | Non
     if len(found) < 2 or found == {"ids", "step"}:
         return None
     is_optimizer = "step" in found or (
-        "checksum" in found and tuple(tensors["checksum"].size) in ((4,), (5,))
+        "checksum" in found and tuple(tensors["checksum"].size) in OPTIMIZER_WORDS
     )
     return OPTIMIZER_TENSORS if is_optimizer else MODEL_TENSORS
 

@@ -15,12 +15,16 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import table_key
+from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import CROSSING_BYTES, signed, unsigned
 
 # The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict. An
-# optimizer without a row_counter has no sum of it.
+# optimizer has no sums behind the last of its states that stands behind "config".
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
-OPTIMIZER_TENSORS = ("momentum1", "momentum2", "step", "config", "row_counter")
+_LATER_STATES = STATE_NAMES[2:]
+OPTIMIZER_TENSORS = (*STATE_NAMES[:2], "step", "config", *_LATER_STATES)
+# The shapes that an optimizer's "checksum" may have.
+OPTIMIZER_WORDS = tuple((4 + states,) for states in range(len(_LATER_STATES) + 1))
 # All tensor names of a table in the model's state dict; the last two tensors are not summed.
 MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
 # Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
@@ -76,9 +80,11 @@ def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
 def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
     """Returns sums by tensor as the saved "checksum", [W] int64, 0 for a tensor without a sum.
 
-    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS; W is their number, less one without a sum of "row_counter".
+    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS; [W] is of OPTIMIZER_WORDS or [7].
     """
-    names = [name for name in order if name != "row_counter" or name in sums]
+    names = [*order]
+    while names[-1] in _LATER_STATES and names[-1] not in sums:
+        names.pop()
     return torch.tensor([signed(sums.get(name, 0)) for name in names], device="cpu")
 
 
@@ -90,8 +96,8 @@ def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
         order: MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     saved = words.tolist()
-    if order[-1] == "row_counter" and len(saved) == len(order) - 1:
-        saved.append(0)
+    if order == OPTIMIZER_TENSORS and words.shape in OPTIMIZER_WORDS:
+        saved += [0] * (len(order) - len(saved))
     return {name: unsigned(word) for name, word in zip(order, saved, strict=True)}
 
 

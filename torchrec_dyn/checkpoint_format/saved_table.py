@@ -17,6 +17,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
+    OPTIMIZER_WORDS,
     from_words,
     sum_of_small,
 )
@@ -249,10 +250,10 @@ class SavedTable:
                 )
 
     def _optimizer_words(self) -> int:
-        """Returns the number of content sums of the optimizer state: one more with a row_counter."""
+        """Returns the number of content sums of the optimizer state."""
         words = self._tensors.get(OPTIMIZER + "checksum")
-        has_counter = words is not None and words.shape == (len(OPTIMIZER_TENSORS),)
-        return len(OPTIMIZER_TENSORS) - (not has_counter)
+        shape = () if words is None else tuple(words.shape)
+        return shape[0] if shape in OPTIMIZER_WORDS else 4
 
     def _check_sum(self, name: str, total: int, expected: int) -> None:
         if total != expected:

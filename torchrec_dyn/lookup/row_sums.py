@@ -87,9 +87,7 @@ def subtract_gradients(learning_rate: float, **given: Any) -> None:
     """Subtracts the summed gradient of each row, times a rate: `ops.update_rows_` as SGD, without records."""
     ops.update_rows_(
         **given,
-        momentum1=[],
-        momentum2=[],
-        row_counter=[],
+        states=[],
         optimizer=RULES[OptimizerKind.EXACT_SGD].number,
         hyper=[learning_rate],
         marks=[],

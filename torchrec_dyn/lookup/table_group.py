@@ -606,11 +606,10 @@ class TableGroup:
             listed_marks = note_update(self._logs(), update.noted, *batch)
         listed, states = lists.blocks.rows()
         ops.update_rows_(
-            update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights,
-            states[0], states[1], states[2], listed.layout, bags.segments, update.streams,
-            self.is_mean, optimizer.rule, optimizer.hyper(self.learning_rate),
-            update.reduction.scales, update.reduction.senders, *listed_marks,
-            lists.on_nonfinite, lists.nonfinite,
+            update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights, states,
+            listed.layout, bags.segments, update.streams, self.is_mean, optimizer.rule,
+            optimizer.hyper(self.learning_rate), update.reduction.scales, update.reduction.senders,
+            *listed_marks, lists.on_nonfinite, lists.nonfinite,
         )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig, OnNonfinite
-from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import (
     BLOCKS,
     TABLES,
@@ -70,11 +69,11 @@ class BlockLists:
         self._trained = trained
         self._rows_token: object = None
         self._scores_token: object = None
-        self._rows: tuple[TableBlocks, tuple[list[Tensor], ...]]
+        self._rows: tuple[TableBlocks, list[Tensor]]
         self._scores: TableBlocks
 
-    def rows(self) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
-        """Returns the blocks of the weights and, for each of `STATE_NAMES`, those of that optimizer state."""
+    def rows(self) -> tuple[TableBlocks, list[Tensor]]:
+        """Returns the blocks of the weights, and those of each optimizer state, one state after another."""
         token = BLOCKS.now
         if self._rows_token is not token:
             self._rows, self._rows_token = _list_rows(self._tables), token
@@ -92,14 +91,16 @@ class BlockLists:
         return self._scores
 
 
-def _list_rows(tables: Sequence[TableShard]) -> tuple[TableBlocks, tuple[list[Tensor], ...]]:
+def _list_rows(tables: Sequence[TableShard]) -> tuple[TableBlocks, list[Tensor]]:
     # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
     # room: memory is committed by the page.
     rows = [min(store.capacity for store in table.stores) for table in tables]
-    states: tuple[list[Tensor], ...] = tuple([] for _ in STATE_NAMES)
-    for table, count in zip(tables, rows, strict=True):
-        for place, state in enumerate(table.states):
-            states[place].extend(state.blocks_of_first(count))
+    states = [
+        block
+        for stores in zip(*(table.states for table in tables), strict=True)
+        for store, count in zip(stores, rows, strict=True)
+        for block in store.blocks_of_first(count)
+    ]
     return blocks_of([table.weights for table in tables], rows), states
 
 
