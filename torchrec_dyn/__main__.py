@@ -195,7 +195,8 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.description = (
         "Writes the rows of a saved table to a file of Parquet or Arrow, with a few row groups in memory at "
         "a time: of a checkpoint, or of a directory of torchrec_dyn's Checkpoints at a step. The rows are "
-        "checked as they are read; the file gets its name when it is complete."
+        "checked as they are read; the file gets its name when it is complete. A checkpoint's .metadata is a "
+        "pickle: open only files that you trust."
     )
     export.epilog = (
         "Exit status: 0 written; 1 torn, damaged, no such table or no room; 2 wrong usage."
@@ -233,6 +234,8 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 
 def _export(chosen: argparse.Namespace) -> None:
+    warnings.filterwarnings("always", message="export_table: ")
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
     rows = export_table(
         chosen.path,
         chosen.table,

@@ -8,6 +8,7 @@ Legend: M rows of a part, D columns.
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -109,6 +110,12 @@ class SavedRows(RowSource):
         chain = read_chain(path)
         if chain.entries:
             entry = chain.entries[-1] if step is None else chain.at(step)
+            if step is None and chain.highest > entry.sequence:
+                warnings.warn(
+                    f"{call}: expected whole saves in {path}, got newer ones that are not: "
+                    f"{'; '.join(chain.skipped)}. Step {entry.step} is read.",
+                    stacklevel=4,
+                )
             line = chain.line_of(entry)
             if line is None:
                 raise ValueError(
