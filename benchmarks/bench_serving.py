@@ -2,9 +2,9 @@
 
     python benchmarks/bench_serving.py [--rounds 9] [--threads 1]
 
-Measures served tables in float32, float16 and int8, the training module in evaluation, and TorchRec's
-quantized static collection (int8), which gets row numbers: its ids are already mapped. Each request is a
-new KeyedJaggedTensor.
+Measures served tables in float32, float16, int8 and int4, the training module in evaluation, and TorchRec's
+quantized static collections (int8 and int4), which get row numbers: their ids are already mapped. Each
+request is a new KeyedJaggedTensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn import serving
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "int4": torch.int4,
+}
+STATIC = {"static int8": torch.qint8, "static int4": torch.quint4x2}
 REQUESTS = 16
 CALLS = {1: 200, 32: 100, 512: 10}
 
@@ -59,12 +65,12 @@ def trained(workload: Workload) -> dyn.DynamicEmbeddingBagCollection:
     return module.eval()
 
 
-def static_int8(workload: Workload) -> nn.Module:
-    """Returns TorchRec's quantized collection, int8."""
+def static(workload: Workload, dtype: torch.dtype) -> nn.Module:
+    """Returns TorchRec's quantized collection; `dtype` is the one of its rows in TorchRec's words."""
     module = EmbeddingBagCollection(tables=configs(workload))
     quiet = torch.ao.quantization.PlaceholderObserver
     module.qconfig = torch.ao.quantization.QConfig(
-        activation=quiet.with_args(dtype=torch.float), weight=quiet.with_args(dtype=torch.qint8)
+        activation=quiet.with_args(dtype=torch.float), weight=quiet.with_args(dtype=dtype)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -113,7 +119,8 @@ def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         held = bytes_a_row(folder / name, shape)
         print(f"{name:10} {held:8.1f} bytes a row")
         rows.append({"workload": shape.name, "what": "bytes a row", "side": name, "bytes": held})
-    sides["static int8"] = static_int8(shape)
+    for name, dtype in STATIC.items():
+        sides[name] = static(shape, dtype)
     for workload in SERVING:
         for size in SERVING_BATCHES:
             asked = replace(shape, name=workload.name, zipf=workload.zipf, batch=size)
@@ -123,9 +130,7 @@ def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             for threads in arguments.threads:
                 torch.set_num_threads(threads)
                 contestants = {
-                    name: requests_of(
-                        module, asked, mapped if name == "static int8" else raw, calls
-                    )
+                    name: requests_of(module, asked, mapped if name in STATIC else raw, calls)
                     for name, module in sides.items()
                 }
                 seconds = measure(contestants, arguments.rounds, clock=arguments.clock)
@@ -139,13 +144,14 @@ def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                         ns_per_request=numbers,
                     )
                 )  # fmt: skip
-                against = ratio(seconds, "training", "int8")
-                rows.append(
-                    result(
-                        workload.name, threads, f"request of {size}", "training", against,
-                        in_mean=False,
-                    )
-                )  # fmt: skip
+                others = {"training": "int8", "static int4": "int4", "int8": "int4"}
+                for other, ours in others.items():
+                    rows.append(
+                        result(
+                            workload.name, threads, f"request of {size}, {ours}", other,
+                            ratio(seconds, other, ours), in_mean=False,
+                        )
+                    )  # fmt: skip
     return rows
 
 
@@ -227,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options(__doc__, (1,))
     parser.add_argument("--folder", type=Path, help="where to put checkpoint and served tables")
     arguments = parser.parse_args(argv)
-    names = ["training", *DTYPES, "static int8"]
+    names = ["training", *DTYPES, *STATIC]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         print(f"{'workload':18} threads batch, us a request of " + ", ".join(names))
         rows = latency(arguments, Path(name))

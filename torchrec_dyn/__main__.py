@@ -13,6 +13,8 @@ import torch
 
 from torchrec_dyn import doctor, serving
 from torchrec_dyn.checkpoint import (
+    BATCH_BYTES,
+    export_table,
     inspect_checkpoint,
     plot_fault,
     print_difference,
@@ -22,6 +24,7 @@ from torchrec_dyn.checkpoint import (
 from torchrec_dyn.checkpoint_format import Pace
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
+from torchrec_dyn.serving import ROW_DTYPES
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
@@ -30,10 +33,11 @@ EXAMPLES = (
     "diff run_a/step_1000 run_b/step_1000",
     "verify served/",
     "follow checkpoints/ --to served/",
+    "export checkpoints/ --table user --to user.parquet",
     "size 50_000_000 64 --optimizer ADAM",
     "doctor",
 )
-_SERVED = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.int8)}
+_SERVED = {str(t).removeprefix("torch."): t for t in ROW_DTYPES}
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16)}
 
 
@@ -75,6 +79,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     _add_verify(commands.add_parser("verify", help="read files completely and check them"))
     _add_follow(commands.add_parser("follow", help="keep served tables at the newest checkpoint"))
+    _add_export(commands.add_parser("export", help="write a table to Parquet or Arrow"))
     _add_size(commands.add_parser("size", help="print the memory that a table needs"))
     report = commands.add_parser(
         "doctor",
@@ -186,6 +191,76 @@ def _print_followed(one: serving.Followed) -> None:
     )
 
 
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.description = (
+        "Writes the rows of a saved table to a file of Parquet or Arrow, with a few row groups in memory at "
+        "a time: of a checkpoint, or of a directory of torchrec_dyn's Checkpoints at a step. The rows are "
+        "checked as they are read; the file gets its name when it is complete. A checkpoint's .metadata is a "
+        "pickle: open only files that you trust."
+    )
+    export.epilog = (
+        "Exit status: 0 written; 1 torn, damaged, no such table or no room; 2 wrong usage."
+    )
+    export.add_argument("path", type=Path, help="directory of the checkpoint, or of Checkpoints")
+    export.add_argument("--table", help="name or key of the table; default: the only table")
+    export.add_argument("--to", type=Path, required=True, help="the file; .parquet or .arrow")
+    export.add_argument("--step", type=int, help="step of an entry; default: the newest")
+    export.add_argument(
+        "--ids", type=_ids, metavar="LO:HI", help="ids from LO to HI - 1; each may be left out"
+    )
+    export.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="default: id,row and, with a policy, last_seen,count; also last_seen_time, momentum1, momentum2 "
+        "and row_counter",
+    )
+    export.add_argument(
+        "--waiting",
+        action="store_true",
+        help="the ids that wait for admission, in place of the rows",
+    )
+    export.add_argument(
+        "--format", choices=("parquet", "arrow"), help="default: by the end of the name"
+    )
+    export.add_argument(
+        "--row-group",
+        type=_count,
+        default=BATCH_BYTES,
+        metavar="BYTES",
+        help=f"most bytes of a row group before compression; default: {BATCH_BYTES:_}",
+    )
+    export.set_defaults(run=_export)
+
+
+def _export(chosen: argparse.Namespace) -> None:
+    warnings.filterwarnings("always", message="export_table: ")
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
+    rows = export_table(
+        chosen.path,
+        chosen.table,
+        chosen.to,
+        columns=chosen.columns,
+        ids=chosen.ids,
+        step=chosen.step,
+        waiting=chosen.waiting,
+        kind=chosen.format,
+        batch_bytes=chosen.row_group,
+    )
+    print(f"{chosen.to}: {rows:,} rows, {chosen.to.stat().st_size:,} bytes")
+
+
+def _ids(text: str) -> range:
+    low, colon, high = text.partition(":")
+    try:
+        found = range(int(low or -(2**63)), int(high or 2**63))
+    except ValueError:
+        colon = ""
+    if not colon or not -(2**63) <= found.start <= found.stop <= 2**63:
+        raise argparse.ArgumentTypeError(f"expected LO:HI of int64, LO <= HI, got {text}")
+    return found
+
+
 def _add_size(size: argparse.ArgumentParser) -> None:
     size.description = (
         "Prints an upper bound of the memory of a table on the CPU, in MiB (2^20 bytes). A table-wise table "
@@ -265,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = options.run(options)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return getattr(options, "failed", _FAILED)
     return int(status or 0)

@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn import serving
+from torchrec_dyn.serving.row_format import RowFormat
 
 EXTREMES = [2**63 - 1, -(2**63), -1, 0]
 IDS = [*range(-60, 60), *EXTREMES]  # of which 50 to 59 and -60 to -51 are in no table
@@ -19,9 +20,9 @@ KEYS = ["f3", "x", "f2", "f1"]
 SUMS: dict = {}
 MIXED = {"b": PoolingType.MEAN}
 MEANS = dict.fromkeys("abc", PoolingType.MEAN)
-DTYPES = [torch.float32, torch.float16, torch.int8]
-# A bag has 5 ids at most, of rows of numbers up to 4: 5 * 8 / 255 / 2, and 5 * 2^-9.
-NEAR = {torch.float32: 0.0, torch.float16: 0.01, torch.int8: 0.08}
+DTYPES = [torch.float32, torch.float16, torch.int8, torch.int4]
+# A bag has 5 ids at most, of rows of numbers up to 4: 5 * 8 / 255 / 2, 5 * 8 / 15 / 2 and 5 * 2^-9.
+NEAR = {torch.float32: 0.0, torch.float16: 0.01, torch.int8: 0.08, torch.int4: 1.35}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,23 @@ def test_rows_of_one_table_of_several_can_be_served(served):
     torch.testing.assert_close(one(features).values(), expected, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int4])
+def test_pooled_rows_are_sums_of_decoded_rows(served, dtype):
+    """Nearer than the steps of the format: the same numbers as the rows themselves say."""
+    configs = bag_configs(A, B)
+    ours = serving.ServingEmbeddingBagCollection(served(dtype), configs)
+    form, parts = RowFormat(dtype), []
+    features = batch(["f_a", "f_b"], IDS, 30, seed=3)
+    for table in (A, B):
+        decoded = {i: form.decode(form.encode(row[None], "t"))[0] for i, row in table.rows.items()}
+        bags = features[f"f_{table.name}"].to_dense()
+        zeros = torch.zeros(table.dim)
+        parts.append(
+            torch.stack([sum((decoded.get(int(i), zeros) for i in bag), zeros) for bag in bags])
+        )
+    torch.testing.assert_close(ours(features).values(), torch.cat(parts, 1), rtol=1e-6, atol=1e-5)
+
+
 def test_half_rows_are_rounded_to_nearest(served):
     (config,) = bag_configs(A)
     one = serving.ServingEmbeddingBagCollection(served(torch.float16), [config])
@@ -137,7 +155,7 @@ def test_tensors_that_are_not_contiguous_are_read_as_they_are(served, dtype):
         (KeyedJaggedTensor(["f_a"], torch.tensor([1]), lengths=torch.tensor([2, -1])), "not negative"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.int4])
 def test_bad_batches_are_errors(served, dtype, features, message):
     one = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A))
     with pytest.raises(ValueError, match=message):

@@ -32,14 +32,15 @@ def checkpoint(tmp_path):
     return save(tmp_path / "checkpoint", A, B)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.int4])
 def test_bytes_follow_the_rows(checkpoint, tmp_path, dtype):
     out = tmp_path / "out"
     serving.build(checkpoint, out, rows=dtype)
     generation = out / (out / "current").read_text().strip()
     manifest = json.loads((generation / "manifest.json").read_text())
-    extra = 4 if dtype == torch.int8 else 0
-    width = {name: dim * dtype.itemsize + extra for name, dim in (("a", 8), ("b", 12))}
+    of_row = {torch.int8: lambda dim: dim + 4, torch.int4: lambda dim: dim // 2 + 4}
+    row_bytes = of_row.get(dtype, lambda dim: dim * dtype.itemsize)
+    width = {name: row_bytes(dim) for name, dim in (("a", 8), ("b", 12))}
     # The rows of b begin at a multiple of their width.
     assert 0 <= manifest["rows_bytes"] - 500 * width["a"] - 40 * width["b"] < width["b"]
     assert (generation / "slots").stat().st_size == 16 * sum(

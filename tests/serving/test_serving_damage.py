@@ -139,7 +139,7 @@ def test_a_manifest_that_is_none(served, folder, text):
         ("initializer", 5, "expected initializer of table 'b' with a name and its numbers, got 5"),
         ("trained_as", "nn", r"expected trained_as of table 'b' among \['float32', .*\], got 'nn'"),
         ("sums", {"ids": 1}, r"expected sums of table 'b' of ids and weight, .*, got {'ids': 1}"),
-        ("rows", "nn", r"expected rows among \['float32', 'float16', 'int8'\], got 'nn'"),
+        ("rows", "nn", r"expected rows among \['float32', 'float16', 'int8', 'int4'\], got 'nn'"),
         ("rows_bytes", -1, r"expected rows_bytes in \[0, 2\^63\), got -1"),
         ("rows_bytes", 1903, "expected at least 1904 rows_bytes for the rows of the tables, got"),
         ("rows_file", "rows-00000000", "expected all files of generation 000001-.*got only some"),

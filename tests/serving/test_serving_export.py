@@ -23,7 +23,7 @@ KEYS = ["f3", "x", "f2", "f1"]
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     save(folder / "checkpoint", A, B, EMPTY)
-    for dtype in (torch.float32, torch.float16, torch.int8):
+    for dtype in (torch.float32, torch.float16, torch.int8, torch.int4):
         serving.build(folder / "checkpoint", folder / str(dtype), rows=dtype)
     return lambda dtype: folder / str(dtype)
 
@@ -50,6 +50,7 @@ def quiet(monkeypatch):
         (torch.float16, "zeros", True, ["f1", "f2", "f2", "f3"]),
         (torch.int8, "zeros", False, KEYS),
         (torch.int8, "initial", True, KEYS),
+        (torch.int4, "zeros", True, KEYS),
     ],
 )
 def test_pooled_programs(served, dtype, unseen, weighted, keys):

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.serving.int8 import Int8Pooling
+from torchrec_dyn.serving.nbit import NBitPooling
 from torchrec_dyn.serving.row_format import RowFormat
 
-INT8 = RowFormat(torch.int8)
+INT8, INT4 = RowFormat(torch.int8), RowFormat(torch.int4)
 
 
 def step_of(rows):
@@ -48,10 +48,74 @@ def test_fbgemm_reads_int8_as_we_do():
     written = INT8.encode(rows, "t")
     assert written.shape == (50, INT8.row_bytes(12)) == (50, 16)
     numbers = torch.tensor([3, 0, 49, -1, 3])
-    read = Int8Pooling([12]).gather(written.view(-1), numbers)
+    read = NBitPooling([12], torch.int8).gather(written.view(-1), numbers)
     expected = INT8.decode(written)[numbers]
     expected[3] = 0.0
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
+
+
+ranges = st.sampled_from([1e-9, 1e-7, 1e-4, 0.01, 1.0, 100.0, 1e4])
+centres = st.sampled_from([0.0, 1e-3, -1.0, 30.0, -300.0])
+
+
+def normal(seed, columns, scale, centre):
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(9, columns, generator=draw) * scale + centre
+    rows[0] = centre  # a row without a range
+    return rows
+
+
+@given(st.integers(0, 2**32), st.sampled_from([4, 8, 12, 60, 64, 260]), ranges, centres)
+def test_int4_has_the_numbers_of_fbgemm(seed, columns, scale, centre):
+    """Its rows have scale and bias at the end, ours at the begin; what is read is bit-equal."""
+    rows = normal(seed, columns, scale, centre)
+    written = INT4.encode(rows, "t")
+    assert written.shape == (9, INT4.row_bytes(columns)) == (9, columns // 2 + 4)
+    fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4)
+    assert torch.equal(written.roll(-4, 1), fused)
+    read = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4)
+    assert torch.equal(INT4.decode(written), read)
+
+
+@given(st.integers(0, 2**32), st.sampled_from([4, 12, 64]), ranges, centres)
+def test_the_error_of_int4(seed, columns, scale, centre):
+    """Half a 15th of the row's range, and the roundings of scale and bias to float16."""
+    rows = normal(seed, columns, scale, centre)
+    low, high = rows.aminmax(dim=1, keepdim=True)
+
+    def rounding(numbers):
+        return (numbers.abs() * 2**-11).clamp(min=2**-25)
+
+    bound = (high - low) / 30 + rounding(low) + 15 * rounding((high - low) / 15)
+    error = (INT4.decode(INT4.encode(rows, "t")) - rows).abs()
+    assert bool((error <= bound + rows.abs() * 2**-22).all())
+
+
+def test_the_error_of_int4_is_not_smaller():
+    rows = torch.randn(1000, 64) * 0.05
+    low, high = rows.aminmax(dim=1)
+    error = (INT4.decode(INT4.encode(rows, "t")) - rows).abs().amax(1) / ((high - low) / 30)
+    assert 0.95 < float(error.max()) < 1.03  # of half a step
+
+
+def test_fbgemm_reads_int4_as_we_do():
+    rows = torch.randn(50, 12)
+    numbers = torch.tensor([3, 0, 49, -1, 3])
+    written = INT4.encode(rows, "t")
+    read = NBitPooling([12], torch.int4).gather(written.view(-1), numbers)
+    expected = INT4.decode(written)[numbers]
+    expected[3] = 0.0
+    torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 6, 7, 13])
+def test_int4_needs_columns_as_fbgemm_does(columns):
+    rows = torch.ones(2, columns)
+    with pytest.raises(RuntimeError):
+        torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4)
+    says = f"t: expected a multiple of 4 columns for rows of int4, as FBGEMM does, got {columns}"
+    with pytest.raises(ValueError, match=says):
+        INT4.encode(rows, "t")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -76,7 +140,14 @@ def test_float32_is_exact_for_every_dtype(trained):
 # Of int8 the bias and the scale are float16, so what lies above the bias may be 255 times as much.
 @pytest.mark.parametrize(
     ("dtype", "large"),
-    [(torch.float16, 1e5), (torch.float16, -1e5), (torch.int8, 1e8), (torch.int8, -1e5)],
+    [
+        (torch.float16, 1e5),
+        (torch.float16, -1e5),
+        (torch.int8, 1e8),
+        (torch.int8, -1e5),
+        (torch.int4, 1e6),
+        (torch.int4, -1e5),
+    ],
 )
 def test_numbers_that_do_not_fit_are_refused(dtype, large):
     rows = torch.zeros(3, 4)
@@ -88,11 +159,12 @@ def test_numbers_that_do_not_fit_are_refused(dtype, large):
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_int8_holds_finite_numbers_only_and_floats_any(wrong):
+def test_int8_and_int4_hold_finite_numbers_only_and_floats_any(wrong):
     rows = torch.zeros(3, 4)
     rows[1, 2] = wrong
-    with pytest.raises(ValueError, match="int8 can hold"):
-        INT8.encode(rows, "t")
+    for form, name in ((INT8, "int8"), (INT4, "int4")):
+        with pytest.raises(ValueError, match=f"{name} can hold"):
+            form.encode(rows, "t")
     for dtype in (torch.float16, torch.float32):
         form = RowFormat(dtype)
         torch.testing.assert_close(form.decode(form.encode(rows, "t")), rows, equal_nan=True)
@@ -104,13 +176,13 @@ def test_int8_refuses_rows_that_are_all_too_large():
 
 
 def test_no_rows():
-    for dtype in (torch.float32, torch.float16, torch.int8):
+    for dtype in (torch.float32, torch.float16, torch.int8, torch.int4):
         form = RowFormat(dtype)
-        assert form.encode(torch.empty(0, 3), "t").shape == (0, form.row_bytes(3))
+        assert form.encode(torch.empty(0, 4), "t").shape == (0, form.row_bytes(4))
 
 
 def test_other_dtypes_are_refused():
     with pytest.raises(
-        ValueError, match=r"expected rows of float32, float16 or int8, got torch.int4"
+        ValueError, match=r"expected rows of float32, float16, int8 or int4, got torch.int2"
     ):
-        RowFormat(torch.int4)
+        RowFormat(torch.int2)

@@ -54,7 +54,7 @@ changes = st.lists(
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8, torch.int4])
 @given(changes=changes)
 @settings(max_examples=max(1, settings.default.max_examples // 8))
 def test_deltas_in_order_give_the_last_checkpoint(tmp_path_factory, dtype, changes):

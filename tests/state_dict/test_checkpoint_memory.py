@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import workers
 from another_process import call
 from checkpoint_cases import quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from peak_memory import peak_of
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import collection_of, shard
 
@@ -20,21 +19,6 @@ import torchrec_dyn as dyn
 MIB = 1 << 20
 BOUND = 256 * MIB
 DIM = 64
-
-
-def status(field: str) -> int:
-    """A number of /proc/self/status, in bytes."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) << 10
-
-
-def peak_of(do: Callable[[], None]) -> int:
-    """How much more memory this process held at the highest point of a call than before it, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    do()
-    return status("VmHWM") - before
 
 
 def model_of(rows: int) -> object:

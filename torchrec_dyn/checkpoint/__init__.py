@@ -1,10 +1,10 @@
 """Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
 
-Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`, `storage`
-and the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`;
-`inspection`, `comparison` and `verification` are the commands `python -m torchrec_dyn inspect`, `diff` and
-`verify`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint of the
-changed rows; it is verified completely before any table changes.
+Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`, `storage` and
+the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`; `table_export`,
+`inspection`, `comparison` and `verification` are the commands `python -m torchrec_dyn export`, `inspect`,
+`diff` and `verify`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint
+of the changed rows; it is verified completely before any table changes.
 """
 
 from torchrec_dyn.checkpoint.checkpoints import Checkpoints, Restored
@@ -17,6 +17,7 @@ from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
+from torchrec_dyn.checkpoint.table_export import BATCH_BYTES, export_table, read_batches
 from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
@@ -35,8 +36,10 @@ __all__ = [
     "export_delta",
     "export_rows",
     "export_saved_rows",
+    "export_table",
     "import_rows",
     "load_static",
     "mark",
     "open_checkpoint",
+    "read_batches",
 ]

@@ -42,6 +42,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     naming,
     replace_file,
 )
+from torchrec_dyn.checkpoint_format.merged_table import MergedTable
 from torchrec_dyn.checkpoint_format.pace import Pace
 from torchrec_dyn.checkpoint_format.saved_chain import ENTRY, LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.checkpoint_format.saved_config import (

@@ -203,6 +203,14 @@ class SavedTable:
             for name in wanted:
                 self._check_sum(name, check.sums.get(name, 0), self.sums[name])
 
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Reads the rows [first, last) of a tensor, and checks nothing: the caller checks what it reads.
+
+        Returns:
+            [last - first, columns], or [last - first] of a tensor with one dimension.
+        """
+        return self._tensor(name).rows(first, last)
+
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
         """Reads and checks all tensors.
 

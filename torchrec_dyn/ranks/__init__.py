@@ -9,9 +9,11 @@ all ranks, also before it sends tensors. `host_group` returns the group for tens
 
 from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
 from torchrec_dyn.ranks.groups import background_group, host_group
+from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,
+    Piece,
     TableLayout,
     checked_plan,
     table_layouts,

@@ -22,6 +22,7 @@ from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.follow_loop import follow
 from torchrec_dyn.serving.follower import Followed, Follower
 from torchrec_dyn.serving.modules import ServingEmbeddingBagCollection, ServingEmbeddingCollection
+from torchrec_dyn.serving.row_format import ROW_DTYPES
 from torchrec_dyn.serving.update import apply_delta, build_again
 from torchrec_dyn.serving.verification import add_checksums, verify
 

@@ -63,7 +63,7 @@ def build(
     Args:
         checkpoint: directory of the checkpoint.
         out: the directory to make.
-        rows: dtype of the served rows: float32, float16 or int8 (row_format.py).
+        rows: dtype of the served rows: float32, float16, int8 or int4 (row_format.py).
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:

@@ -46,6 +46,7 @@ class Generation(nn.Module):
         self.name = name
         self.verified: Mapping[str, FileSums] = {}  # sums of the rows file, if it was verified
         self.row_dtype = manifest.row_format.dtype
+        self.nbit = manifest.rows if manifest.row_format.is_nbit else ""  # "int8" or "int4"
         self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
         cut = manifest.blocks()
         layout = []
@@ -82,7 +83,7 @@ class Generation(nn.Module):
         return one[one[:, 1] > 0, 0].contiguous()
 
     def blocks(self) -> list[Tensor]:
-        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8.
+        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8 and int4.
 
         `layout` has the blocks of each table.
         """
@@ -92,7 +93,7 @@ class Generation(nn.Module):
         return [self.slots.narrow(0, one.first_slot, one.capacity) for one in self.tables]
 
     def _blocks(self) -> list[Tensor]:
-        if self.row_dtype == torch.int8:
+        if self.nbit:
             return []
         blocks = []
         for columns, rows, count in self._cuts:

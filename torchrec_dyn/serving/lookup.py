@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 
 from torchrec_dyn import ops
 from torchrec_dyn.serving.generation import Generation, open_generation
-from torchrec_dyn.serving.int8 import Int8Pooling
+from torchrec_dyn.serving.nbit import INT4, NBitPooling
 from torchrec_dyn.serving.unseen import UnseenRows
 
 
@@ -77,7 +77,12 @@ class ServedLookup(nn.Module):
             "_feature_of_column": of_column,
         }.items():
             self.register_buffer(name, numbers, persistent=False)
-        self._int8 = Int8Pooling(self._columns)
+        self._nbit = nn.ModuleDict(
+            {
+                "int8": NBitPooling(self._columns, torch.int8),
+                "int4": NBitPooling(self._columns, INT4),
+            }
+        )
         self._serves_initial = unseen == "initial"
         self._unseen: list[UnseenRows] = []
         self.refresh()
@@ -118,8 +123,9 @@ class ServedLookup(nn.Module):
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         rows, absent = generation.find(ids, offsets[self._first_feature * batch])
-        if generation.row_dtype == torch.int8:
-            out = self._int8(generation.rows, rows, offsets, weights, self._all_mean)
+        if generation.nbit:
+            nbit = self._nbit[generation.nbit]
+            out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
         else:
             segments = self._fixed + self._by_batch * batch
             out = ops.gather_pool(
@@ -146,8 +152,9 @@ class ServedLookup(nn.Module):
         ids = ids.contiguous()
         rows, absent = generation.find(ids, table_offsets)
         width = self._columns[0]
-        if generation.row_dtype == torch.int8:
-            out = self._int8.gather(generation.rows, rows)
+        if generation.nbit:
+            nbit = cast(NBitPooling, self._nbit[generation.nbit])
+            out = nbit.gather(generation.rows, rows)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
             tables = torch.arange(len(self._configs))

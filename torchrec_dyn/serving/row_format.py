@@ -2,10 +2,17 @@
 
     float32, float16    the numbers, rounded to nearest
     int8                scale and bias (float16), then one byte a column: value = scale * byte + bias
+    int4                scale and bias (float16), then half a byte a column, the first in the low half
 
-The bias is the least number of the row, rounded down to float16. The scale is a 255th of the range from the
-bias to the largest number, rounded up. So every number is inside the range of the bytes, and its error is at
-most scale / 2: half a 255th of the row's range, and up to a thousandth more for each of the two roundings.
+int8: the bias is the least number of the row, rounded down to float16. The scale is a 255th of the range from
+the bias to the largest number, rounded up. So every number is inside the range of the bytes, and its error is
+at most scale / 2: half a 255th of the row's range, and up to a thousandth more for each of the two roundings.
+
+int4: the numbers are those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf, whose rows have scale and bias
+at the end; its kernels for inference expect them at the begin. The bias is the least number a, and the scale
+a 15th of the range from it to the largest number b, each rounded to nearest in float16. So the error is at
+most half a step, (b - a) / 30, and what the two roundings add: r(a) + 15 r((b - a) / 15), where
+r(x) = max(2^-11 |x|, 2^-25).
 
 Legend: M rows, D columns.
 """
@@ -17,29 +24,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROW_DTYPES = (torch.float32, torch.float16, torch.int8)
+from torchrec_dyn.serving.nbit import INT4, quantize_int4
+
+ROW_DTYPES = (torch.float32, torch.float16, torch.int8, INT4)
 _SCALE_AND_BIAS_BYTES = 4
 _STEPS = 255
+_INT4_COLUMNS = 4
 _LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A format of served rows, named by the dtype of the encoded numbers: float32, float16 or int8."""
+    """A format of served rows, named by the dtype of the encoded numbers: one of `ROW_DTYPES`."""
 
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         if self.dtype not in ROW_DTYPES:
             raise ValueError(
-                f"serving: expected rows of float32, float16 or int8, got {self.dtype}. "
-                "Pass rows=torch.float32, torch.float16 or torch.int8."
+                f"serving: expected rows of float32, float16, int8 or int4, got {self.dtype}. "
+                "Pass rows=torch.float32, torch.float16, torch.int8 or torch.int4."
             )
 
     def row_bytes(self, columns: int) -> int:
         """Returns the number of bytes of a row."""
-        extra = _SCALE_AND_BIAS_BYTES if self.dtype == torch.int8 else 0
+        extra = _SCALE_AND_BIAS_BYTES if self.is_nbit else 0
+        if self.dtype == INT4:
+            return -(-columns // 2) + extra
         return columns * self.dtype.itemsize + extra
+
+    @property
+    def is_nbit(self) -> bool:
+        """True for int8 and int4: numbers of a few bits, with a scale and a bias a row."""
+        return self.dtype in (torch.int8, INT4)
 
     def is_exact_for(self, dtype: torch.dtype) -> bool:
         """Returns True if rows of a dtype are encoded and decoded without rounding."""
@@ -53,8 +70,11 @@ class RowFormat:
             where: the table, for messages.
 
         Raises:
-            ValueError: if a number is too large for the format, or is NaN and the format is int8.
+            ValueError: if a number is too large for the format, or is NaN and the format is int8 or int4; or
+                if the format is int4 and D is no multiple of 4.
         """
+        if self.dtype == INT4:
+            return _encode_int4(rows.float(), where)
         if self.dtype == torch.int8:
             return _encode_int8(rows.float(), where)
         written = rows.to(self.dtype).contiguous()
@@ -70,10 +90,12 @@ class RowFormat:
         Args:
             written: [M, row_bytes] uint8.
         """
-        if self.dtype != torch.int8:
+        if not self.is_nbit:
             return written.contiguous().view(self.dtype).float()
         head, steps = written.split([_SCALE_AND_BIAS_BYTES, written.shape[1] - 4], dim=1)
         scale, bias = head.contiguous().view(torch.float16).float().split(1, dim=1)
+        if self.dtype == INT4:
+            steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
         return steps.float() * scale + bias
 
 
@@ -92,6 +114,23 @@ def _encode_int8(rows: Tensor, where: str) -> Tensor:
     steps = (rows - bias.float()).div_(torch.where(scale == 0, 1.0, scale.float()))
     steps = steps.round_().clamp_(0, _STEPS).to(torch.uint8)
     return torch.cat([scale.view(torch.uint8), bias.view(torch.uint8), steps], dim=1)
+
+
+def _encode_int4(rows: Tensor, where: str) -> Tensor:
+    if rows.shape[1] % _INT4_COLUMNS:
+        raise ValueError(
+            f"{where}: expected a multiple of {_INT4_COLUMNS} columns for rows of int4, as FBGEMM does, got "
+            f"{rows.shape[1]}. Serve them with rows=torch.int8."
+        )
+    if rows.numel() == 0:
+        return torch.empty(len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8)
+    low, high = torch.aminmax(rows, dim=1)
+    # A range that float16 cannot hold in 15 steps is refused below; FBGEMM would write an infinite scale.
+    if not bool(
+        ((low.abs() <= _LARGEST) & ((high - low) <= 15 * _LARGEST) & high.isfinite()).all()
+    ):
+        raise _too_large(where, "int4", rows)
+    return quantize_int4(rows)
 
 
 def _to_half(numbers: Tensor, up: bool) -> Tensor:
