@@ -17,6 +17,7 @@ with `modules`; `manifest` describes the directory, and `follower` keeps it at t
 
 from torchrec_dyn.serving.builder import build
 from torchrec_dyn.serving.chain_ways import ForkedChain
+from torchrec_dyn.serving.compiled import compile_program
 from torchrec_dyn.serving.export import export_program
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.follow_loop import follow
@@ -36,6 +37,7 @@ __all__ = [
     "apply_delta",
     "build",
     "build_again",
+    "compile_program",
     "export_program",
     "follow",
     "verify",

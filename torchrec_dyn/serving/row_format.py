@@ -41,6 +41,15 @@ class RowFormat:
         extra = _SCALE_AND_BIAS_BYTES if self.dtype == torch.int8 else 0
         return columns * self.dtype.itemsize + extra
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of stored rows as a tensor: rows of int8 are bytes, with scale and bias."""
+        return torch.uint8 if self.dtype == torch.int8 else self.dtype
+
+    def stored_columns(self, columns: int) -> int:
+        """Returns the number of columns of stored rows as a tensor of `stored_dtype`."""
+        return self.row_bytes(columns) // self.stored_dtype.itemsize
+
     def is_exact_for(self, dtype: torch.dtype) -> bool:
         """Returns True if rows of a dtype are encoded and decoded without rounding."""
         return self.dtype == dtype or self.dtype == torch.float32
