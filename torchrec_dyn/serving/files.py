@@ -22,8 +22,8 @@ LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
 # copies of them.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-# Linux keeps what one write fills in pages of 2 MiB, if it begins at a multiple of their size and the file system
-# can (ext4 since Linux 6.16, xfs). Random rows of a mapped file then miss the TLB far less often.
+# Linux keeps what one write fills in pages of 2 MiB, if it begins at a multiple of their size and the file
+# system can (ext4 since Linux 6.16). Random rows of a mapped file then miss the TLB far less often.
 HUGE_PAGE = 2 << 20
 
 
