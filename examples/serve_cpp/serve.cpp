@@ -3,8 +3,8 @@
 //     serve PROGRAM.pt2 SERVED LIBRARY...
 //
 // LIBRARY is torchrec_dyn/_C.abi3.so, and for rows of int8 also fbgemm_gpu/fbgemm_gpu_tbe_inference.so. Each line of
-// the input has two paths: of the input tensors, a list saved by torch.save, and of the outputs, which torch.load
-// reads. Each answer is a line with the generation that it is from.
+// the input has two paths: of the input tensors, a list saved by torch.save, and of the outputs, a tuple for torch.load.
+// Each answer is a line with the generation that it is from.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
@@ -31,8 +31,10 @@ int main(int argc, char** argv) {
     for (const c10::IValue& input : saved.toListRef()) inputs.push_back(input.toTensor());
     std::istringstream words(names);
     for (std::string name; words >> name;) inputs.push_back(served.tensors.at(name));
-    const std::vector<char> outputs = torch::jit::pickle_save(program.run(inputs));
-    std::ofstream(answer, std::ios::binary).write(outputs.data(), static_cast<std::streamsize>(outputs.size()));
+    const auto outputs = program.run(inputs);
+    const std::vector<c10::IValue> values(outputs.begin(), outputs.end());
+    const std::vector<char> made = torch::jit::pickle_save(c10::ivalue::Tuple::create(values));
+    std::ofstream(answer, std::ios::binary).write(made.data(), static_cast<std::streamsize>(made.size()));
     std::cout << served.generation << std::endl;
   }
 }
