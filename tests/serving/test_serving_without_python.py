@@ -13,7 +13,7 @@ import pages
 import pytest
 import torch
 from compiled_cases import IDS, Scores, built, configs_of, grow
-from serving_cases import batch
+from serving_cases import Plain, batch, save
 
 import torchrec_dyn._C
 from torchrec_dyn import serving
@@ -116,6 +116,13 @@ def test_cpp_answers_as_python_does(tmp_path, dtype, monkeypatch):
         generation, _ = ask([dense, features.values(), lengths, features.weights()])
         assert not generation and "expected lengths >= 0" in server.stderr.read()
         assert server.wait(timeout=60)
+        narrow = [Plain("a b", 8), Plain("b", 16), Plain("c", 128)]
+        save(tmp_path / "narrow", *narrow)
+        serving.build(tmp_path / "narrow", tmp_path / "other", rows=dtype)
+        command = [tmp_path / "serve", tmp_path / "program.pt2", tmp_path / "other", CORE, FBGEMM]
+        line = f"{tmp_path / 'request.pt'} {tmp_path / 'answer.pt'}"
+        ended = subprocess.run(command, input=line, capture_output=True, text=True, timeout=60)
+        assert ended.returncode and "expected: 20, but got: 12" in ended.stderr
     finally:
         server.kill()
         server.communicate()
