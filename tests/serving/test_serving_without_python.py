@@ -34,10 +34,11 @@ LIBRARIES = [
 CXX = (sysconfig.get_config_var("CXX") or "c++").split()[0]
 
 LOADS = """
-#include <dlfcn.h>
-#include <stdio.h>
+void* dlopen(const char* path, int flags);
+char* dlerror(void);
+int puts(const char* text);
 int main(int argc, char** argv) {
-  if (dlopen(argv[1], RTLD_NOW)) return 0;
+  if (dlopen(argv[1], 2)) return 0;  // RTLD_NOW: every symbol must be there
   puts(dlerror());
   return 1;
 }
