@@ -8,6 +8,7 @@
 // `segments` [S, 5] their bags (lookup/bags.h).
 #if !defined(TORCHREC_DYN_SIMT)
 #include <Python.h>
+#pragma weak PyModule_Create2  // a program without Python may load this library for its ops
 #endif
 
 #include <torch/csrc/stable/library.h>

@@ -40,6 +40,8 @@ STARTS_PROCESSES = [
     *("bench_train", "bench_gpu_train", "bench_checkpoint", "bench_dedup", "bench_scale"),
 ]
 
+COMPILES = ["bench_serving_cpp"]  # a program with AOTInductor
+
 # Tables of bench_eviction that expire by time have no time until ids expire.
 NO_TIME = pytest.mark.filterwarnings("ignore:.*expected set_time:UserWarning")
 
@@ -78,12 +80,12 @@ def tiny_run(tmp_path_factory):
 
 
 def test_every_benchmark_is_run_somewhere():
-    known = {*IN_PROCESS, *STARTS_PROCESSES}
+    known = {*IN_PROCESS, *STARTS_PROCESSES, *COMPILES}
     assert {path.stem for path in BENCHMARKS.glob("bench_*.py")} == known
 
 
 def test_all_can_be_imported():
-    names = [*IN_PROCESS, *STARTS_PROCESSES]
+    names = [*IN_PROCESS, *STARTS_PROCESSES, *COMPILES]
     assert [name for name in names if callable(importlib.import_module(name).main)] == names
 
 
@@ -102,6 +104,13 @@ def test_runs_and_writes(name, tiny_run):
         row["ratio"] for row in written["rows"] if "ratio" in row and row.get("in_mean", True)
     ]
     assert not counted or f"{statistics.geometric_mean(counted):.3f}" in last
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", COMPILES)
+def test_runs_what_compiles(name, tmp_path):
+    sides = [{*row["ns_per_request"]} for row in run(name, tmp_path)["rows"]]
+    assert sides and all(one == {"C++", "Python", "static int8"} for one in sides)
 
 
 def test_the_gpu_benchmark_measures_every_side_and_judges_no_cpu(tiny_run, monkeypatch, capsys):

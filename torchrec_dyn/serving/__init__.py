@@ -8,8 +8,8 @@ The calls in their order::
     serving.apply_delta("served", "deltas/1100")                      # in this process or another
     ebc.refresh()                                                     # serves the delta from now on
 
-Processes that serve the same directory share its pages. On a tmpfs mounted with huge=always, the pages have
-2 MiB and large requests are a quarter to a third faster.
+Processes that serve the same directory share its pages. Where the file system gives pages of 2 MiB (ext4 of
+Linux 6.16, a tmpfs mounted with huge=always), large requests are a quarter to a third faster.
 
 Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table of a training model. Start
 with `modules`; `manifest` describes the directory, and `follower` keeps it at the newest checkpoint.
@@ -17,6 +17,7 @@ with `modules`; `manifest` describes the directory, and `follower` keeps it at t
 
 from torchrec_dyn.serving.builder import build
 from torchrec_dyn.serving.chain_ways import ForkedChain
+from torchrec_dyn.serving.compiled import compile_program
 from torchrec_dyn.serving.export import export_program
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.follow_loop import follow
@@ -37,6 +38,7 @@ __all__ = [
     "apply_delta",
     "build",
     "build_again",
+    "compile_program",
     "export_program",
     "follow",
     "verify",

@@ -43,6 +43,7 @@ from torchrec_dyn.serving.manifest import (
     new_rows_file,
 )
 from torchrec_dyn.serving.row_format import RowFormat
+from torchrec_dyn.serving.tensor_index import write_index
 from torchrec_dyn.storage import new_key
 
 # Bytes of rows that are encoded at once; a few copies of these rows are in memory.
@@ -186,11 +187,12 @@ def write_tables(
             for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
                 written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
                 maps[name].put(chunk["ids"], appender.append(written))
+        appender.flush()
     finally:
         appender.close()
     dtype = str(row_format.dtype).removeprefix("torch.")
     manifest = Manifest(dtype, rows_file, appender.used, tables, entry)
-    extend(folder / rows_file, manifest.mapped_bytes())
+    extend(folder / rows_file, manifest.file_bytes())
     write_checksums(folder / generation, manifest.to_json(), slots, rows_file, rows_sums.sums())
     publish(folder, generation, manifest)
 
@@ -213,6 +215,7 @@ def new_slots(
 def publish(folder: Path, generation: str, manifest: Manifest) -> None:
     """Commits a generation to the disk, then writes its name to `current`; from then on it is served."""
     commit(folder / generation / SLOTS)
+    write_index(folder, generation, manifest)
     replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
     commit(folder)
     replace_file(folder / CURRENT, f"{generation}\n".encode())

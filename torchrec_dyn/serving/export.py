@@ -10,6 +10,7 @@ Legend: F features, B bags of a feature, N ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,8 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
     """Exports a module whose only input is features, such as a serving collection.
 
     `torch.export.export` works too, but its program needs two bags or more if the example has them.
-    The program holds copies of the present rows and id maps: it does not refresh.
+    The program holds copies of the present rows and id maps: it does not refresh. `compile_program` makes one
+    that does.
 
     Args:
         module: a serving collection, or a module that contains a serving collection.
@@ -43,15 +45,22 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
     )
     leaves, _ = torch.utils._pytree.tree_flatten(plain)
     shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
-    # Without this, the program of an example with many bags refuses one bag and no bags: torch treats sizes 0
-    # and 1 as special cases.
-    with symbolic_shapes.patch(  # type: ignore[attr-defined]
-        backed_size_oblivious=True
-    ):
+    with any_size():
         program = torch.export.export(module, (plain,), dynamic_shapes=(shapes,), strict=False)
     # The inputs hold a KeyedJaggedTensor, which torch.export.load would have to unpickle.
     program.example_inputs = None
     return program
+
+
+def any_size() -> AbstractContextManager[None]:
+    """Returns a context in which programs are traced for dynamic sizes 0 and 1, too.
+
+    Else torch treats these sizes as special cases: the program of an example with many bags refuses them.
+    """
+    patched: AbstractContextManager[None] = symbolic_shapes.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    )
+    return patched
 
 
 def traced_features(

@@ -10,7 +10,8 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 
 from torchrec_dyn import ops
 from torchrec_dyn.serving.generation import Generation, open_generation
+from torchrec_dyn.serving.given_tables import GivenTables
 from torchrec_dyn.serving.nbit import INT4, NBitPooling
 from torchrec_dyn.serving.unseen import UnseenRows
 
@@ -54,7 +56,7 @@ class ServedLookup(nn.Module):
         super().__init__()
         if unseen not in ("zeros", "initial"):
             raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {unseen!r}.')
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._configs = list(configs)
         self._where = where
         self._verify = verify
@@ -83,7 +85,7 @@ class ServedLookup(nn.Module):
                 "int4": NBitPooling(self._columns, INT4),
             }
         )
-        self._serves_initial = unseen == "initial"
+        self.serves_initial = unseen == "initial"
         self._unseen: list[UnseenRows] = []
         self.refresh()
 
@@ -97,22 +99,37 @@ class ServedLookup(nn.Module):
         """
         names = [config.name for config in self._configs]
         before = cast("Generation | None", self._modules.get("generation"))
-        found = open_generation(self._folder, names, before, self._verify)
+        found = open_generation(self.folder, names, before, self._verify)
         if found is None:
             return False
         for config, table in zip(self._configs, found.tables, strict=True):
             if config.embedding_dim != table.embedding_dim:
                 raise ValueError(
                     f"{self._where}(table='{config.name}'): expected embedding_dim "
-                    f"{table.embedding_dim} as in {self._folder}, got {config.embedding_dim}."
+                    f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
                 )
-        if self._serves_initial:
+        if self.serves_initial:
             # Initial rows follow from the name, the seed and the initializer, which no delta changes.
             self._unseen = [
                 UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
             ]
         self.generation = found
         return True
+
+    def given_tables(self) -> GivenTables:
+        """Returns tables of the same names and columns for a program, without their tensors."""
+        columns = {config.name: config.embedding_dim for config in self._configs}
+        return GivenTables(columns, self.generation.nbit)
+
+    @contextmanager
+    def reading(self, given: GivenTables) -> Iterator[None]:
+        """Reads given tables instead of the generation, which is no part of the module meanwhile."""
+        before = self._modules["generation"]
+        self._modules["generation"] = given
+        try:
+            yield
+        finally:
+            self._modules["generation"] = before
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
@@ -137,7 +154,7 @@ class ServedLookup(nn.Module):
             assert lengths is not None
             lengths = torch.where(self._is_sum, 1, lengths.clamp(min=1))
             out = out / lengths[:, self._feature_of_column]
-        if self._serves_initial and self._has_any(absent):
+        if self.serves_initial and self._has_any(absent):
             out = out + self._unseen_pooled(ids, rows, offsets, weights, batch)
         return out
 
@@ -164,7 +181,7 @@ class ServedLookup(nn.Module):
                 rows, None, None, generation.blocks(), generation.layout, segments, False,
                 ids.shape[0] * width, torch.float32,
             ).view(-1, width)  # fmt: skip
-        if self._serves_initial and self._has_any(absent):
+        if self.serves_initial and self._has_any(absent):
             for t, positions in self._absent_positions(rows, table_offsets):
                 out = out.index_copy(0, positions, self._unseen[t](ids[positions]))
         return out

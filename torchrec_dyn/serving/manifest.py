@@ -8,6 +8,7 @@
                                (csrc/storage/id_map.h)
         manifest.json
         checksums.json         sums of the bytes of these files and of the rows (checksums.py)
+        tensors, keys          the same for programs without Python (tensor_index.py)
     lock                       held by the process that writes
 
 manifest.json, keys sorted:
@@ -115,6 +116,14 @@ class Manifest:
         return max(
             [self.rows_bytes, *(end * width for end, width in zip(ends, widths, strict=True))]
         )
+
+    def whole_rows(self, table: str) -> int:
+        """Returns the number of whole rows of a table's width in the rows file, at least 1."""
+        return max(1, self.rows_bytes // self.widths()[table])
+
+    def file_bytes(self) -> int:
+        """Returns the length of a rows file that has `mapped_bytes` and the `whole_rows` of every table."""
+        return max([self.mapped_bytes(), *self.widths().values()])
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.

@@ -58,6 +58,15 @@ class RowFormat:
         """True for int8 and int4: numbers of a few bits, with a scale and a bias a row."""
         return self.dtype in (torch.int8, INT4)
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of stored rows as a tensor: rows of int8 and int4 are bytes, with scale and bias."""
+        return torch.uint8 if self.is_nbit else self.dtype
+
+    def stored_columns(self, columns: int) -> int:
+        """Returns the number of columns of stored rows as a tensor of `stored_dtype`."""
+        return self.row_bytes(columns) // self.stored_dtype.itemsize
+
     def is_exact_for(self, dtype: torch.dtype) -> bool:
         """Returns True if rows of a dtype are encoded and decoded without rounding."""
         return self.dtype == dtype or self.dtype == torch.float32

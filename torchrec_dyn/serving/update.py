@@ -311,6 +311,7 @@ def _write_generation(
                 change.apply(table, maps[name], appender)
                 tables[name] = replace(tables[name], num_rows=change.num_rows, sums=change.result)
                 told[-1][name] = torch.cat(change.changed), change.removed
+            appender.flush()
         after = replace(manifest, tables=tables, rows_bytes=appender.used)
     finally:
         appender.close()
@@ -320,7 +321,7 @@ def _write_generation(
     if after.rows_bytes > 2 * in_use + _WASTE_BYTES:
         created.append(path / new_rows_file())
         after, of_rows = _compacted(path, after, maps, created[-1], of_rows)
-    extend(path / after.rows_file, after.mapped_bytes())
+    extend(path / after.rows_file, after.file_bytes())
     if of_rows is not None:
         write_checksums(path / generation, after.to_json(), slots, after.rows_file, of_rows)
     return after
@@ -454,6 +455,7 @@ def _compacted(
             rows_of_table = old[: len(old) // width * width].view(-1, width)
             for _, rows, slots in maps[name].pieces():
                 maps[name].renumber(slots, appender.append(rows_of_table[rows]))
+        appender.flush()
     finally:
         appender.close()
     after = replace(manifest, rows_file=rows_file.name, rows_bytes=appender.used)

@@ -27,7 +27,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.serving.checksums import read_checksums, without_checksums, write_checksums
 from torchrec_dyn.serving.current import with_current
-from torchrec_dyn.serving.files import mapped, only_writer
+from torchrec_dyn.serving.files import extend, mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, maps_of
 from torchrec_dyn.serving.manifest import (
     MANIFEST,
@@ -36,6 +36,7 @@ from torchrec_dyn.serving.manifest import (
     current_generation,
     read_manifest,
 )
+from torchrec_dyn.serving.tensor_index import TENSORS, check_index, write_index
 from torchrec_dyn.serving.update import check_map
 
 
@@ -116,6 +117,7 @@ def verify_generation(
                 _read_into(chunk, file, path, number * SUMMED_BYTES, size)
                 sums.check_sum(path, number, chunk_sum(number, chunk))
                 total += size
+    check_index(folder, generation, manifest)
     return Verified(generation, total, {rows.name: sums.files[rows.name]})
 
 
@@ -136,10 +138,10 @@ def _read_into(chunk: Tensor, file: FileIO, path: Path, place: int, size: int) -
 
 
 def add_checksums(folder: str | os.PathLike[str]) -> None:
-    """Adds checksums to served tables of an older version; does nothing if they have checksums.
+    """Adds checksums and the index of tensors to served tables of an older version that lack these.
 
-    First the ids are checked against the content sums of the saved tables; so are rows that were not rounded.
-    Rounded rows cannot be checked: build again where you doubt them.
+    Before checksums are added, the ids are checked against the content sums of the saved tables; so are rows
+    that were not rounded. Rounded rows cannot be checked: build again where you doubt them.
 
     Args:
         folder: directory that `build` made.
@@ -153,16 +155,24 @@ def add_checksums(folder: str | os.PathLike[str]) -> None:
     with only_writer(path):
         generation = current_generation(path)
         manifest, within = read_manifest(path, generation), path / generation
-        if read_checksums(within, manifest.rows_file) is not None:
-            return
-        slots = mapped(within / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
-        rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
-        for name, served in maps_of(slots, manifest.tables).items():
-            table = manifest.tables[name]
-            check_map(within, name, table, served, len(rows) // manifest.widths()[name])
-            _check_contents(within, name, manifest, served, rows)
-        text = (within / MANIFEST).read_text()
-        write_checksums(within, text, slots, manifest.rows_file, sums_of(rows))
+        if read_checksums(within, manifest.rows_file) is None:
+            _add_sums(path, generation, manifest)
+        if not (within / TENSORS).exists():
+            extend(path / manifest.rows_file, manifest.file_bytes())
+            write_index(path, generation, manifest)
+
+
+def _add_sums(path: Path, generation: str, manifest: Manifest) -> None:
+    """Checks the contents of a generation, and writes their checksums."""
+    within = path / generation
+    slots = mapped(within / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
+    rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
+    for name, served in maps_of(slots, manifest.tables).items():
+        table = manifest.tables[name]
+        check_map(within, name, table, served, len(rows) // manifest.widths()[name])
+        _check_contents(within, name, manifest, served, rows)
+    text = (within / MANIFEST).read_text()
+    write_checksums(within, text, slots, manifest.rows_file, sums_of(rows))
 
 
 def _check_contents(

@@ -1,0 +1,166 @@
+"""Compiles a model with serving collections to a program that C++ runs without Python.
+
+The inputs of the program are plain tensors: those of the model's call, then those of the served tables, which
+the caller maps from the files of the current generation (tensor_index.py). The names of the latter are in the
+program's metadata.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_dyn.serving.export import any_size
+from torchrec_dyn.serving.lookup import ServedLookup
+from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.serving.tensor_index import mapped_tensors
+
+Inputs = Sequence[Tensor | KeyedJaggedTensor]
+
+TABLES = "tables"  # the key in the program's metadata
+_WHERE = "serving.compile_program"
+
+
+def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[str]) -> None:
+    """Compiles a module that contains serving collections, with AOTInductor, for programs without Python.
+
+    The program takes one list of tensors: of each input its tensor, or of features their values, their
+    lengths and, if they have any, their weights; then the tensors of the index of a generation that the
+    metadata "tables" names, apart by spaces. It returns the tensors of the module's output. Sizes of
+    dimension 0 may be others than in the example, 0 and 1 too. The module's other weights are part of the
+    program.
+
+    Do not call the module in another thread meanwhile.
+
+    Args:
+        module: a serving collection, or a module with serving collections of one directory, in evaluation.
+        inputs: an example of the arguments of its call: tensors, and features as KeyedJaggedTensor.
+        out: the file to write, `*.pt2`.
+
+    Raises:
+        ValueError: if the module has no serving collection, collections of several directories, or one with
+            unseen="initial", or the directory has no index.
+    """
+    path = Path(out)
+    if path.suffix != ".pt2":
+        raise ValueError(f"{_WHERE}: expected a file with the ending .pt2, got {path}.")
+    program, names = export_with_tables(module, inputs)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside,
+        any_size(),
+    ):
+        made = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=os.path.join(beside, path.name),
+            inductor_configs={"aot_inductor.metadata": {TABLES: " ".join(names)}},
+        )
+        os.replace(made, path)
+
+
+def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, list[str]]:
+    """Exports a module as a program of two lists of tensors: of the call, and of the served tables.
+
+    Returns:
+        The program, and the names of the tensors of the second list in the index of a generation.
+    """
+    lookups = [one for one in module.modules() if isinstance(one, ServedLookup)]
+    folders = sorted({str(one.folder) for one in lookups})
+    if len(folders) != 1:
+        raise ValueError(
+            f"{_WHERE}: expected a module with serving collections of one directory, got "
+            f"{folders or 'a module without any'}."
+        )
+    if any(one.serves_initial for one in lookups):
+        raise ValueError(
+            f'{_WHERE}: expected collections with unseen="zeros", got unseen="initial", whose op is written '
+            "in Python."
+        )
+    flat = _Flat(module, inputs, lookups)
+    folder, generation = lookups[0].folder, lookups[0].generation.name
+    tensors = mapped_tensors(folder, generation, read_manifest(folder, generation))
+    names = flat.tensor_names()
+    tables = [tensors[name] for name in names]
+    example = flat.tensors_of(inputs)
+    shapes = [[_any_length(one) for one in part] for part in (example, tables)]
+    with flat.exporting(), any_size():
+        program = torch.export.export(flat, (example, tables), dynamic_shapes=shapes, strict=False)
+    return program, names
+
+
+def _any_length(tensor: Tensor) -> Any:
+    is_fixed = tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.shape == (1, 2))
+    return None if is_fixed else {0: Dim.DYNAMIC}
+
+
+class _Flat(nn.Module):
+    """A module as a function of plain tensors; its lookups read the tables that a call gets."""
+
+    def __init__(self, module: nn.Module, inputs: Inputs, lookups: Sequence[ServedLookup]) -> None:
+        super().__init__()
+        self._module = module
+        self._lookups = lookups
+        self._tables = [one.given_tables() for one in lookups]
+        self._features: list[tuple[list[str], bool] | None] = []
+        for one in inputs:
+            if isinstance(one, KeyedJaggedTensor):
+                self._features.append((one.keys(), one.weights_or_none() is not None))
+            elif isinstance(one, Tensor):
+                self._features.append(None)
+            else:
+                raise ValueError(
+                    f"{_WHERE}: expected inputs that are tensors or KeyedJaggedTensors, got "
+                    f"{type(one).__name__}."
+                )
+
+    def tensor_names(self) -> list[str]:
+        """Returns the names of the tensors of all tables, each once."""
+        return list(dict.fromkeys(name for one in self._tables for name in one.tensor_names()))
+
+    @staticmethod
+    def tensors_of(inputs: Inputs) -> list[Tensor]:
+        """Returns the plain tensors of inputs, in the order of the program."""
+        tensors: list[Tensor] = []
+        for one in inputs:
+            if isinstance(one, Tensor):
+                tensors.append(one)
+                continue
+            tensors += [one.values(), one.lengths()]
+            weights = one.weights_or_none()
+            tensors += [] if weights is None else [weights]
+        return tensors
+
+    @contextmanager
+    def exporting(self) -> Iterator[None]:
+        """Lets the lookups read given tables, so that the mapped ones are no buffers of the program."""
+        with ExitStack() as stack:
+            for lookup, given in zip(self._lookups, self._tables, strict=True):
+                stack.enter_context(lookup.reading(given))
+            yield
+
+    def forward(self, inputs: list[Tensor], tables: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors of the module's output, in the order of its pytree."""
+        named = dict(zip(self.tensor_names(), tables, strict=True))
+        left = iter(inputs)
+        arguments: list[Any] = []
+        for features in self._features:
+            if features is None:
+                arguments.append(next(left))
+                continue
+            keys, weighted = features
+            values, lengths = next(left), next(left)
+            weights = next(left) if weighted else None
+            arguments.append(KeyedJaggedTensor(keys, values, weights, lengths=lengths))
+        with ExitStack() as stack:
+            for given in self._tables:
+                stack.enter_context(given.given(named))
+            leaves, _ = torch.utils._pytree.tree_flatten(self._module(*arguments))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
