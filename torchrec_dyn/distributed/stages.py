@@ -43,7 +43,7 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
 
 _Output = TypeVar("_Output")
-# Of each thread: True while a forward sends ids to look them up at once. A pipeline sends those of later batches.
+# Of each thread: `is_forward` while a forward sends ids to look them up at once. Pipelines send ids ahead.
 _running = threading.local()
 
 

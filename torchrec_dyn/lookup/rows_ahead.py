@@ -30,7 +30,9 @@ class _Asking:
     def ask_for(self, asked: list[tuple[RowStore, Tensor]]) -> None:
         """Asks for rows [M] int64 of each store, unless the thread is still busy with earlier rows."""
         if self._last is None or self._last.done():
-            self._last = self._thread.submit(_ask, [(store.snapshot(), rows) for store, rows in asked])
+            self._last = self._thread.submit(
+                _ask, [(store.snapshot(), rows) for store, rows in asked]
+            )
 
 
 def _ask(asked: list[tuple[RowStore, Tensor]]) -> None:
@@ -64,9 +66,7 @@ def ask_for_batch(
                     state.ask_for(of_table)
 
 
-def ask_ahead(
-    tables: Sequence[TableShard], ids: Mapping[int, Tensor], is_trained: bool
-) -> None:
+def ask_ahead(tables: Sequence[TableShard], ids: Mapping[int, Tensor], is_trained: bool) -> None:
     """Asks for the rows of ids of a later batch, and does not wait until they are asked for.
 
     ids: [N] int64 by number of the table. Those without a row here are ignored.

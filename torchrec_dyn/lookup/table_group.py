@@ -50,8 +50,8 @@ from torchrec_dyn.lookup.lookup_function import (
     raise_after_backward,
 )
 from torchrec_dyn.lookup.recomputation import CheckpointedCalls, again, checkpointed_calls
-from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
+from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
 from torchrec_dyn.lookup.rule_update import update_by_rule
 from torchrec_dyn.lookup.table_lists import (
     TableLists,
@@ -230,9 +230,7 @@ class TableGroup:
             step = self._take_step(batch, lists, trained, first)
         rows, new_index, (blocks, _) = step.rows, step.new_index, lists.blocks.rows()
         if self.in_files:
-            ask_for_batch(
-                self.tables, self.in_files, rows, bags.table_offsets, trained is not None
-            )
+            ask_for_batch(self.tables, self.in_files, rows, bags.table_offsets, trained is not None)
         if step.missing and lists.shows_initial:
             rows = rows.clone() if trained else rows
             blocks, unseen = blocks_with_initial_rows(

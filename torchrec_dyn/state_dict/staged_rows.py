@@ -339,13 +339,13 @@ def _swap(
     table: TableShard, staged: StagedRows, rows: int, clock: Tensor | None, step: int
 ) -> None:
     before, device = table.id_map, table.device
+    states = [state.empty() for state in table.states]  # blocks of as many rows as the staged ones
     table.reset(table.dtype, device)
     table.id_map, table.weights = staged.id_map, staged.weights
     table.row_numbers = RowNumbers(table.forwards, device)
     table.row_numbers.high_water_mark = rows
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     table.row_numbers.free(torch.cat([nothing, *staged.others]))
-    states = [state.empty() for state in table.states]
     for state, number in zip(states, table.optimizer.initial_states, strict=True):
         state.reserve_filled(rows, number)
     table.states = tuple(states)

@@ -99,9 +99,7 @@ class RowStore:
         self.files = files
         self._process = os.getpid()
 
-    def empty(
-        self, columns: int | None = None, dtype: torch.dtype | None = None
-    ) -> RowStore:
+    def empty(self, columns: int | None = None, dtype: torch.dtype | None = None) -> RowStore:
         """Returns an empty store of the same kind for rows of another width or dtype, by default of these."""
         columns, dtype = columns or self.columns, dtype or self.dtype
         return RowStore(columns, self.shift, dtype, self.device, self.files)
