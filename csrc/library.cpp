@@ -82,6 +82,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "init_rows_(Tensor ids, Tensor rows, Tensor(a!)[] blocks, int shift, int columns, int first_column, int kind, "
       "float[] parameters, int key) -> ()");
+  // Asks the system to read the pages of rows [M] (-1: none) of blocks mapped from files. Changes no value. Without a
+  // kernel for devices.
+  m.def("ask_for_rows(Tensor rows, Tensor[] blocks, int shift, int columns) -> ()");
   // rows [M] (-1 reads as zeros) -> [M, columns].
   m.def("gather_rows(Tensor rows, Tensor[] blocks, int shift, int columns, ScalarType dtype) -> Tensor");
   m.def("scatter_rows_(Tensor rows, Tensor values, Tensor(a!)[] blocks, int shift, int columns) -> ()");

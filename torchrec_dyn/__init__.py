@@ -32,6 +32,7 @@ from torchrec_dyn.layers import (
     DynamicEmbeddingBag,
     QuotientRemainderEmbeddingBagCollection,
 )
+from torchrec_dyn.mapped_files import MappedFiles
 from torchrec_dyn.migration import from_static, make_dynamic
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from torchrec_dyn.policies import (
@@ -87,6 +88,7 @@ __all__ = [
     "LeastRecentlyUsed",
     "Lion",
     "LowestScore",
+    "MappedFiles",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",

@@ -13,6 +13,7 @@ from torchrec_dyn.initializers import (
     TruncatedNormal,
     Uniform,
 )
+from torchrec_dyn.mapped_files import MappedFiles
 from torchrec_dyn.policies import (
     Admission,
     AdmitAfter,
@@ -90,6 +91,8 @@ class DynamicTableConfig:
             column shard. Rows that were not written are counted in stats()["nonfinite"].
         features: the uses of features that do not insert, count or train, each feature at most once; a
             feature without a use does all three.
+        storage: where the rows and their optimizer state are: None: in memory; MappedFiles(directory): in
+            files on a disk, on the CPU only.
     """
 
     initializer: Initializer | FanInitializer | None = None
@@ -100,6 +103,7 @@ class DynamicTableConfig:
     gradient: GradientReduction = "mean_over_ranks"
     on_nonfinite: OnNonfinite = "write"
     features: tuple[FeatureUse, ...] = ()
+    storage: MappedFiles | None = None
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
@@ -123,6 +127,11 @@ class DynamicTableConfig:
         if self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(
                 f'{where}.on_nonfinite: expected "write", "skip" or "error", got {self.on_nonfinite!r}.'
+            )
+        if self.storage is not None and not isinstance(self.storage, MappedFiles):
+            raise ValueError(
+                f"{where}.storage: expected MappedFiles or None, got {self.storage!r}. "
+                "For rows on a disk, give MappedFiles(directory)."
             )
         _check_features(self.features, f"{where}.features")
         check_admission(self.admission, f"{where}.admission")

@@ -492,6 +492,18 @@ def init_rows_(
 
 
 @_op
+def ask_for_rows(rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int) -> None:
+    """Asks the operating system to read the pages of rows that are mapped from files, and does not wait.
+
+    Args:
+        rows: [M] int64; -1 is no row.
+        blocks: blocks of one table, 2^shift rows each. Their values do not change.
+        shift: binary logarithm of the rows of a block.
+        columns: columns of a row.
+    """
+
+
+@_op
 def gather_rows(
     rows: Tensor, blocks: Sequence[Tensor], shift: int, columns: int, dtype: torch.dtype
 ) -> Tensor:

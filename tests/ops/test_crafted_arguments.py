@@ -75,6 +75,7 @@ HARMLESS = {
         ("mix64", "ids"),
         ("erase", "ids"),
         ("gather_rows", "rows"),
+        ("ask_for_rows", "rows"),
     ]
     for how in ("size", "nothing")
 } | {

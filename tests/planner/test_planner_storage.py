@@ -34,6 +34,7 @@ from torchrec_dyn import (
     DynamicTableConfig,
     ExpireAfter,
     LeastRecentlyUsed,
+    MappedFiles,
     Never,
     read_stats,
 )
@@ -462,3 +463,26 @@ def test_a_plan_pays_for_scores_and_no_counters():
 
     assert price(Never()) == price(AdmitWithProbability(0.5)) < price(AdmitAfter(2))
     assert price(Never()) > price(None)
+
+
+def test_rows_in_mapped_files_are_not_memory():
+    sharder = DynamicEmbeddingBagCollectionSharder({"optimizer": "ADAM"})
+    constraints = {"user": ParameterConstraints(sharding_types=POOLED, min_partition=16)}
+    lives = {"eviction": LeastRecentlyUsed(), "admission": AdmitAfter(2)}
+    found = []
+    for storage in (None, MappedFiles("/dev/shm")):
+        config = DynamicTableConfig(storage=storage, **lives)
+        module = DynamicEmbeddingBagCollection([pooled()], dynamic=config)
+        estimator = DynamicStorageEstimator(topology(), constraints)
+        found.append(options(estimator, module, sharder, constraints))
+    in_memory, in_files = found
+    assert in_memory.keys() == in_files.keys() and len(in_files) == len(POOLED)
+    for plan, of_memory in in_memory.items():
+        shards = zip(of_memory.shards, in_files[plan].shards, strict=True)
+        for one, other in shards:
+            limit = row_limit(ROWS, sum(s.offset[1] == one.offset[1] for s in of_memory.shards))
+            rows = limit * 3 * one.size[1] * 4  # weights, two states of Adam
+            assert one.storage.ddr - other.storage.ddr == rows
+            assert other.storage.hbm == one.storage.hbm == 0
+            if hasattr(one.storage, "ssd"):
+                assert (one.storage.ssd, other.storage.ssd) == (0, rows)

@@ -30,6 +30,7 @@ IN_PROCESS = [
     "bench_follow",
     "bench_host",
     "bench_rules",
+    "bench_mapped",
     "bench_gpu",
 ]
 MORE = {

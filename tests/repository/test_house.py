@@ -31,6 +31,7 @@ GROUND = (
     "ops",
     "initializers",
     "policies",
+    "mapped_files",
     "config",
     "row_rules",
     "optimizers",
@@ -63,6 +64,7 @@ PUBLIC = [
     "LeastRecentlyUsed",
     "Lion",
     "LowestScore",
+    "MappedFiles",
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
@@ -425,7 +427,7 @@ def test_library_declares_ops():
 
 
 # A GPU's update marks its rows itself (docs/decisions/0041).
-ON_THE_CPU_ONLY = {"mark_new_"}
+ON_THE_CPU_ONLY = {"mark_new_", "ask_for_rows"}
 
 
 def test_every_op_has_one_kernel_for_each_device():

@@ -28,7 +28,7 @@ from torchrec_dyn.life import NO_STEP
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.staged_rows import StagedRows
-from torchrec_dyn.storage import canonical_order
+from torchrec_dyn.storage import RowStore, canonical_order
 
 SAVED = Setup(2, ("row_wise", "table_wise"), optimizer="ADAM_BY_ROW")
 LOADED = Setup(2, ("column_wise", "row_wise"), optimizer="ADAM_BY_ROW")
@@ -106,7 +106,8 @@ def test_repeated_ids_are_found(folder: Path) -> None:
 
 def staged(rows: int) -> StagedRows:
     """Returns the empty stage of a table of 2 columns, of which all rows are read."""
-    of_table = ("t", "t", Places([(0, rows)]), (0, 2), torch.float32, 6, torch.device("cpu"))
+    weights = RowStore(2, 6, torch.float32, torch.device("cpu"))
+    of_table = ("t", "t", Places([(0, rows)]), 0, weights)
     return StagedRows(*of_table, limit=100, owns=None, counters=100)
 
 

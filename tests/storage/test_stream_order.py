@@ -223,7 +223,8 @@ def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
 def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
     with MockDevice() as device:
         places = Places([(0, 80)])
-        staged = StagedRows("a", "a", places, (0, 4), torch.float32, 5, CUDA, 1000, None, None)
+        weights = RowStore(4, 5, torch.float32, CUDA)
+        staged = StagedRows("a", "a", places, 0, weights, 1000, None, None)
         blocks = list(staged.weights.blocks)
         cuda.on("B")
         device.forget()

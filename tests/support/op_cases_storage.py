@@ -178,6 +178,23 @@ def check_init_rows_(before: Arguments, after: Arguments, _: None) -> None:
         torch.testing.assert_close(got, table, rtol=close, atol=1e-5, equal_nan=True)
 
 
+def draw_ask_for_rows(rng: random.Random) -> Arguments:
+    blocks = draw_blocks(rng)
+    return {"rows": whole(*draw_rows(rng, blocks, -1)), **blocks}
+
+
+def check_ask_for_rows(before: Arguments, after: Arguments, _: None) -> None:
+    rows, blocks = numbers(before["rows"], "rows"), before["blocks"]
+    dtype = blocks[0].dtype if blocks else torch.float32
+    need(dtype in FLOATS, "a float dtype")
+    table = rows_of_blocks(blocks, before["shift"], before["columns"], dtype)
+    need(
+        all(-1 <= row < (0 if table is None else len(table)) for row in rows), "rows in the blocks"
+    )
+    for was, block in zip(blocks, after["blocks"], strict=True):
+        equal(block, was)
+
+
 def draw_gather_rows(rng: random.Random) -> Arguments:
     blocks = draw_blocks(rng)
     dtype = blocks["blocks"][0].dtype if blocks["blocks"] else rng.choice(FLOATS)

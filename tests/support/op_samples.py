@@ -236,6 +236,7 @@ SAMPLES = {
         }
         for kind in (1, 0, 2)
     ],
+    "ask_for_rows": [lambda: {"rows": whole(0, -1, 11), **rows_of_a_table()}],
     "gather_rows": [
         lambda dtype=dtype: {"rows": whole(0, -1, 11), **rows_of_a_table(dtype), "dtype": dtype}
         for dtype in (torch.float32, torch.float16)

@@ -8,6 +8,7 @@ carries from one stage to the next what the stages have in common.
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compile
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.sharding import (
     PrefetchedSteps,
+    ask_ahead,
     check_modes,
     drop_steps,
     expect_modes,
@@ -41,6 +43,8 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
 
 _Output = TypeVar("_Output")
+# Of each thread: `is_forward` while a forward sends ids to look them up at once. Pipelines send ids ahead.
+_running = threading.local()
 
 
 class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
@@ -54,7 +58,11 @@ class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
 
     @forward_of_tables
     def _forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
-        output: LazyAwaitable[Any] = super().forward(*input, **kwargs)
+        _running.is_forward = True
+        try:
+            output: LazyAwaitable[Any] = super().forward(*input, **kwargs)
+        finally:
+            _running.is_forward = False
         return output
 
 
@@ -160,7 +168,12 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         features: KeyedJaggedTensor,
         input_dist: Callable[[Any, KeyedJaggedTensor], Awaitable[Awaitable[KJTList]]],
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by TorchRec's input dist, with the mode of this rank."""
+        """Sends a batch by TorchRec's input dist, with the mode of this rank.
+
+        A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
+        """
+        if not getattr(_running, "is_forward", False):
+            ask_ahead(self._lookups, features)
         if self._env.world_size == 1:
             return input_dist(ctx, features)
         sending = input_dist(ctx, with_mode(features, self.training))

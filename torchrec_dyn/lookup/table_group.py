@@ -28,7 +28,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ from torchrec_dyn.lookup.lookup_function import (
 )
 from torchrec_dyn.lookup.recomputation import CheckpointedCalls, again, checkpointed_calls
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
+from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
 from torchrec_dyn.lookup.rule_update import update_by_rule
 from torchrec_dyn.lookup.table_lists import (
     TableLists,
@@ -85,6 +86,7 @@ class TableGroup:
     Attributes:
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
+        in_files: numbers of the tables whose rows are in mapped files.
         deferred: the updates that wait for `write_updates`; None if each backward writes its own.
         steps_decide: True if a training step decides which unseen ids get rows: a table has a life, or a
             feature does not insert.
@@ -111,6 +113,7 @@ class TableGroup:
         )
         self.has_life = any(table.life is not None for table in self.tables)
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
+        self.in_files = [t for t, table in enumerate(tables) if table.config.storage is not None]
         self._uses = uses  # of the features; None if each does all
         self.steps_decide = self.has_life or (uses is not None and uses.inserts is not None)
         self._lists: TableLists | None = None
@@ -211,6 +214,8 @@ class TableGroup:
             return self._repeat(batch, around)
         lists = self._current()
         trained = lists.trained if batch.training else None
+        for t in self.in_files if trained else ():
+            self.tables[t].weights.check_process(self._where)
         if ahead is not None and (trained is None or not ahead.is_of(lists)):
             ahead = None
         first = None
@@ -224,6 +229,8 @@ class TableGroup:
                 batch.uses = self._uses.of_ids(self._counts_of(batch), batch.ids)
             step = self._take_step(batch, lists, trained, first)
         rows, new_index, (blocks, _) = step.rows, step.new_index, lists.blocks.rows()
+        if self.in_files:
+            ask_for_batch(self.tables, self.in_files, rows, bags.table_offsets, trained is not None)
         if step.missing and lists.shows_initial:
             rows = rows.clone() if trained else rows
             blocks, unseen = blocks_with_initial_rows(
@@ -341,6 +348,11 @@ class TableGroup:
             first = read_first(lists, batch.ids, batch.table_offsets, lists.trained, reading)
         taken = self._take_step(batch, lists, lists.trained, first)
         return PrefetchedStep(taken, lists.generations, OpenForward(self._forwards))
+
+    @locked
+    def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:
+        """Asks for the rows of a later batch: ids [N] int64 by number of a table of `in_files`."""
+        ask_ahead(self.tables, ids, training)
 
     def replace_tables(self, tables: Sequence[TableShard]) -> None:
         """Uses other tables with the settings of the present ones."""

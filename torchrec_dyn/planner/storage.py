@@ -8,6 +8,7 @@ counts the allocations of a TableShard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -32,7 +33,7 @@ from torchrec_dyn.modules import (
     merged_fused_params,
 )
 from torchrec_dyn.planner.measured import MeasuredConstraints
-from torchrec_dyn.planner.shard_memory import table_bytes
+from torchrec_dyn.planner.shard_memory import table_size
 from torchrec_dyn.ranks import config_of_share, row_limit
 
 
@@ -43,6 +44,11 @@ class _Share(NamedTuple):
     rows: int  # for the price
     counters: int  # waiting ids for the price
     has_life: bool
+    in_files: bool  # rows and optimizer state
+
+
+# Not in every version of TorchRec that is supported.
+_COUNTS_DISKS = "ssd" in {one.name for one in fields(Storage)}
 
 
 class DynamicStorageEstimator(ShardEstimator):
@@ -50,8 +56,10 @@ class DynamicStorageEstimator(ShardEstimator):
 
     A shard of a dynamic table is priced as full: id map, weights in the table's dtype and optimizer state at
     this rank's row limit; with a policy the scores of the rows, and with AdmitAfter the maximum number of
-    counters for these rows. Each column shard has its own id map, rows, scores and counters. The memory of a
-    batch (input and output of a step) is TorchRec's estimate.
+    counters for these rows. Rows and optimizer state in mapped files are not host memory: they count as `ssd`
+    where TorchRec's Storage has it, and their pages in memory count as nothing. Each column shard has its own
+    id map, rows, scores and counters. The memory of a batch (input and output of a step) is TorchRec's
+    estimate.
 
     Args:
         topology: the devices.
@@ -117,7 +125,7 @@ class DynamicStorageEstimator(ShardEstimator):
         share = self._share_of_a_shard(option)
         batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
         for shard, batch_storage in zip(option.shards, batch, strict=True):
-            held = table_bytes(
+            held = table_size(
                 share.rows,
                 shard.size[1],
                 option.tensor.dtype,
@@ -128,8 +136,11 @@ class DynamicStorageEstimator(ShardEstimator):
                 share.counters,
                 self._deltas,
             )
-            on_cpu = self._device_type == "cpu"
-            table = Storage(hbm=0 if on_cpu else held, ddr=held if on_cpu else 0)
+            on_disk = held.weights + held.optimizer_state if share.in_files else 0
+            memory = "ddr" if self._device_type == "cpu" else "hbm"
+            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
+            if _COUNTS_DISKS:
+                table.ssd = on_disk
             shard.storage = table + batch_storage
 
     def _share_of_a_shard(self, option: ShardingOption) -> _Share:
@@ -147,7 +158,8 @@ class DynamicStorageEstimator(ShardEstimator):
         counters = most_counters(admission, limit_here, rows_here)
         if waiting is not None:
             counters = min(counters, row_limit(waiting, sharers) if waiting else 0)
-        return _Share(limit_here, rows_here, counters, config.has_life)
+        in_files = config.storage is not None
+        return _Share(limit_here, rows_here, counters, config.has_life, in_files)
 
     def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
         """Returns the expected rows of a table, and the expected waiting ids (None: unknown)."""

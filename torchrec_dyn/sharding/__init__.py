@@ -19,6 +19,7 @@ from torchrec_dyn.sharding.grouped_lookups import (
     PooledLookup,
     PrefetchedSteps,
     SequenceLookup,
+    ask_ahead,
     drop_steps,
     prefetch,
     set_batch,

@@ -231,6 +231,16 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         times, scores = self._times(features), self._scores(features)
         return self._group.prefetch_step(features.values(), counts, times, scores)
 
+    def ask_ahead(self, features: KeyedJaggedTensor) -> None:
+        """Asks for the rows in mapped files of the ids in `features` that have a row here."""
+        if not self._group.in_files:
+            return
+        ids: dict[int, Tensor] = {}
+        for t in self._group.in_files:
+            names = self._config.embedding_tables[t].feature_names
+            ids[t] = torch.cat([features[name].values() for name in names])
+        self._group.ask_ahead(ids, self.training)
+
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.
 

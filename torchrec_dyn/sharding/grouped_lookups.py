@@ -135,6 +135,17 @@ def prefetch(
                 steps[kernel] = step
 
 
+def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None:
+    """Asks for the rows in mapped files of a later batch, as far as this rank has them.
+
+    `features` is this rank's part of the batch, before its ids are sent to their owners.
+    """
+    for lookup in lookups:
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        for kernel in lookup._emb_modules:
+            kernel.ask_ahead(features)
+
+
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:

@@ -167,7 +167,7 @@ class AlignedState:
         self, number: int, shard: TableShard, stores: list[RowStore]
     ) -> list[RowStore]:
         """Returns copies of loaded stores in the order of a shard's rows."""
-        ordered = [RowStore(one.columns, one.shift, one.dtype, one.device) for one in shard.states]
+        ordered = [one.empty() for one in shard.states]
         for one in ordered:
             one.reserve(shard.weights.capacity)
         for _, own, staged in self._stretches(self._canonical[number]):

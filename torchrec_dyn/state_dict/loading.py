@@ -89,10 +89,8 @@ class ModelEntry(TableEntry):
                 table.name,
                 table.where,
                 places,
-                (shard.first_column, shard.columns),
-                dtype,
-                shard.weights.shift,
-                shard.device,
+                shard.first_column,
+                shard.weights.empty(dtype=dtype),
                 shard.row_limit,
                 table.owns if table.layout.row_ranks > 1 else None,
                 _most_waiting(shard),
@@ -282,7 +280,7 @@ class OptimizerEntry(TableEntry):
                 width = shard.columns
                 if one.is_rowwise:
                     width = widths.get(one.name, 1) if self.has_all_cuts else 1
-                store = RowStore(width, one.store.shift, torch.float32, one.store.device)
+                store = one.store.empty(width, torch.float32)
                 store.reserve(places.count)
                 stores[one.name] = store
             self.staged.append(stores)

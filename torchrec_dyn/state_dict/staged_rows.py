@@ -79,9 +79,8 @@ class StagedRows:
 
     Args:
         places: places of the rows to read.
-        columns: first column of the shard, and its number of columns.
-        dtype: dtype of the saved rows.
-        shift: binary logarithm of the number of rows of a block of the table.
+        first_column: number of the first column of the shard.
+        weights: an empty store for the saved rows.
         limit: limit of the table, for its id map.
         owns: function that returns for ids [M] a mask, [M] bool, of the ids that belong here; None: all ids.
         counters: limit of the waiting ids; None if ids do not wait.
@@ -92,10 +91,8 @@ class StagedRows:
         name: str,
         where: str,
         places: Places,
-        columns: tuple[int, int],
-        dtype: torch.dtype,
-        shift: int,
-        device: torch.device,
+        first_column: int,
+        weights: RowStore,
         limit: int,
         owns: Callable[[Tensor], Tensor] | None,
         counters: int | None,
@@ -103,14 +100,14 @@ class StagedRows:
         self.name = name
         self.where = where
         self.places = places
-        self.first_column = columns[0]
+        self.first_column = first_column
         self._limit = limit
-        self._device = device
+        self._device = device = weights.device
         self.id_map = IdMap(limit, device)
         self.id_map.reserve(places.count)
-        self.weights = RowStore(columns[1], shift, dtype, device)
+        self.weights = weights
         self.weights.reserve(places.count)
-        self.scores = Scores(shift, device)
+        self.scores = Scores(weights.shift, device)
         self.waiting = None if counters is None else AdmissionCounters(counters, device)
         self._converted: RowStore | None = None  # the weights converted to another dtype
         self.others: list[Tensor] = []  # rows of ids that belong to other ranks
@@ -228,9 +225,7 @@ class StagedRows:
         if self.places.count - kept <= kept // 8:
             return self.places.count
         ids, rows = self.id_map.contents()
-        weights = RowStore(
-            self.weights.columns, self.weights.shift, self.weights.dtype, self.weights.device
-        )
+        weights = self.weights.empty()
         scores = Scores(self.weights.shift, self.weights.device)
         here = torch.arange(kept, device=self._device)
         weights.reserve(kept)
@@ -251,8 +246,7 @@ class StagedRows:
         if self.weights.dtype == dtype:
             return
         if self._converted is None:
-            shape = (self.weights.columns, self.weights.shift)
-            converted = RowStore(*shape, dtype, self.weights.device)
+            converted = self.weights.empty(dtype=dtype)
             converted.reserve(self.weights.capacity)
             self._converted = converted
         blocks, left = self._converted.blocks, self.weights.blocks
@@ -344,14 +338,14 @@ def commit_rows(
 def _swap(
     table: TableShard, staged: StagedRows, rows: int, clock: Tensor | None, step: int
 ) -> None:
-    before, shift, device = table.id_map, table.weights.shift, table.device
+    before, device = table.id_map, table.device
+    states = [state.empty() for state in table.states]  # blocks of as many rows as the staged ones
     table.reset(table.dtype, device)
     table.id_map, table.weights = staged.id_map, staged.weights
     table.row_numbers = RowNumbers(table.forwards, device)
     table.row_numbers.high_water_mark = rows
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     table.row_numbers.free(torch.cat([nothing, *staged.others]))
-    states = [RowStore(state.columns, shift, state.dtype, device) for state in table.states]
     for state, number in zip(states, table.optimizer.initial_states, strict=True):
         state.reserve_filled(rows, number)
     table.states = tuple(states)

@@ -5,6 +5,7 @@ Imports the ground; torch alone. Start with `id_map`, then `row_store`.
 Rows never move, and state is plain tensors. Nothing here depends on policies, optimizer rules or ranks.
 """
 
+from torchrec_dyn.storage.block_files import check_directory
 from torchrec_dyn.storage.canonical_rows import (
     CELL_BITS,
     CanonicalRows,
@@ -41,7 +42,13 @@ from torchrec_dyn.storage.id_map import (
 )
 from torchrec_dyn.storage.interrupts import check_stack, run_to_end
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
-from torchrec_dyn.storage.row_store import InitialRows, RowStore, block_shift, most_store_bytes
+from torchrec_dyn.storage.row_store import (
+    InitialRows,
+    RowStore,
+    block_shift,
+    most_block_bytes,
+    most_store_bytes,
+)
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
 from torchrec_dyn.storage.tokens import BLOCKS, TABLES

@@ -4,12 +4,15 @@ A table grows by appending a block of 2^shift rows; no row is copied (docs/decis
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
 A GPU commits memory at once. There the last block grows in place, in a range of addresses (growing_block.py).
+The blocks of a table in mapped files are memory of files on a disk (block_files.py).
 
 Legend: M rows.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import growing_block
+from torchrec_dyn.storage.block_files import mapped_block
 from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
 from torchrec_dyn.storage.stream_order import keep_in_use
@@ -26,19 +30,33 @@ from torchrec_dyn.storage.tokens import BLOCKS
 # Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
 # used block costs little where memory is committed at once.
 _BLOCK_BYTES = 32 << 20
+# In files: a process can map some 65,000 of them, and an op takes a microsecond for each block. Disk space is
+# taken at once, and costs less than memory.
+_FILE_BYTES = 256 << 20
+# Rows that are read from files together: their pages, at most 4 KiB each, must fit into memory together.
+_READ_TOGETHER = 8192
 _LINE_BYTES = 64
 # From this size on `new_slots` takes memory from the system, not from the heap.
 _PAGE_BYTES = 2 << 20
+# A disk or its quota is full, or the process may not write so long a file.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def block_shift(row_limit: int, row_bytes: int, device_type: str = "cpu") -> int:
+def most_block_bytes(files: str | None) -> int:
+    """Returns the upper bound of the bytes of a block on the CPU. `files` is that of its `RowStore`."""
+    return _BLOCK_BYTES if files is None else _FILE_BYTES
+
+
+def block_shift(
+    row_limit: int, row_bytes: int, device_type: str = "cpu", most_bytes: int = _BLOCK_BYTES
+) -> int:
     """Returns the binary logarithm of the rows of a block; a small table takes one small block.
 
-    `row_bytes` are the bytes of a row's weights.
+    `row_bytes` are the bytes of a row's weights, `most_bytes` those of a block on the CPU.
     """
     if device_type in growing_block.RANGE_DEVICES:
         return growing_block.range_shift(row_limit, row_bytes)
-    rows = max(1, min(_BLOCK_BYTES // max(1, row_bytes), row_limit))
+    rows = max(1, min(most_bytes // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
 
 
@@ -62,9 +80,17 @@ class RowStore:
         shift: binary logarithm of the rows of a block.
         columns: width of a row.
         grows_in_place: True if the last block grows in a range of addresses (growing_block.py).
+        files: directory of the files from which the blocks are mapped; None: they are in memory.
     """
 
-    def __init__(self, columns: int, shift: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        columns: int,
+        shift: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        files: str | None = None,
+    ) -> None:
         self.columns = columns
         self.shift = shift
         self.dtype = dtype
@@ -72,6 +98,13 @@ class RowStore:
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
         self.grows_in_place = device.type in growing_block.RANGE_DEVICES
+        self.files = files
+        self._process = os.getpid()
+
+    def empty(self, columns: int | None = None, dtype: torch.dtype | None = None) -> RowStore:
+        """Returns an empty store of the same kind for rows of another width or dtype, by default of these."""
+        columns, dtype = columns or self.columns, dtype or self.dtype
+        return RowStore(columns, self.shift, dtype, self.device, self.files)
 
     @property
     def capacity(self) -> int:
@@ -91,6 +124,7 @@ class RowStore:
 
         Raises:
             MemoryError: if a device has no memory for more rows; the store is then as it was.
+            OSError: if a disk has no room for them; the store then has room for some more rows at most.
         """
         if self.grows_in_place and self.capacity < rows:
             self._grow(rows)
@@ -109,12 +143,26 @@ class RowStore:
         """
         block_rows, count = 1 << self.shift, 1
         if self.device.type == "cpu":  # elsewhere memory is committed at once
-            count = max(1, min(len(self.blocks), _BLOCK_BYTES // (block_rows * self.row_bytes)))
+            most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
+            count = max(1, min(len(self.blocks), most))
+        if self.files is not None:
+            return self._several_files(self.files, count)
         rows = count * block_rows
         if self.device.type == "cpu" and rows * self.row_bytes >= _PAGE_BYTES:
             together = self._zeros(rows)
         else:
             together = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
+        return list(together.split(block_rows))[::-1]
+
+    def _several_files(self, directory: str, count: int) -> list[Tensor]:
+        """Returns new blocks in one file: `count` if the disk has room for so many, else one."""
+        block_rows = 1 << self.shift
+        try:
+            together = mapped_block(directory, count * block_rows, self.columns, self.dtype)
+        except OSError as error:
+            if count == 1 or error.errno not in _NO_ROOM:
+                raise
+            together = mapped_block(directory, block_rows, self.columns, self.dtype)
         return list(together.split(block_rows))[::-1]
 
     def _zeros(self, rows: int) -> Tensor:
@@ -145,7 +193,7 @@ class RowStore:
         return blocks
 
     def with_added_blocks(self, rows: int) -> RowStore:
-        """Returns a store of these rows and room for `rows` more; this store does not change.
+        """Returns a store of these rows and room for `rows` more, in memory; this store does not change.
 
         The stores share memory. Not for a store that grows in place: only one may extend its last block.
         """
@@ -172,7 +220,36 @@ class RowStore:
 
     def read(self, rows: Tensor) -> Tensor:
         """Returns copies of rows [M] int64, [M, columns]; -1 reads as zeros."""
+        if self.files is not None:
+            parts = [self._read_from_files(some) for some in rows.split(_READ_TOGETHER)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
+
+    def _read_from_files(self, rows: Tensor) -> Tensor:
+        self.ask_for(rows)
+        return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
+
+    def ask_for(self, rows: Tensor) -> None:
+        """Asks for rows [M] int64, -1 for none, to be read from the files, and does not wait for them."""
+        if self.files is not None and self.blocks:
+            ops.ask_for_rows(rows, self.blocks, self.shift, self.columns)
+
+    def snapshot(self) -> RowStore:
+        """Returns a store of the present blocks, for another thread; a growth does not change it."""
+        store = self.empty()
+        store.blocks = list(self.blocks)
+        return store
+
+    def check_process(self, where: str) -> None:
+        """Raises RuntimeError if this process is a fork of the one that mapped the files of the blocks.
+
+        Both have the same pages: what one writes, the other reads.
+        """
+        if self.files is not None and self._process != os.getpid():
+            raise RuntimeError(
+                f"{where}: expected the process that made the table, got a fork of it, which shares the rows "
+                "in mapped files with it. Train and edit in that process, or make the model after the fork."
+            )
 
     def read_ascending(self, rows: Tensor) -> Tensor:
         """Returns distinct ascending rows [M] int64, [M, columns]: a view of neighbours in one block."""
@@ -190,6 +267,7 @@ class RowStore:
         """
         if rows.numel() == 0:  # without a block the op cannot determine the dtype
             return
+        self.check_process("RowStore")
         values = values.to(self.dtype).contiguous()
         ops.scatter_rows_(rows, values, self.blocks, self.shift, self.columns)
 
@@ -223,7 +301,7 @@ class RowStore:
 
         convert: returns [M, columns] of any dtype for [M, self.columns].
         """
-        result = RowStore(columns, self.shift, dtype, self.device)
+        result = self.empty(columns, dtype)
         result.reserve(self.capacity)
         self._spare = []
         BLOCKS.renew()
@@ -249,6 +327,9 @@ class RowStore:
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
+        if self.files is not None:  # a new file reads as zeros
+            self.reserve(rows)
+            return
         if self.grows_in_place:
             self.reserve(rows)
             for block in self.blocks:

@@ -26,8 +26,9 @@ from torchrec_dyn.storage import (
     RowStore,
     TableLock,
     block_shift,
+    most_block_bytes,
 )
-from torchrec_dyn.table.checks import checked_device
+from torchrec_dyn.table.checks import check_storage, checked_device
 from torchrec_dyn.table.counters import COUNTED, SharedCounters, TableCounters
 
 
@@ -145,14 +146,18 @@ class TableArrays:
 
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
+        check_storage(self.where, self.config.storage, device)
         if self.changes is not None:
             self.changes.forget_sums()
-        shift = block_shift(self.row_limit, self.columns * dtype.itemsize, device.type)
+        storage = self.config.storage
+        files = None if storage is None else storage.directory
+        row_bytes = self.columns * dtype.itemsize
+        shift = block_shift(self.row_limit, row_bytes, device.type, most_block_bytes(files))
         self.id_map = IdMap(self.row_limit, device)
         self.row_numbers = RowNumbers(self.forwards, device)
-        self.weights = RowStore(self.columns, shift, dtype, device)
+        self.weights = RowStore(self.columns, shift, dtype, device, files)
         self.states = tuple(
-            RowStore(columns, shift, STATE_DTYPE, device)
+            RowStore(columns, shift, STATE_DTYPE, device, files)
             for columns in self.optimizer.state_columns(self.columns)
         )
         life = (self.config, self.name, self.row_limit, shift, device)

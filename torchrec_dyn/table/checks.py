@@ -12,6 +12,8 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import check_life
+from torchrec_dyn.mapped_files import MappedFiles
+from torchrec_dyn.storage import check_directory
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,6 +46,18 @@ def checked_device(where: str, dtype: torch.dtype, device: torch.device | str) -
             f"{where}: expected a device that torch can use, got {device}: {why}. Install a build of "
             "torch with CUDA on a machine with a GPU, or keep the collection on the CPU."
         ) from error
+
+
+def check_storage(where: str, storage: MappedFiles | None, device: torch.device) -> None:
+    """Raises ValueError unless the rows of a table on this device can be where its config wants them."""
+    if storage is None:
+        return
+    if device.type != "cpu":
+        raise ValueError(
+            f"{where}: expected rows on the CPU, since its storage is MappedFiles, got {device}. Keep the "
+            "collection on the CPU, or leave DynamicTableConfig(storage=...) out."
+        )
+    check_directory(where, storage.directory)
 
 
 def check_ids(where: str, ids: Tensor) -> Tensor:
