@@ -21,7 +21,9 @@ from torchrec.distributed import comm
 
 from torchrec_dyn.ranks import TableLayout, agreement
 from torchrec_dyn.state_dict.places import Share
+from torchrec_dyn.state_dict.row_index import CellCounts
 from torchrec_dyn.state_dict.saving import ShardSummary
+from torchrec_dyn.storage import CELL_BITS
 
 NODE = 8  # ranks of a node
 _BACKEND = "simulated"  # TorchRec leaves out parts of a collection in a group of the backend "fake"
@@ -73,12 +75,19 @@ class Peers:
             made.append(
                 like._replace(
                     share=Share(parts[0], like.share.rows, []),
-                    cells=like.cells if is_first else None,
+                    cells=_moved(like.cells, parts[0], layout) if is_first else None,
                     waiting=Share(parts[0], like.waiting.rows, []) if waits else None,
-                    waiting_cells=like.waiting_cells if waits else None,
+                    waiting_cells=_moved(like.waiting_cells, parts[0], layout) if waits else None,
                 )
             )
         return made
+
+
+def _moved(cells: CellCounts, part: int, layout: TableLayout) -> CellCounts:
+    """Returns the cells of the first part, moved to those of another part."""
+    count = len(cells.counts) // 4
+    first = cells.first + (part << CELL_BITS) // layout.row_ranks
+    return cells._replace(first=min(first, (1 << CELL_BITS) - count))
 
 
 @contextlib.contextmanager
