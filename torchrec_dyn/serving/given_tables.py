@@ -24,7 +24,7 @@ _SHIFT = 31
 class GivenTables(nn.Module):
     """The counterpart of Generation while a program is traced. It has tensors inside of `given` only.
 
-    `tables` are the names of T tables with their columns, in the order of the ids of a call. `nbit` is that of
+    `tables` are the names of T tables with their columns, in the order of the ids of a call. `nbit` is as of
     the generation.
     """
 
