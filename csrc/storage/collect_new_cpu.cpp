@@ -30,37 +30,88 @@ struct Absentees {
   std::unique_ptr<int64_t[]> numbers;  // of a first absentee: the occurrences of its id, later its place in new_ids
 };
 
-// Lists the absentees of a piece of the batch from `next` on, and writes the new_index of ids with a row.
-void list_absent(const int64_t* ids, const int64_t* rows, const Piece& piece, size_t next, const Absentees& list,
-                 int64_t* new_index) {
-  const SlotHash hash = process_hash();
+// Calls visit(i, place) for each i in [begin, end) that is_wanted(i), without a branch that depends on a single i.
+// Places count from `place` on.
+template <typename IsWanted, typename Visit>
+void for_wanted(int64_t begin, int64_t end, int64_t place, const IsWanted& is_wanted, const Visit& visit) {
   constexpr int64_t kRun = 512;
-  std::array<int64_t, kRun + 1> kept;  // without a branch, so one more is written but not kept
-  for (int64_t run = piece.begin; run < piece.end; run += kRun) {
+  std::array<int64_t, kRun + 1> kept;  // one more is written but not kept
+  for (int64_t run = begin; run < end; run += kRun) {
     size_t count = 0;
-    for (int64_t i = run; i < std::min(run + kRun, piece.end); ++i) {
-      new_index[i] = kNoRow;
+    for (int64_t i = run; i < std::min(run + kRun, end); ++i) {
       kept[count] = i;
-      count += rows[i] == kNoRow;
+      count += is_wanted(i);
     }
-    for (size_t i = 0; i < count; ++i, ++next) {
-      list.positions[next] = kept[i];
-      list.hashes[next] = hash(ids[kept[i]]);
-    }
+    for (size_t i = 0; i < count; ++i) visit(kept[i], place++);
   }
 }
 
-// Finds the first absentees among those of one part, and counts the occurrences of their ids.
+// Lists the absentees of a piece of the batch from `next` on, and writes the new_index of ids with a row.
+void list_absent(const int64_t* ids, const int64_t* rows, const Piece& piece, int64_t next, const Absentees& list,
+                 int64_t* new_index) {
+  const SlotHash hash = process_hash();
+  int64_t* const positions = list.positions.get();
+  uint64_t* const hashes = list.hashes.get();
+  std::fill(new_index + piece.begin, new_index + piece.end, kNoRow);
+  const auto is_absent = [rows](int64_t i) { return rows[i] == kNoRow; };
+  for_wanted(piece.begin, piece.end, next, is_absent, [=](int64_t i, int64_t absentee) {
+    positions[absentee] = i;
+    hashes[absentee] = hash(ids[i]);
+  });
+}
+
+// Finds the first absentees among those of one part, and counts the occurrences of their ids. A hash table with chains,
+// as in lookup/row_runs_cpu.h: whether an id is new cannot be predicted, so no branch depends on it.
 void find_firsts(const int64_t* ids, const Part& part, const Absentees& list) {
-  std::vector<Slot> slots(std::bit_ceil(static_cast<uint64_t>(2 * (part.end - part.begin) + kLineSlots)));
-  const SlotArray seen{slots.data(), static_cast<int64_t>(slots.size())};
-  for (const int64_t* place = part.begin; place < part.end; ++place) {
-    const auto absentee = static_cast<size_t>(*place);
-    const int64_t first = find_or_insert(seen, ids[list.positions[absentee]], *place, part.rest(list.hashes[absentee]));
-    if (first == *place) list.numbers[absentee] = 0;
-    list.firsts[absentee] = first;
-    ++list.numbers[static_cast<size_t>(first)];
+  // Absentees are counted from 1; 0 is none.
+  const auto count = static_cast<uint32_t>(part.end - part.begin);
+  const size_t room = size_t{count} + 1, slots = std::bit_ceil(2 * room);
+  const int shift = 64 - std::countr_zero(slots);
+  const auto id_memory = std::make_unique_for_overwrite<int64_t[]>(room);
+  const auto memory = std::make_unique_for_overwrite<uint32_t[]>(slots + 2 * room);
+  int64_t* const id_of = id_memory.get();
+  uint32_t* const last = memory.get();    // the last first absentee of each slot
+  uint32_t* const before = last + slots;  // the one before in the same slot
+  uint32_t* const repeats = before + room;
+  std::fill(last, last + slots, 0u);
+  const int64_t* const order = part.begin - 1;
+  const int64_t* const positions = list.positions.get();
+  const uint64_t* const hashes = list.hashes.get();
+  int64_t* const firsts = list.firsts.get();
+  constexpr uint32_t kAhead = 16;
+  std::array<uint64_t, kAhead> ring;  // the slots of the next absentees
+  const auto prepare = [&](uint32_t i) __attribute__((always_inline)) {
+    const uint64_t slot = part.rest(hashes[order[i]]) >> shift;
+    ring[i % kAhead] = slot;
+    __builtin_prefetch(last + slot, 1, 3);
+  };
+  for (uint32_t i = 1; i <= std::min(kAhead, count); ++i) prepare(i);
+  for (uint32_t i = 1; i <= count; ++i) {
+    const int64_t id = ids[positions[order[i]]];
+    const uint64_t slot = ring[i % kAhead];
+    prepare(std::min(i + kAhead, count));
+    uint32_t first = before[i] = last[slot];
+    id_of[i] = id_of[0] = id;                          // [0] ends the search
+    while (id_of[first] != id) first = before[first];  // rare
+    const bool is_new = first == 0;
+    last[slot] = is_new ? i : before[i];
+    first += is_new ? i : 0;
+    repeats[i] = 0;
+    ++repeats[first];
+    firsts[order[i]] = order[first];
   }
+  int64_t* const numbers = list.numbers.get();
+  for (uint32_t i = 1; i <= count; ++i) numbers[order[i]] = repeats[i];
+}
+
+// Parts small enough for the cache, and four for each thread. The result of the op does not depend on the cut.
+std::vector<int> bits_of_tables(const std::vector<int64_t>& offsets) {
+  constexpr int64_t kLeast = 1 << 11, kMost = 1 << 16;
+  const int64_t threads = thread_count();
+  const int64_t least = threads <= 1 ? kMost : std::clamp(offsets.back() / (4 * threads), kLeast, kMost);
+  std::vector<int> bits;
+  for (size_t t = 0; t + 1 < offsets.size(); ++t) bits.push_back(part_bits(offsets[t + 1] - offsets[t], least));
+  return bits;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const Tensor& rows,
@@ -100,12 +151,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
       [&](const Piece& piece, size_t p) { absent[p + 1] = std::count(row + piece.begin, row + piece.end, kNoRow); });
   const std::vector<int64_t> absent_offsets = add_up(absent);
   const Absentees list(absent.back());
-  for_each_piece(
-      [&](const Piece& piece, size_t p) { list_absent(id, row, piece, static_cast<size_t>(absent[p]), list, index); });
-  std::vector<int> bits;
-  for (size_t t = 0; t + 1 < absent_offsets.size(); ++t)
-    bits.push_back(part_bits(absent_offsets[t + 1] - absent_offsets[t], 512));
-  const Parts parts(absent_offsets.data(), bits, list.hashes.get(),
+  for_each_piece([&](const Piece& piece, size_t p) { list_absent(id, row, piece, absent[p], list, index); });
+  const Parts parts(absent_offsets.data(), bits_of_tables(absent_offsets), list.hashes.get(),
                     [](int64_t count, const auto& task) { for_each_task(count, task); });
   for_each_task(static_cast<int64_t>(parts.all().size()),
                 [&](int64_t p) { find_firsts(id, parts.all()[static_cast<size_t>(p)], list); });
@@ -125,11 +172,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> collect_new(const Tensor& ids, const 
   std::copy(offsets.begin(), offsets.end(), mutable_data<int64_t>(new_offsets));
   int64_t* new_id = mutable_data<int64_t>(new_ids);
   int64_t* new_count = mutable_data<int64_t>(new_counts);
-  for_each_absentee([&](size_t p, size_t i, size_t first) {
-    if (i != first) return;
-    const int64_t place = fresh[p]++;
-    new_id[place] = id[list.positions[i]];
-    new_count[place] = std::exchange(list.numbers[i], place);
+  for_each_piece([&](const Piece&, size_t p) {
+    const int64_t* const positions = list.positions.get();
+    const int64_t* const firsts = list.firsts.get();
+    int64_t* const numbers = list.numbers.get();
+    const auto is_first = [firsts](int64_t i) { return firsts[i] == i; };
+    for_wanted(absent[p], absent[p + 1], fresh[p], is_first, [=](int64_t i, int64_t place) {
+      new_id[place] = id[positions[i]];
+      new_count[place] = std::exchange(numbers[i], place);
+    });
   });
   for_each_absentee([&](size_t, size_t i, size_t first) { index[list.positions[i]] = list.numbers[first]; });
   return {new_ids, new_counts, new_offsets, new_index};

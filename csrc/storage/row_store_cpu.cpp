@@ -9,6 +9,7 @@
 #include "storage/initial_rows_cpu.h"
 #include "storage/row_access_cpu.h"
 #include "storage/row_store_arguments.h"
+#include "storage/streamed_rows_cpu.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -106,8 +107,8 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
     const int64_t* row = const_data<int64_t>(rows);
     const T* value = const_data<T>(values);
     // In order and on one thread: if a row is given twice, its last values stay.
-    for (int64_t i = 0; i < rows.numel(); ++i)
-      std::copy(value + i * columns, value + (i + 1) * columns, table.row(row[i]));
+    const RowStream stream(values.numel() * static_cast<int64_t>(sizeof(T)));
+    for (int64_t i = 0; i < rows.numel(); ++i) stream.write(value + i * columns, columns, table.row(row[i]));
   });
 }
 

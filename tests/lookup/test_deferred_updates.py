@@ -20,6 +20,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
+from torchrec_dyn.lookup import TableGroup
 
 FEATURES = ["f", "g", "h"]
 WIDTHS = [8, 8, 4]
@@ -253,6 +254,18 @@ def test_nothing_changes_until_the_step_and_zero_grad_drops() -> None:
     assert torch.equal(saved["embedding_bags.a.weight"], before[0]["weight"])
     model.fused_optimizer.step()
     assert not torch.equal(states(model)[0]["weight"], before[0]["weight"])
+
+
+def test_a_step_without_deferred_updates_asks_no_table(monkeypatch: Any) -> None:
+    """Locks and the check of the stack would be a thirtieth of a small step."""
+    asked: list[str] = []
+    for name in ("write_updates", "drop_updates"):
+        monkeypatch.setattr(TableGroup, name, lambda group, name=name: asked.append(name))
+    for defers in (False, True):
+        optimizer = collection(defers).fused_optimizer
+        optimizer.zero_grad()
+        optimizer.step()
+        assert asked == (["drop_updates", "write_updates"] if defers else [])
 
 
 def test_batches_may_be_overwritten_after_backward() -> None:

@@ -67,6 +67,21 @@ def test_the_last_values_of_a_repeated_row_stay(distinct):
         assert torch.equal(block, expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_many_rows_are_written_past_the_caches(dtype):
+    """512 KiB and more: whole cache lines, lines cut by a row's end, rows across two lines; rows twice."""
+    for columns, offset in ((32, 0), (33, 0), (32, 1)):
+        count = 2**19 // (columns * dtype.itemsize) + 5
+        blocks = blocks_at(offset, 12, columns, dtype, count=5)
+        rows = torch.randperm(5 << 12)[:count]
+        rows[-3:] = rows[:3]
+        values = torch.randn(count, columns).to(dtype)
+        ops.scatter_rows_(rows, values, blocks, 12, columns)
+        expected = torch.full((5 << 12, columns), 7.0, dtype=dtype)
+        expected[rows[3:]] = values[3:]  # with rows[:3], whose last values these are
+        assert torch.equal(torch.cat(blocks), expected)
+
+
 def test_positions_of_rows_that_share_places():
     """Homes are secret; in some of the calls, searches in the 80 places for 40 positions pass their end."""
     for first in range(0, 40 * 100, 40):

@@ -18,7 +18,6 @@ from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import ranges_of
 
-_SHIFT = 10  # of the blocks in which rows are summed
 _NUMBERS_AT_ONCE = 1 << 22  # float64 copies of them are made for a norm
 
 
@@ -27,32 +26,36 @@ class RowSums:
     """The summed gradients of one table.
 
     Attributes:
-        ids: [M] int64.
+        ids: [M] int64; None if nobody needs them.
         rows: [M] int64, without -1.
         grads: [M, columns] float32.
     """
 
-    ids: Tensor
+    ids: Tensor | None
     rows: Tensor
     grads: Tensor
 
 
-def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowSums]:
+def row_sums(
+    update: Update, columns: Sequence[int], is_mean: bool, with_ids: bool
+) -> list[RowSums]:
     """Returns the row sums of each table, [T]. A GPU's host waits for the numbers of rows.
 
     columns [T], the width of each table.
     """
     offsets = update.bags.table_offsets
     # Rows stand in for ids: the op lists the distinct ones that have no row.
-    is_used = update.rows >= 0
-    distinct, _, begins, places = ops.collect_new(update.rows, -is_used.long(), offsets)
+    is_used = (update.rows >= 0).long()
+    distinct, _, begins, places = ops.collect_new(update.rows, is_used.neg_(), offsets)
     sizes, firsts = (
         of_tables.to(places.device, non_blocking=True)
         for of_tables in (offsets.diff(), begins[:-1])
     )
     first_of_id = firsts.repeat_interleave(sizes, output_size=places.numel())
-    numbers = torch.where(is_used, places - first_of_id, -1)
-    ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, update.ids)[1:]
+    ids = None
+    if with_ids:
+        ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, update.ids)[1:]
+    numbers = places.sub_(first_of_id).clamp_(min=-1)  # -1 for an id without an update
     sums: list[RowSums] = []
     blocks: list[Tensor] = []
     lines: list[list[int]] = []
@@ -60,11 +63,13 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
     for number, width in enumerate(columns):
         of_table = ranges.get(number, slice(0, 0))
         count = of_table.stop - of_table.start
-        room = _zeros(-(-count >> _SHIFT) << _SHIFT, width, update)
-        of_room = room.split(1 << _SHIFT) if count else ()
-        lines.append([len(blocks), len(of_room), _SHIFT, width])
+        shift = max(4, count.bit_length() - 3)  # few blocks, and little room that no row needs
+        room = _zeros(-(-count >> shift) << shift, width, update)
+        of_room = room.split(1 << shift) if count else ()
+        lines.append([len(blocks), len(of_room), shift, width])
         blocks += of_room
-        sums.append(RowSums(ids[of_table], distinct[of_table], room[:count]))
+        of_ids = None if ids is None else ids[of_table]
+        sums.append(RowSums(of_ids, distinct[of_table], room[:count]))
     subtract_gradients(
         -1.0,
         grad=update.grad,

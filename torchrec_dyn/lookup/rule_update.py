@@ -35,24 +35,26 @@ class _Updated:
 def update_by_rule(
     rule: RowRule,
     tables: Sequence[TableShard],
-    sums: Sequence[RowSums],
+    sums: list[RowSums],
     streams: Tensor,
     learning_rate: float,
 ) -> list[Callable[[bool], object]]:
     """Runs a rule on the row sums of T tables; returns the actions of `run_to_end` that write the rows.
 
-    streams [T, 3] int64, as of `ops.update_rows_`.
+    streams [T, 3] int64, as of `ops.update_rows_`. `sums` is empty afterwards: copies of the next table's
+    rows take the memory of a table's sums, which is in the cache.
 
     Raises:
         RuntimeError: a table with `on_nonfinite="error"` would have numbers that are not finite; no row has
             changed.
         ValueError: the rule has replaced a tensor's shape or dtype.
     """
-    updated = [
-        _run(rule, table, of_table, stream, learning_rate)
-        for table, of_table, stream in zip(tables, sums, streams, strict=True)
-        if of_table.rows.numel()
-    ]
+    updated: list[_Updated] = []
+    sums.reverse()
+    for table, stream in zip(tables, streams, strict=True):
+        of_table = sums.pop()
+        if of_table.rows.numel():
+            updated.append(_run(rule, table, of_table, stream, learning_rate))
     for one in updated:
         if one.is_refused is not None and one.table.nonfinite is not None:
             refused = one.is_refused.count_nonzero()
@@ -80,6 +82,7 @@ def _run(
         rule.update(weights, sums.grads, states, learning_rate, int(stream[2]))
     after = [states[name] for name in rule.states]
     if weights.dtype != before.dtype:
+        assert sums.ids is not None
         weights = _rounded(before, weights, sums.ids, stream)
     is_refused = None
     if checks:

@@ -568,8 +568,8 @@ class TableGroup:
             self._row_sums(self.deferred.joined(self._bag_layout, self.max_gradient)), power
         )
 
-    def _row_sums(self, update: Update) -> list[RowSums]:
-        return row_sums(update, [table.columns for table in self.tables], self.is_mean)
+    def _row_sums(self, update: Update, with_ids: bool = False) -> list[RowSums]:
+        return row_sums(update, [table.columns for table in self.tables], self.is_mean, with_ids)
 
     @locked
     @changes
@@ -605,7 +605,8 @@ class TableGroup:
                 table.own = table.own._replace(edits=table.own.edits + 1)
         optimizer = self.tables[0].optimizer
         if optimizer.own is not None:
-            sums = self._row_sums(update)
+            is_rounded = any(table.weights.dtype != torch.float32 for table in self.tables)
+            sums = self._row_sums(update, with_ids=is_rounded)
             written = update_by_rule(
                 optimizer.own, self.tables, sums, update.streams, self.learning_rate
             )

@@ -39,14 +39,18 @@ class LearningRateGroup(dict[str, Any]):
     def write_updates(self) -> None:
         """Writes `lr` and the deferred updates to the tables."""
         self.push()
-        for group in self._groups:
+        for group in self._deferring():
             group.write_updates()
 
     def drop_updates(self) -> None:
         """Writes `lr` to the tables and forgets their deferred updates."""
         self.push()
-        for group in self._groups:
+        for group in self._deferring():
             group.drop_updates()
+
+    def _deferring(self) -> list[TableGroup]:
+        # Other groups are not asked: their locks cost a thirtieth of a small step.
+        return [group for group in self._groups if group.deferred is not None]
 
     def push(self) -> None:
         """Writes `lr` to the tables. Needed after a tensor `lr` was changed in place."""
