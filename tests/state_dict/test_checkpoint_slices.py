@@ -142,7 +142,8 @@ def test_the_ranges_of_a_part_hold_all_its_rows_and_few_others(ranks: int) -> No
     bounds = [part * share - 1 + i for part in range(1, ranks + 1) for i in range(2)]
     after = range(share * ranks, 2**64)  # as many as ranks at most
     signed = [mixed - 2**64 if mixed >= 2**63 else mixed for mixed in (*bounds, *after)]
-    mixed = torch.cat([some, torch.tensor(signed)]).unique()
+    uneven = torch.arange(300) * 2**50  # so that places drift
+    mixed = torch.cat([some, uneven, torch.tensor(signed)]).unique()
     ids = unmixed(mixed)
     ids = ids[canonical_order(ids)]
     cells = (ops.mix64(ids) >> 59 & 31).bincount(minlength=32)
