@@ -158,8 +158,8 @@ def train(folder: str, deaths: Deaths, method: str, workers: int) -> None:
                         step=positions.batches,
                         extra={"position": positions},
                     )
+        kept.close()  # the last save may still be written, in the background
     assert positions.batches == STEPS
-    kept.close()
     quietly(Checkpoints(f"{folder}/end").save, model, optimizer, step=STEPS)
 
 
