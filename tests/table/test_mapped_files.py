@@ -134,11 +134,12 @@ def mapped_lines() -> list[str]:
 
 def test_a_dropped_table_frees_its_files() -> None:
     before = len(mapped_lines())
-    table = table_of(limit=100_000)
+    with small_files():
+        table = table_of()
     train(table, range(2))
     assert len(mapped_lines()) > before
     held = len(os.listdir("/proc/self/fd"))
-    train(table, range(2, 9), 100_000)
+    train(table, range(2, 9))
     assert len(os.listdir("/proc/self/fd")) == held  # blocks keep no descriptors
     del table
     assert len(mapped_lines()) == before
