@@ -98,13 +98,13 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
     def gathered(group: dist.ProcessGroup, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
         return peers.words(mine)
 
-    def heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[list[int]]:
+    def heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[tuple[int, ...]]:
         peers.agreements += 1
         peers.sent, peers.received = (
             peers.sent + 8 * len(head),
             peers.received + 8 * len(head) * ranks,
         )
-        return [list(head)] * ranks
+        return [tuple(head)] * ranks
 
     def made(common: Any, options: Any) -> FakeProcessGroup:
         return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)

@@ -14,7 +14,7 @@ from torchrec.distributed.model_tracker.types import TrackingMode
 
 STATES = [TrackingMode.MOMENTUM_LAST, TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD]
 TEXT = (
-    "tables t: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, or EMBEDDING for a sequence "
+    "tables ['t']: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, or EMBEDDING for a sequence "
     "collection), got a mode with optimizer state. Export changed rows and their optimizer state with "
     "torchrec_dyn.checkpoint.export_delta."
 )

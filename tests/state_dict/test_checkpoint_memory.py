@@ -10,7 +10,7 @@ import workers
 from another_process import call
 from checkpoint_cases import quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from peak_memory import peak_of
+from memory_peak import peak_of
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import collection_of, shard
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import struct
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -61,21 +62,50 @@ def agree(
     return [pickle.loads(words) if words else None for words in of_ranks]
 
 
+class _Word(NamedTuple):
+    """What a rank tells the others if some rank has a fault, or is in another call.
+
+    Attributes:
+        call: its call.
+        kind: type of the error that all ranks raise for its fault; None: it has no fault.
+        text: the error's text.
+        number: number of an OSError.
+        file: file of an OSError.
+    """
+
+    call: str
+    kind: type[Exception] | None = None
+    text: str = ""
+    number: int = 0
+    file: Any = None
+
+
+def _word_of(call: str, fault: Exception | None) -> _Word:
+    if fault is None:
+        return _Word(call)
+    if isinstance(fault, OSError) and fault.errno is not None:
+        # A full disk must look so on all ranks: who saves tries again.
+        return _Word(call, OSError, str(fault.strerror), fault.errno, fault.filename)
+    kind = ValueError if isinstance(fault, ValueError) else RuntimeError
+    return _Word(call, kind, str(fault) or type(fault).__name__)
+
+
 def _fault_of_ranks(group: dist.ProcessGroup, call: str, fault: Exception | None) -> Exception:
     """Returns the error that all ranks raise. Collective, on ranks with a fault or in different calls."""
-    text = None if fault is None else str(fault) or type(fault).__name__
-    system = None  # a full disk must look so on all ranks: who saves tries again
-    if isinstance(fault, OSError) and fault.errno is not None:
-        system = fault.errno, str(fault.strerror), fault.filename
-    mine = pickle.dumps((call, isinstance(fault, ValueError), system, text))
+    mine = pickle.dumps(_word_of(call, fault))
     sizes = [size for (size,) in _gather_heads(group, [len(mine)])]
-    told = [pickle.loads(words) for words in _gather_bytes(group, mine, sizes)]
-    for rank, (other_call, is_value_error, system, text) in enumerate(told):
-        if text is not None:
-            return _agreed(is_value_error, system, f"{other_call}(rank={rank})", text)
-    rank = next(rank for rank, (other_call, *_) in enumerate(told) if other_call != told[0][0])
+    words: list[_Word] = [pickle.loads(told) for told in _gather_bytes(group, mine, sizes)]
+    made: Any
+    for rank, word in enumerate(words):
+        if word.kind is not None:
+            text = f"{word.call}(rank={rank}): {word.text}"
+            is_of_system = word.kind is OSError
+            made = OSError(word.number, text, word.file) if is_of_system else word.kind(text)
+            made.is_agreed = True  # read by `settle`
+            return cast(Exception, made)
+    rank = next(rank for rank, word in enumerate(words) if word.call != words[0].call)
     return ValueError(
-        f"{told[0][0]}: expected the same call on every rank, got {told[rank][0]} on rank {rank}."
+        f"{words[0].call}: expected the same call on every rank, got {words[rank].call} on rank {rank}."
     )
 
 
@@ -84,42 +114,33 @@ def _number_of(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _gather_heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[list[int]]:
+def _gather_heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns the numbers of all ranks, by rank; each rank gives as many. Collective."""
-    mine = torch.tensor(head, dtype=torch.int64, device="cpu")
-    return [one.tolist() for one in _gather(group, mine)]
+    layout = struct.Struct(f"{len(head)}q")
+    return [layout.unpack(told) for told in _gather(group, layout.pack(*head))]
 
 
 def _gather_bytes(group: dist.ProcessGroup, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Returns the bytes of all ranks, by rank. Collective. `sizes` are their numbers of bytes."""
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    padded[: len(mine)] = torch.frombuffer(bytearray(mine or b"\0"), dtype=torch.uint8)[: len(mine)]
-    parts = zip(_gather(group, padded), sizes, strict=True)
-    return [part[:size].numpy().tobytes() for part, size in parts]
+    told = _gather(group, mine.ljust(max(sizes), b"\0"))
+    return [words[:size] for words, size in zip(told, sizes, strict=True)]
 
 
-def _gather(group: dist.ProcessGroup, mine: Tensor) -> list[Tensor]:
-    parts = list(mine.new_empty(dist.get_world_size(group), mine.numel()).unbind())
-    dist.all_gather(parts, mine, group=host_group(group))
-    return parts
+def _gather(group: dist.ProcessGroup, mine: bytes) -> list[bytes]:
+    """Returns the bytes of all ranks, by rank; each rank gives as many. Collective.
 
-
-def _agreed(
-    is_value_error: bool, system: tuple[int, str, Any] | None, where: str, text: str
-) -> Exception:
-    """Returns an error that is raised on all ranks, which `settle` sees by its attribute.
-
-    `system` has number, reason and file of an OSError.
+    No op of torch runs between the ranks' meetings: if it had no memory on one rank, the others would wait.
     """
-    made: Any
-    if system is not None:
-        number, reason, file = system
-        made = OSError(number, f"{where}: {reason}", file)
-    else:
-        made = (ValueError if is_value_error else RuntimeError)(f"{where}: {text}")
-    made.is_agreed = True
-    error: Exception = made
-    return error
+    size, ranks = len(mine), dist.get_world_size(group)
+    told = bytearray(size * ranks)
+    parts = [
+        torch.frombuffer(told, dtype=torch.uint8, count=size, offset=size * rank)
+        for rank in range(ranks)
+    ]
+    dist.all_gather(
+        parts, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=host_group(group)
+    )
+    return [bytes(told[begin : begin + size]) for begin in range(0, len(told), size)]
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
