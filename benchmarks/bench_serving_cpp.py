@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from axes import SERVING, Workload, ranks, raw_ids, tiny
-from bench_serving import CALLS, REQUESTS, configs, save, static_int8, trained
+from bench_serving import CALLS, REQUESTS, configs, save, static, trained
 from interleaved import finish, measure, options, ratio, result, spread, summary
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -129,11 +129,11 @@ def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     rows: list[dict[str, Any]] = []
     for what in ("collection", "with dense part")[: 1 if arguments.quick else None]:
         ours: nn.Module = serving.ServingEmbeddingBagCollection(folder / "served", configs(shape))
-        static = static_int8(shape)
+        theirs = static(shape, torch.qint8)
         dense = what == "with dense part"
         if dense:
             columns = shape.tables * shape.dim
-            ours, static = Dense(ours, columns).eval(), Dense(static, columns).eval()
+            ours, theirs = Dense(ours, columns).eval(), Dense(theirs, columns).eval()
         compiled = folder / f"{'dense' if dense else 'alone'}.pt2"
         first = raw_ids(ranks(replace(shape, batch=4), 1, seed=1)[0])
         [[*numbers, values, lengths]] = plain_requests(replace(shape, batch=4), [first], dense)
@@ -152,7 +152,7 @@ def latency(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
                     "C++": cpp.asking(path, calls),
                     "Python": in_python(ours, keys, raw, calls),
                     "static int8": in_python(
-                        static, keys, plain_requests(asked, mapped, dense), calls
+                        theirs, keys, plain_requests(asked, mapped, dense), calls
                     ),
                 }
                 seconds = measure(contestants, arguments.rounds, clock="thread")
