@@ -244,8 +244,8 @@ void update_own_rows(Optimizer optimizer) {
         for (int64_t c = 0; c < kColumns; ++c) row[c] = to_float(weight[c]);
         const int64_t one = kColumns * r;
         const float square = row_square(rule, grad.data(), row.data(), kColumns);
-        update_row(rule, bias_correction(rule, 3), square, 1.0f, grad.data(), row.data(), &m1[one], &m2[one], nullptr,
-                   kColumns);
+        float* const states[kMostStates] = {&m1[one], &m2[one]};
+        update_row(rule, bias_correction(rule, 3), square, 1.0f, grad.data(), row.data(), states, kColumns);
         if constexpr (sizeof(T) != sizeof(float)) store_row(7, 3, 1, r, row.data(), kColumns, weight);
         if constexpr (sizeof(T) == sizeof(float)) std::copy(row.begin(), row.end(), weight);
       }
