@@ -161,7 +161,8 @@ class GradScaler(TorchGradScaler):
 
     Args:
         model: the model with dynamic collections, all with `fused_params={"defer_updates": True}`.
-        device, **options: those of `torch.amp.GradScaler`.
+        device: that of `torch.amp.GradScaler`.
+        **options: the other arguments of `torch.amp.GradScaler`.
 
     Raises:
         ValueError: if it is enabled and updates are not deferred.
