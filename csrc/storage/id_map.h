@@ -159,18 +159,6 @@ inline bool insert_absent(const IdMapView& map, int64_t id, int64_t row, uint64_
   return insert_absent(map.array_of(hash), id, row, hash);
 }
 
-// Returns the row of `id`; an absent id is inserted with `row`. Requires an empty slot.
-inline int64_t find_or_insert(const SlotArray& array, int64_t id, int64_t row, uint64_t hash) {
-  for (int64_t slot = array.home(hash);; slot = array.next_line(slot)) {
-    const int64_t place = place_in_line(array.slots + slot, id);
-    if (place != 0) return row_of_place(place);
-    const unsigned empty = empty_in_line(array.slots + slot);
-    if (empty == 0) continue;
-    array.slots[slot + lowest_bit(empty)] = Slot{id, place_of_row(row)};
-    return row;
-  }
-}
-
 // True if the circular walk from `from` (excluded) to `to` (included) passes `slot`.
 TORCHREC_DYN_BOTH inline bool lies_after(int64_t from, int64_t slot, int64_t to) {
   return from <= to ? (from < slot && slot <= to) : (from < slot || slot <= to);

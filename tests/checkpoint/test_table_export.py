@@ -42,7 +42,7 @@ def column(table: Any, name: str) -> Tensor:
 
 
 def assert_is(table: Any, state: dict[str, Tensor], columns: Any = None) -> None:
-    """What was read is the exported state of a table, in its order."""
+    """Checks that rows as read are the exported state of a table, in its order."""
     columns = columns or [
         name for name in ("id", "row", "last_seen", "count") if name in told(state)
     ]

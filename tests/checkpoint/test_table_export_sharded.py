@@ -101,7 +101,7 @@ def test_shares_of_the_ranks(tmp_path: Path, kinds: tuple[str, ...]) -> None:
 
 
 def faults(setup: Setup, path: str) -> list[str]:
-    """What calls raise on this rank, where one rank is wrong."""
+    """Returns the errors of calls on this rank, where one rank is wrong."""
     model, rank, said = new(setup), dist.get_rank(), []
     collection = model.module.collection
     train(model, setup, [0])

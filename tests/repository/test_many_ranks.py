@@ -1,4 +1,4 @@
-"""What we add to a shard on many ranks is bounded: bytes that ranks tell each other, and bytes of metadata.
+"""Bounds of our additions to a shard on many ranks: bytes that ranks tell each other, and bytes of metadata.
 
 One rank of many is simulated (benchmarks/bench_scale.py), and compared with real ranks.
 """

@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def status(field: str) -> int:
-    """A number of /proc/self/status, in bytes."""
+    """Returns a number of /proc/self/status, in bytes."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found
     return int(found[1]) << 10
 
 
 def peak_of(do: Callable[[], None]) -> int:
-    """How much more memory this process held at the highest point of a call than before it, in bytes."""
+    """Returns the bytes that this process held at the highest point of a call beyond those before it."""
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     do()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,16 +148,12 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
 
 def _own_removed(saved: SavedTable, table: Table) -> Tensor:
     """Returns the removed ids among which this rank has its own."""
-    total = saved.rows_of("removed")
-    if table.layout.row_ranks == 1 or table.part is None:
-        return saved.read("removed") if table.part is not None else _NONE
-
-    def read(first: int, last: int) -> Tensor:
-        parts = saved.chunks(("removed",), range(first, last), verify=False)
-        return torch.cat([_NONE, *(part["removed"] for part in parts)])
-
-    ranges = own_part(read, total, table).ranges
-    return torch.cat([_NONE, *(read(first, last) for first, last in ranges)])
+    if table.part is None:
+        return _NONE
+    if table.layout.row_ranks == 1:
+        return saved.read("removed")
+    places = own_part(partial(saved.rows, "removed"), saved.rows_of("removed"), table)
+    return torch.cat([_NONE, *(saved.rows("removed", *one) for one in places.ranges)])
 
 
 def _read(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.row_sources import RowSource, TableFacts
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import IdExchange, Piece, Table, TableLayout, gather_results, run_together
 from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import TableShard, read_tensor, stamp_of
@@ -194,7 +195,7 @@ def _named(tables: Mapping[str, Table], name: str | None, call: str) -> Table:
     if name is None and len(tables) == 1:
         return next(iter(tables.values()))
     if name is None or name not in tables:
-        raise ValueError(f"{call}: expected a table among {sorted(tables)}, got {name!r}.")
+        raise ValueError(f"{call}: expected a table among {listed(sorted(tables))}, got {name!r}.")
     return tables[name]
 
 

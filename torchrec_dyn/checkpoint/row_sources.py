@@ -25,10 +25,11 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     read_chain,
 )
+from torchrec_dyn.name_lists import listed
 
 
 class TableFacts(NamedTuple):
-    """What a source tells of its table.
+    """Facts of the table of a source.
 
     Attributes:
         name: name of the table.
@@ -181,7 +182,7 @@ def _table_in(folder: Path, table: str | None, call: str) -> SavedTable:
     found = [one for key, one in tables.items() if table in (None, key, one.name)]
     if len(found) != 1:
         asked = "one table" if table is None else f"one table '{table}'"
-        got = [one.key for one in found] if found else f"tables {sorted(tables)}"
+        got = [one.key for one in found] if found else f"tables {listed(sorted(tables))}"
         raise ValueError(
             f"{call}({folder}): expected {asked}, got {got}. Give the key of one table."
         )

@@ -63,7 +63,7 @@ def agree(
 
 
 class _Word(NamedTuple):
-    """What a rank tells the others if some rank has a fault, or is in another call.
+    """The words of a rank to the others if some rank has a fault, or is in another call.
 
     Attributes:
         call: its call.

@@ -63,9 +63,8 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     try:
         if copied is None:
             file.allocate(size)
-            zeros = bytes(
-                HUGE_PAGE
-            )  # without these, the first write to each small page would add this page
+            # Without zeros, the first write to each small page would add this page.
+            zeros = bytes(HUGE_PAGE)
             for place in range(0, size, HUGE_PAGE):
                 file.write(place, memoryview(zeros)[: size - place])
         else:

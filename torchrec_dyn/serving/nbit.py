@@ -22,7 +22,7 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 _TYPES = {torch.int8: SparseType.INT8, INT4: SparseType.INT4}
 _lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
 _quantize = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf
-_SCALE_AND_BIAS_BYTES = 4
+SCALE_AND_BIAS_BYTES = 4
 
 
 def quantize_int4(rows: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def quantize_int4(rows: Tensor) -> Tensor:
     FBGEMM writes scale and bias at the end of a row, and its kernel for inference reads them at the begin.
     """
     fused = _quantize(rows.contiguous(), 4)
-    return fused.roll(_SCALE_AND_BIAS_BYTES, 1)
+    return fused.roll(SCALE_AND_BIAS_BYTES, 1)
 
 
 class NBitPooling(nn.Module):

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_dyn.serving.nbit import INT4, quantize_int4
+from torchrec_dyn.serving.nbit import INT4, SCALE_AND_BIAS_BYTES, quantize_int4
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.int8, INT4)
-_SCALE_AND_BIAS_BYTES = 4
 _STEPS = 255
 _INT4_COLUMNS = 4
 _LARGEST = torch.finfo(torch.float16).max
@@ -48,7 +47,7 @@ class RowFormat:
 
     def row_bytes(self, columns: int) -> int:
         """Returns the number of bytes of a row."""
-        extra = _SCALE_AND_BIAS_BYTES if self.is_nbit else 0
+        extra = SCALE_AND_BIAS_BYTES if self.is_nbit else 0
         if self.dtype == INT4:
             return -(-columns // 2) + extra
         return columns * self.dtype.itemsize + extra
@@ -101,7 +100,7 @@ class RowFormat:
         """
         if not self.is_nbit:
             return written.contiguous().view(self.dtype).float()
-        head, steps = written.split([_SCALE_AND_BIAS_BYTES, written.shape[1] - 4], dim=1)
+        head, steps = written.tensor_split([SCALE_AND_BIAS_BYTES], dim=1)
         scale, bias = head.contiguous().view(torch.float16).float().split(1, dim=1)
         if self.dtype == INT4:
             steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
@@ -114,7 +113,7 @@ def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
 
 def _encode_int8(rows: Tensor, where: str) -> Tensor:
     if rows.numel() == 0:
-        return torch.empty(len(rows), rows.shape[1] + _SCALE_AND_BIAS_BYTES, dtype=torch.uint8)
+        return torch.empty(len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8)
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     bias = _to_half(low, up=False)
     scale = _to_half((high - bias.float()) / _STEPS, up=True)

@@ -56,13 +56,16 @@ def own_places(
                 counters = ChunkedTensor(f"'{name}' in {path}", reader, name, saved["waiting"])
                 waiting = own_part(_ids_of(counters), saved["waiting"].size[0], table)
             of_tables[key] = own_part(rows.rows, ids.size[0], table), waiting
-    of_states = {
-        key: of_tables[of_rows]
-        for key, (entry, _) in found.items()
-        for of_rows in of_tables
-        if key not in of_tables and entry.table.has_shards_of(found[of_rows][0].table)
-    }
-    return {**of_tables, **of_states}
+    keys = {_name_of(found[key][0].table): key for key in of_tables}
+    for key, (entry, _) in found.items():
+        of_rows = None if key in of_tables else keys.get(_name_of(entry.table))
+        if of_rows is not None and entry.table.has_shards_of(found[of_rows][0].table):
+            of_tables[key] = of_tables[of_rows]
+    return of_tables
+
+
+def _name_of(table: Table) -> tuple[int, str]:
+    return id(table.lock), table.name  # tables of two collections may have the same name
 
 
 def _ids_of(counters: ChunkedTensor) -> ReadIds:
