@@ -27,7 +27,7 @@ class Samples:
         self._of: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
 
     def take(self, name: str, pid: int, now: float) -> None:
-        """Notes the numbers of a process; nothing if it has ended."""
+        """Reads and notes the numbers of a process; nothing if it has ended."""
         try:
             status = Path(f"/proc/{pid}/status").read_text()
             maps = Path(f"/proc/{pid}/maps").read_text().count("\n")
@@ -36,9 +36,18 @@ class Samples:
             return
         for line in status.splitlines():
             if line.startswith("RssAnon:"):
-                megabytes = int(line.split()[1]) / 1024
-                for what, number in (("MB", megabytes), ("maps", maps), ("files", files)):
-                    self._of[name, what].append((now, number))
+                self.note(
+                    name, now, {"MB": int(line.split()[1]) / 1024, "maps": maps, "files": files}
+                )
+
+    def note(self, name: str, now: float, numbers: dict[str, float]) -> None:
+        """Notes numbers of a process that were read at a moment, in seconds."""
+        for what, number in numbers.items():
+            self._of[name, what].append((now, number))
+
+    def taken(self, name: str, what: str) -> list[tuple[float, float]]:
+        """Returns the moments, in seconds, and the numbers of a process."""
+        return list(self._of[name, what])
 
     def forget(self, name: str) -> None:
         """Forgets a process, for another one of the same name."""
@@ -47,7 +56,9 @@ class Samples:
 
     def slope(self, name: str, what: str, after: float) -> Slope | None:
         """Returns the slope of the samples after a time; None if they are too few."""
-        taken = [(moment / 60, number) for moment, number in self._of[name, what] if moment > after]
+        taken = [
+            (moment / 60, number) for moment, number in self.taken(name, what) if moment > after
+        ]
         if len(taken) < 2 * _BLOCKS:
             return None
         cuts = [len(taken) * block // _BLOCKS for block in range(_BLOCKS + 1)]
