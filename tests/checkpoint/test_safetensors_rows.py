@@ -16,7 +16,13 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import export_rows, export_saved_rows, import_rows
+from torchrec_dyn.checkpoint import (
+    export_delta,
+    export_rows,
+    export_saved_rows,
+    import_rows,
+    mark,
+)
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -335,9 +341,11 @@ def test_the_file_is_that_of_the_collection(saved: tuple[Any, Path], table: str)
     assert (folder / "two_").read_bytes() == (folder / "collection").read_bytes()
 
 
-def test_what_is_not_one_table(saved: tuple[Any, Path]) -> None:
-    _, folder = saved
+def test_what_is_not_one_full_table(saved: tuple[Any, Path]) -> None:
+    made, folder = saved
+    export_delta(made, folder / "delta", mark(made))
     for path, table, got in (
+        ("delta", "t", "expected a full checkpoint, got a delta"),
         ("c", "x", r"expected one table 'x', got tables \['model.embedding_bags.t', 'model"),
         ("two", "t", r"got \['one.embedding_bags.t', 'other.embedding_bags.t'\]. Give the key"),
         ("nowhere", "t", "expected a checkpoint"),

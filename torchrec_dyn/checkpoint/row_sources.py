@@ -21,11 +21,9 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     Entry,
     MergedTable,
-    SavedTable,
     open_checkpoint,
     read_chain,
 )
-from torchrec_dyn.name_lists import listed
 
 
 class TableFacts(NamedTuple):
@@ -132,7 +130,7 @@ class SavedRows(RowSource):
             )
         else:
             folders = [Path(path)]
-        saves = [_table_in(folder, table, call) for folder in folders]
+        saves = [open_checkpoint(folder).table(table, f"{call}({folder})") for folder in folders]
         if saves[0].is_delta:
             raise ValueError(
                 f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "
@@ -174,16 +172,3 @@ class SavedRows(RowSource):
         if "clock" not in last.names:
             return torch.empty(2, 0, dtype=torch.int64, device="cpu")
         return last.read("clock")
-
-
-def _table_in(folder: Path, table: str | None, call: str) -> SavedTable:
-    """Returns the table of a checkpoint with this name or key; None: its only table."""
-    tables = open_checkpoint(folder).tables
-    found = [one for key, one in tables.items() if table in (None, key, one.name)]
-    if len(found) != 1:
-        asked = "one table" if table is None else f"one table '{table}'"
-        got = [one.key for one in found] if found else f"tables {listed(sorted(tables))}"
-        raise ValueError(
-            f"{call}({folder}): expected {asked}, got {got}. Give the key of one table."
-        )
-    return found[0]

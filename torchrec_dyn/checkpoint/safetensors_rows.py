@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
-from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, agree, gather_results, run_together
 from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
@@ -117,15 +116,12 @@ def export_saved_rows(
     Raises:
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
-    tables = open_checkpoint(checkpoint).tables
-    found = [one for key, one in tables.items() if table in (key, one.name)]
-    if len(found) != 1 or found[0].is_delta:
-        kind = "a delta, which has changes only" if found else f"tables {listed(sorted(tables))}"
+    where = f"export_saved_rows({checkpoint})"
+    saved = open_checkpoint(checkpoint).table(table, where)
+    if saved.is_delta:
         raise ValueError(
-            f"export_saved_rows({checkpoint}): expected one table '{table}', got "
-            f"{kind if len(found) < 2 else [one.key for one in found]}. Give the key of one table."
+            f"{where}: expected a full checkpoint, got a delta, which has changes only. Give the full save."
         )
-    (saved,) = found
     tensors = {
         "ids": (torch.int64, (saved.num_rows,)),
         "rows": (saved.dtype, (saved.num_rows, saved.embedding_dim)),

@@ -29,6 +29,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 )
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import STATE_NAMES
 
 
@@ -50,6 +51,15 @@ class SavedCheckpoint:
     def is_delta(self) -> bool:
         """True if the checkpoint holds changes only."""
         return any(table.is_delta for table in self.tables.values())
+
+    def table(self, name: str | None, where: str) -> SavedTable:
+        """Returns the table with this name or key, None: the only one. Raises ValueError if none has it."""
+        found = [table for key, table in self.tables.items() if name in (None, key, table.name)]
+        if len(found) != 1:
+            asked = "one table" if name is None else f"one table '{name}'"
+            got = [table.key for table in found] or f"tables {listed(sorted(self.tables))}"
+            raise ValueError(f"{where}: expected {asked}, got {got}. Give the key of one table.")
+        return found[0]
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
