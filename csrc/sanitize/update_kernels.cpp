@@ -56,7 +56,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
                                marks};
   const UpdateRule rule{Optimizer::kRowwiseAdagrad, {0.1f, 1e-8f, 0.0f, 0.0f}};
   const Segment segment{0, 0, kBags, 0, columns};
-  const KeyedTable keyed{kRows, columns, 1, 1};
+  const KeyedTable keyed{kRows, columns, 1, 1, OnNonfinite::kWrite, nullptr};
   const uint64_t first_key = 0;
   WrongUpdate wrong{};
   const UpdatedIds ids{{&segment, nullptr, 1, offsets.data(), kBags},
@@ -86,9 +86,10 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
     simt::sort_pairs(kStream, simt::Pairs{sender_keys.data(), unused.data()}, kIds);
     simt::launch(kStream, kIds, CountSenders{sender_keys.data(), distinct.data()});
     simt::launch_tiles(kStream, kLines, SumPieces<Key, Shape>{grads});
-    simt::launch_tiles(kStream, kIds,
-                       UpdateRows<float, Key, Shape, Visit::kUpdate>{grads, &table, rule, rule_facts(rule.optimizer),
-                                                                     true, true, names.data(), distinct.data()});
+    simt::launch_tiles(
+        kStream, kIds,
+        UpdateRows<float, Key, Shape, Visit::kUpdate>{grads, &table, rule, rule_facts(rule.optimizer), true, true,
+                                                      names.data(), distinct.data(), nullptr, nullptr});
     simt::launch(kStream, 1, ReportWrongUpdate{ids, {error, 1}});
   };
   run();
