@@ -1,4 +1,4 @@
-"""The goals and the latest results of each; make bench prints this at its end.
+"""The goals and the latest results of each, and a line for README.md; make bench prints this at its end.
 
 python benchmarks/summary.py [--results benchmarks/results]
 """
@@ -305,17 +305,33 @@ def print_goals(goals: Sequence[Goal], results: dict[str, list[dict[str, Any]]])
     print(f"summary: {met} of {len(goals)} goals met, {missing} not run")
 
 
+def line_for_readme(file: dict[str, Any]) -> str:
+    """Returns what README.md says under its picture about the processor of lookup.json."""
+    uniform, skewed = (workload.name for workload in POOLED)
+    numbers = []
+    for workload, threads, what in ((uniform, 2, "step"), (skewed, 1, "forward")):
+        where = {"workload": workload, "threads": threads, "what": what, "against": "static"}
+        seen = seen_of(Goal("lookup", where, at_least=0.0), {"lookup": file["rows"]})
+        numbers.append("not run" if seen is None else f"{seen[0]:.2f}")
+    return (
+        f"README.md: whole step, 2 threads, uniform ids: {numbers[0]}; forward, 1 thread, Zipf ids: "
+        f"{numbers[1]}; {file['cpu']}, {file['date']}, {file['commit']}"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints one line per goal, and the number of goals that are met."""
+    """Prints a line for each goal, how many are met, and what README.md says of this processor."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     folder: Path = parser.parse_args(argv).results
-    results = {}
+    results, readme = {}, ""
     for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text())
         if path.stem in ("gpu", "gpu_train") and file["gpu"] == "none":  # a try on a CPU
             continue
         results[path.stem] = file["rows"]
+        if path.stem == "lookup":
+            readme = line_for_readme(file)
         header = ("date", "commit", "cpu", "cores", "simd", "torch", "fbgemm", "clock")
         print(f"{path.stem}: " + ", ".join(f"{file[key]}" for key in header if key in file))
     goals = [
@@ -334,6 +350,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "gpu_train" in results:
         goals += gpu_train_goals()
     print_goals(goals, results)
+    if readme:
+        print(readme)
 
 
 if __name__ == "__main__":

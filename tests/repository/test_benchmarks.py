@@ -336,6 +336,10 @@ def test_summary_names_goals_that_the_benchmarks_measure(tiny_run, capsys):
     assert len(lookup) > 20
     not_run = [line for line in lookup if line.endswith("not run")]
     assert all("1 threads" in line for line in not_run), not_run
+    rows = json.loads((folder / "lookup.json").read_text())["rows"]
+    where = {"workload": "pooled-uniform", "threads": 2, "what": "step", "against": "static"}
+    seen = next(row["ratio"] for row in rows if where.items() <= row.items())
+    assert lines[-1].startswith(f"README.md: whole step, 2 threads, uniform ids: {seen:.2f}; ")
 
 
 def test_summary_names_what_the_growth_benchmark_measures(tiny_run):
