@@ -178,11 +178,11 @@ class SavedRows(RowSource):
 
 def _table_in(folder: Path, table: str | None, call: str) -> SavedTable:
     """Returns the table of a checkpoint with this name or key; None: its only table."""
-    tables = open_checkpoint(folder).tables
-    found = [one for key, one in tables.items() if table in (None, key, one.name)]
+    found = list(open_checkpoint(folder, table).tables.values())
     if len(found) != 1:
         asked = "one table" if table is None else f"one table '{table}'"
-        got = [one.key for one in found] if found else f"tables {listed(sorted(tables))}"
+        keys = [one.key for one in found]
+        got = keys or f"tables {listed(sorted(open_checkpoint(folder).tables))}"
         raise ValueError(
             f"{call}({folder}): expected {asked}, got {got}. Give the key of one table."
         )

@@ -117,13 +117,16 @@ def export_saved_rows(
     Raises:
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
-    tables = open_checkpoint(checkpoint).tables
-    found = [one for key, one in tables.items() if table in (key, one.name)]
+    found = list(open_checkpoint(checkpoint, table).tables.values())
     if len(found) != 1 or found[0].is_delta:
-        kind = "a delta, which has changes only" if found else f"tables {listed(sorted(tables))}"
+        got = "a delta, which has changes only"
+        if not found:
+            got = f"tables {listed(sorted(open_checkpoint(checkpoint).tables))}"
+        elif len(found) > 1:
+            got = f"{[one.key for one in found]}"
         raise ValueError(
-            f"export_saved_rows({checkpoint}): expected one table '{table}', got "
-            f"{kind if len(found) < 2 else [one.key for one in found]}. Give the key of one table."
+            f"export_saved_rows({checkpoint}): expected one table '{table}', got {got}. "
+            "Give the key of one table."
         )
     (saved,) = found
     tensors = {

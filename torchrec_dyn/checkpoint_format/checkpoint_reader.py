@@ -52,7 +52,7 @@ class SavedCheckpoint:
         return any(table.is_delta for table in self.tables.values())
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> SavedCheckpoint:
     """Finds the dynamic tables of a checkpoint and reads their small tensors.
 
     Model and optimizer state may have any keys in the saved state dict. Lengths of files, shapes and configs
@@ -60,6 +60,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
+        table: name or key of the tables to open; None: all.
 
     Returns:
         The checkpoint and its tables.
@@ -91,6 +92,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         {
             key: _open_table(folder, key, tensors, optimizers.get(owners.get(key, ""), {}))
             for key, tensors in tables.items()
+            if table in (None, key, _name_of(key))
         },
         tuple(ownerless),
     )
@@ -234,6 +236,10 @@ def _shared_start(one: list[str], other: list[str]) -> int:
     return sum(1 for _ in pairs)
 
 
+def _name_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _open_table(
     folder: Path,
     key: str,
@@ -251,7 +257,7 @@ def _open_table(
                 of_table[name] = tensor
             elif name != "cells":
                 of_table[OPTIMIZER + name] = tensor
-    if config["table"] != key.rpartition(".")[2]:
+    if config["table"] != _name_of(key):
         raise ValueError(
             f"{where}: expected a config of this table, got a config of {config['table']!r}. {DAMAGED}"
         )
