@@ -26,7 +26,10 @@ def held_up() -> Iterator[threading.Event]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(entry_writing, "save_files", later)
-        yield begin
+        try:
+            yield begin
+        finally:
+            begin.set()
 
 
 def write_while_training(path: str, setup: Setup) -> None:
@@ -61,12 +64,14 @@ def test_the_rows_are_of_the_moment_of_the_call(setup: Setup, tmp_path: Path) ->
         write_while_training(str(tmp_path / "kept"), setup)
 
 
-def test_the_next_call_waits(tmp_path: Path) -> None:
+def test_the_next_call_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written before somebody waits for it."""
     for call in ("save", "async_save", "restore", "close", "prune"):
         job = Job(tmp_path / call, full_every=9)
         with held_up() as begin:
             saving = job.save("async_save")
-            threading.Timer(0.2, begin.set).start()
+            wait = type(saving).wait
+            monkeypatch.setattr(type(saving), "wait", lambda one: (begin.set(), wait(one))[1])
             if call in ("save", "async_save"):
                 job.save(call)
             elif call == "restore":
@@ -74,6 +79,7 @@ def test_the_next_call_waits(tmp_path: Path) -> None:
             else:
                 getattr(job.checkpoints, call)()
             assert saving.is_done
+            monkeypatch.undo()
         job.checkpoints.close()
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import workers
+from another_process import start
 from checkpoint_cases import Setup, contents, optimizer_of, quietly, train
 from checkpoint_cases import new as new_collection
+from forked import forkserver
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn.__main__ import main
@@ -22,8 +24,8 @@ from torchrec_dyn.checkpoint_format import read_chain
 PLANS = {0: ("table_wise",), 1: ("table_wise",), 2: ("row_wise", "column_wise")}
 
 
-def new(world: int) -> tuple[Setup, Any, Any]:
-    setup = Setup(world, PLANS[world], optimizer="ADAM", feedback=True)
+def new(world: int, tables: int = 1) -> tuple[Setup, Any, Any]:
+    setup = Setup(world, PLANS[world], optimizer="ADAM", tables=tables, feedback=True)
     model = new_collection(setup)
     return setup, model, optimizer_of(model)
 
@@ -36,8 +38,8 @@ def saved(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
     return contents(entry.tables)
 
 
-def run_without_a_stop(world: int, path: str, steps: int, every: int) -> list[str]:
-    setup, model, optimizer = new(world)
+def run_without_a_stop(world: int, path: str, steps: int, every: int, tables: int = 1) -> list[str]:
+    setup, model, optimizer = new(world, tables)
     checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=3)
     for step in range(steps):
         train(model, setup, [step])
@@ -49,10 +51,10 @@ def run_without_a_stop(world: int, path: str, steps: int, every: int) -> list[st
 
 
 def continue_run(
-    world: int, path: str, steps: int, step: int | None = None
+    world: int, path: str, steps: int, tables: int, step: int | None = None
 ) -> tuple[int, list[str]]:
     """Restores, trains to the end, and saves all of it; returns where it began, and the report."""
-    setup, model, optimizer = new(world)
+    setup, model, optimizer = new(world, tables)
     train(model, setup, [70])  # contents that the restore must replace
     checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=3)
     restored = quietly(checkpoints.restore, model, optimizer, step=step)
@@ -78,25 +80,25 @@ def ends_equal(path: Path) -> bool:
     return all(torch.equal(one, ends[1][name]) for name, one in ends[0].items())
 
 
-@pytest.mark.parametrize("world", [0, 2])
-def test_a_stopped_run_ends_as_one_that_was_not(world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world", "tables"), [(0, 5), (2, 2)])
+def test_a_stopped_run_ends_as_one_that_was_not(world: int, tables: int, tmp_path: Path) -> None:
     """Full, delta, delta, full, delta, delta: restored from a delta, and at an older step."""
-    names = run(run_without_a_stop, world, str(tmp_path), 13, 2)
+    names = run(run_without_a_stop, world, str(tmp_path), 13, 2, tables)
     assert names == [
         *("full-00000001", "delta-00000002", "delta-00000003"),
         *("full-00000004", "delta-00000005", "delta-00000006"),
     ]
-    assert run(continue_run, world, str(tmp_path), 13) == (11, [])
+    assert run(continue_run, world, str(tmp_path), 13, tables) == (11, [])
     assert ends_equal(tmp_path)
-    assert run(continue_run, world, str(tmp_path), 13, 5) == (5, [])
+    assert run(continue_run, world, str(tmp_path), 13, tables, 5) == (5, [])
     assert ends_equal(tmp_path)
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 0), (0, 2)])
 def test_another_number_of_ranks(first: int, then: int, tmp_path: Path) -> None:
     """What all ranks gave alike is there; without feedback between ranks the rows are equal."""
-    run(run_without_a_stop, first, str(tmp_path), 4, 2)
-    assert run(continue_run, then, str(tmp_path), 4) == (3, [])
+    run(run_without_a_stop, first, str(tmp_path), 4, 2, 5)
+    assert run(continue_run, then, str(tmp_path), 4, 5) == (3, [])
     assert ends_equal(tmp_path)
 
 
@@ -220,10 +222,8 @@ def hold(path: str, begun: Any) -> None:
 
 
 def test_one_job_writes_and_a_kill_frees_the_directory(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    begun = context.Event()
-    writer = context.Process(target=hold, args=(str(tmp_path / "kept"), begun), daemon=True)
-    writer.start()
+    begun = forkserver().Event()
+    writer = start(hold, str(tmp_path / "kept"), begun)
     assert begun.wait(120)
     _, model, optimizer = new(0)
     checkpoints = Checkpoints(tmp_path / "kept")

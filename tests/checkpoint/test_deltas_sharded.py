@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ STEPS = ((0, 2), (2, 5))
 def edit(model, setup: Setup, round_: int) -> None:
     """Erases and assigns some ids that the batches name, each rank its own."""
     rank = dist.get_rank()
-    for name in ("plain", "counted", "drawn"):
+    for name in EDITED:
         handle = model.module.collection.table(name)
         ids = batch(setup.case(), round_, rank, setup.world)[f"f_{name}"].values()
         handle.erase(ids[::3].contiguous())
@@ -86,9 +87,10 @@ def run(function, setup: Setup, *args):
     return results[0]
 
 
+EDITED = ("plain", "counted", "drawn")
 CASES = [
     (Setup(2, ("row_wise",)), Setup(2, ("column_wise",))),
-    (Setup(4, ("grid_shard", "table_row_wise")), Setup(1, ("table_wise",))),
+    (Setup(4, ("grid_shard", "table_row_wise"), names=EDITED), Setup(1, names=EDITED)),
     (
         Setup(2, ("column_wise", "row_wise")),
         Setup(3, ("row_wise", "three_columns", "table_wise")),
@@ -109,7 +111,7 @@ def test_full_and_deltas_are_full_later_on_any_plan(tmp_path, source, copy):
 
 
 def test_an_unsharded_copy(tmp_path):
-    setup = Setup(2, ("row_wise", "column_wise"))
+    setup = Setup(2, ("row_wise", "column_wise"), names=EDITED)
     expected = run(export_all, setup, str(tmp_path))
     copy = collection_of(setup.case(), fused_params=setup.case().fused_params)
     for number in range(len(STEPS)):
@@ -120,10 +122,11 @@ def test_an_unsharded_copy(tmp_path):
 @pytest.mark.parametrize("optimizer", deep_but(ROW_WISE[:1], ROW_WISE))
 def test_row_wise_state_under_equal_and_other_cuts(tmp_path, optimizer):
     """Other cuts: all but the numbers per column shard is as it was; those are converted."""
-    source = Setup(2, ("column_wise",), optimizer=optimizer)
+    source = Setup(2, ("column_wise",), optimizer=optimizer, names=EDITED)
     expected = run(export_all, source, str(tmp_path))
     assert run(apply_all, source, str(tmp_path), [0, 1]) == expected
-    other = run(apply_all, Setup(2, ("row_wise",), optimizer=optimizer), str(tmp_path), [0, 1])
+    other = replace(source, kinds=("row_wise",))
+    other = run(apply_all, other, str(tmp_path), [0, 1])
     for mine, theirs in zip(other[-1], expected[-1], strict=True):
         assert mine[1] == theirs[1]
         moments = dict(zip(OPTIMIZER_TENSORS, zip(mine[2], theirs[2], strict=True), strict=False))
@@ -197,7 +200,7 @@ def _no_memory(rows: int) -> None:
 
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_changes_nothing(tmp_path):
-    run(fails_on_one_rank, Setup(2, ("row_wise",)), str(tmp_path))
+    run(fails_on_one_rank, Setup(2, ("row_wise",), names=EDITED), str(tmp_path))
 
 
 def test_the_words_compared_are_those_of_the_format():

@@ -40,11 +40,12 @@ from torchrec_dyn.migration import from_static, load_static
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 PLACES = {"cpu": "cpu", "device": CUDA}
-# Sharding types of the tables "plain", "sixteen", "brain" and "counted", which has policies.
+# Sharding types of the tables "plain", "sixteen" and "counted", which has policies.
+SOME = ("plain", "sixteen", "counted")
 PLANS = (
-    Setup(2, ("column_wise", "table_wise", "three_columns", "row_wise"), tables=4),
+    Setup(2, ("column_wise", "table_wise", "row_wise"), names=SOME),
     # So few rows that an import of known ids looks for room.
-    Setup(2, ("three_columns", "row_wise", "column_wise", "row_wise"), tables=4, rows=60),
+    Setup(2, ("three_columns", "row_wise", "column_wise"), names=SOME, rows=60),
 )
 ON_NODES = (
     Setup(4, ("grid_shard", "table_row_wise", "table_column_wise", "grid_shard"), optimizer="ADAM"),
@@ -137,7 +138,7 @@ def ranks_of(setup):
     [PLANS, *(pytest.param(*plans, marks=pytest.mark.deep) for plans in (ON_NODES, OTHER_CUTS))],
 )
 def test_ranks_on_devices_save_and_load_as_ranks_on_cpus(tmp_path, source, target):
-    alone = Setup(0, optimizer=source.optimizer, tables=source.tables)
+    alone = Setup(0, optimizer=source.optimizer, names=source.names)
     unsharded = new(alone)
     train(unsharded, alone, range(3))
     save(unsharded, tmp_path / "alone")

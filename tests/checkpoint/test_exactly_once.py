@@ -101,10 +101,14 @@ class Death:
 @contextlib.contextmanager
 def killed_at(death: Death | None, positions: Positions) -> Iterator[None]:
     """Kills this process at a place."""
-    if death is None or not death.place:
-        if death is not None:
-            threading.Thread(target=kill_after, args=(death, positions), daemon=True).start()
+    if death is None:
         yield
+        return
+    if not death.place:
+        killer = threading.Thread(target=kill_after, args=(death, positions), daemon=True)
+        killer.start()
+        yield
+        killer.join()  # a slow killer does not come too late
         return
     file, _, name = death.place.partition(".")
     module, left = importlib.import_module(f"torchrec_dyn.checkpoint.{file}"), [death.number]

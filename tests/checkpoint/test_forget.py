@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import workers
 from checkpoint_cases import EXTREME_IDS, LAST_IDS, Setup, contents, differences, held
-from checkpoint_jobs import TWO, Job, flip, names
+from checkpoint_jobs import TWO, Job, names
 
 from torchrec_dyn.checkpoint import checkpoints
 from torchrec_dyn.checkpoint.forgetting import ids_in_entry
@@ -40,8 +40,8 @@ def test_ids_are_gone_and_the_report_says_where_they_were(tmp_path: Path) -> Non
     wanted["counted"] = torch.cat([waiting[:1], wanted["brain"]])
     written = [one.to_bytes(8, "little", signed=True) for one in LAST_IDS]
     assert any(one in bytes_of(kept) for one in written)
-    for file in (kept / "delta-00000002" / "changes").glob("*.metadata"):
-        flip(file)
+    index = kept / "delta-00000002" / "changes" / ".metadata"
+    index.write_bytes(index.read_bytes()[:-9])  # a flipped bit may be one of the path of the save
     (kept / "delta-00000099").mkdir()
     job.restore(step=2)
     told = job.forget(wanted)

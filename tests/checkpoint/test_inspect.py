@@ -5,12 +5,11 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from another_process import start, without_fbgemm_warning
+from another_process import start
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from saved_cases import (
     MODEL_KEY,
@@ -72,26 +71,25 @@ def flip_a_bit(saved, part):
     file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
 
 
-def test_as_a_program(saved):
-    done = subprocess.run(
-        [sys.executable, "-m", "torchrec_dyn", "inspect", str(saved), "--verify"],
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert done.returncode == 0 and not without_fbgemm_warning(done.stderr.decode())
-    text = done.stdout.decode()
+def test_as_a_program(saved, tmp_path):
+    arguments = ("inspect", str(saved), "--verify")
+    process = start(be_the_program, tmp_path / "errors", tmp_path / "output", *arguments)
+    process.join(60)
+    assert process.exitcode == 0 and not (tmp_path / "errors").read_text()
+    text = (tmp_path / "output").read_text()
     assert f"model.{MODEL_KEY}\n" in text and "everything read and checked" in text
     assert "####" in text  # ASCII, where the terminal has no blocks
 
 
-def be_the_program(errors, *arguments):
-    """Does what `python -m torchrec_dyn` does: output to a pipe without a reader, errors to a file."""
+def be_the_program(errors, output, *arguments):
+    """Does what `python -m torchrec_dyn` does, on a terminal for ASCII; `output` None: without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    os.dup2(writer, 1)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT) if output else writer, 1)
+    os.close(writer)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  flushed at the end, as a program's is
+    # Flushed at the end, as a program's is.
+    sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115
     sys.argv = ["torchrec_dyn", *arguments]
     del sys.modules["torchrec_dyn.__main__"]
     try:
@@ -102,7 +100,7 @@ def be_the_program(errors, *arguments):
 
 def run_for_nobody(folder, *arguments):
     """Status and errors of the command as a program whose output nobody reads."""
-    process = start(be_the_program, folder / "errors", *map(str, arguments))
+    process = start(be_the_program, folder / "errors", None, *map(str, arguments))
     process.join(60)
     return process.exitcode, (folder / "errors").read_text()
 

@@ -60,6 +60,9 @@ def told(state: dict[str, Tensor]) -> set[str]:
     return {{"ids": "id", "weight": "row"}.get(name, name) for name in state}
 
 
+SAVES = 5  # full, three deltas, full
+
+
 class Run:
     """A model whose saves are remembered."""
 
@@ -82,7 +85,7 @@ class Run:
 def eventful(folder: Path, seed: int) -> Run:
     """Trains, erases, assigns, sets the time, and saves: ids come, go and come back."""
     draw, run = random.Random(seed), Run(folder)
-    for _ in range(7):
+    for _ in range(SAVES):
         for _ in range(draw.randint(0, 4)):
             some = draw.choices(POOL, k=draw.randint(0, 4))
             what = draw.choice(("train", "train", "erase", "assign", "set_time"))
@@ -122,15 +125,15 @@ def test_each_step_of_a_chain_is_the_table_of_then(tmp_path: Path, seed: int) ->
                 assert_is(waiting, {"ids" if k == "id" else k: v for k, v in told.items()}, told)
     newest = read_batches(tmp_path / "run", "plain")
     assert json.loads(newest.schema.metadata[b"torchrec_dyn"]) == {
-        **{"format": "torchrec_dyn_table_1", "table": "plain", "seed": 0, "step": 6},
+        **{"format": "torchrec_dyn_table_1", "table": "plain", "seed": 0, "step": SAVES - 1},
     }
-    assert_is(newest.read_all(), run.states[6]["plain"])
+    assert_is(newest.read_all(), run.states[SAVES - 1]["plain"])
 
 
 def test_a_live_table_is_as_its_checkpoint(tmp_path: Path) -> None:
     run = eventful(tmp_path / "run", 1)
     for name in NAMES:
-        collection, end = run.model.collection(name), run.states[6][name]
+        collection, end = run.model.collection(name), run.states[SAVES - 1][name]
         columns = ["id", "row", "momentum1"]
         for size in (SMALL, 1 << 20):
             assert_is(read_batches(collection, name, batch_bytes=size).read_all(), end)
@@ -207,15 +210,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     to = str(tmp_path / "out.parquet")
     one = ["export", str(tmp_path / "run"), "--table", "plain", "--to", to]
     assert (
-        main([*one, "--step", "5", "--ids", "2:7", "--columns", "id,row", "--row-group", "99"]) == 0
+        main([*one, "--step", "3", "--ids", "2:7", "--columns", "id,row", "--row-group", "99"]) == 0
     )
-    state = run.states[5]["plain"]
+    state = run.states[3]["plain"]
     expected = [i for i in state["ids"].tolist() if 2 <= i < 7]
     assert parquet.read_table(to).column("id").to_pylist() == expected
     size = os.path.getsize(to)
     assert capsys.readouterr().out == f"{to}: {len(expected)} rows, {size:,} bytes\n"
     assert main([*one, "--ids", ":"]) == 0
-    assert_is(parquet.read_table(to), run.states[6]["plain"])
+    assert_is(parquet.read_table(to), run.states[SAVES - 1]["plain"])
     full = tmp_path / "run" / "full-00000001" / "state"
     assert main(["export", str(full), "--table", "lru", "--waiting", "--to", to]) == 0
     assert parquet.read_table(to).num_rows == run.states[0]["lru"]["waiting"].shape[1]

@@ -85,9 +85,10 @@ def gathered(table: Any) -> list[Any]:
     return of_ranks
 
 
-@pytest.mark.parametrize(
-    "kinds", [("column_wise", "row_wise"), ("row_wise", "column_wise", "table_wise")]
-)
+KINDS = [("row_wise", "column_wise", "table_wise"), ("column_wise", "row_wise")]
+
+
+@pytest.mark.parametrize("kinds", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.deep)])
 def test_shares_of_the_ranks(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     setup = Setup(2, kinds, optimizer="EXACT_ROWWISE_ADAGRAD", rows=400)
     files = workers.run(exported, setup, str(tmp_path), world_size=2)[0]

@@ -524,3 +524,27 @@ def test_a_table_under_the_name_of_another(tmp_path):
     save_dict({f"embedding_bags.item.{name}": one for name, one in parts.items()}, tmp_path)
     with pytest.raises(ValueError, match="config of this table, got a config of 'user'"):
         open_checkpoint(tmp_path)
+
+
+def test_one_of_many_tables_is_opened_alone(tmp_path, monkeypatch):
+    """By its name or its key; nothing is read of the others."""
+    parts = {}
+    for name in ("user", "item"):
+        state = model_state() | {
+            "config": config_bytes({"format": 1, "table": name, "seed": 1, "embedding_dim": 6})
+        }
+        for part, one in with_checksum(state, state["ids"], name).items():
+            parts[f"model.embedding_bags.{name}.{part}"] = one
+    save_dict(parts, tmp_path)
+    read, whole = [], ChunkedTensor.whole
+
+    def noted(tensor):
+        read.append(tensor._where)
+        return whole(tensor)
+
+    monkeypatch.setattr(ChunkedTensor, "whole", noted)
+    for table in ("item", "model.embedding_bags.item"):
+        assert list(open_checkpoint(tmp_path, table).tables) == ["model.embedding_bags.item"]
+    assert read and not any("user" in one for one in read)
+    assert not open_checkpoint(tmp_path, "model").tables
+    assert len(open_checkpoint(tmp_path).tables) == 2 and any("user" in one for one in read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -314,12 +315,15 @@ def by_the_wrapper(pipeline: str, cleared: bool, run: Run = RUN, clips: bool = F
     return states_of(model), steps_of(model)
 
 
+expected_cycles = cache(partial(workers.run, in_cycles, world_size=2))
+
+
 @pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch", "semi_sync"])
 def test_accumulates_by_the_wrapper_of_torchrec(pipeline: str) -> None:
     """It flushes the last, partial cycle. The dense gradients are summed in another order."""
     ahead = pipeline == "semi_sync"
     got = workers.run(by_the_wrapper, pipeline, ahead, world_size=2)
-    expected = workers.run(in_cycles, ahead, world_size=2)
+    expected = expected_cycles(ahead)
     for (one, steps), (another, expected_steps) in zip(got, expected, strict=True):
         check_same_states(one, another)
         # In the semi-sync pipeline the third lookup runs before the first step, the fifth before the second.

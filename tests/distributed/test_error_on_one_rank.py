@@ -23,8 +23,8 @@ from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.sharding.input_dists import RowWiseInputDist
 
 BAD = 1  # the rank with the error
-SECONDS = 1.0
-TIMED_OUT = r"Timed out waiting 1000ms|Application timeout|Connection (closed|reset) by peer"
+TIME_OUT = timedelta(seconds=0.3)
+TIMED_OUT = r"Timed out waiting 300ms|Application timeout|Connection (closed|reset) by peer"
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def step(model: Any, first: int) -> None:
 
 def break_in(stage: str) -> tuple[int, int]:
     """Trains until one rank has an error; returns the rows here before and after."""
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    group = dist.new_group()
     model = sharded(group)
     table = model.module.collection.table("t")
     step(model, 0)
@@ -70,10 +70,11 @@ def break_in(stage: str) -> tuple[int, int]:
         with pytest.raises(MemoryError, match="no memory here"), STAGES[stage]():
             step(model, 100)
     else:
-        with pytest.raises(RuntimeError, match=TIMED_OUT):
-            # The other rank has sent all that a step needs, if its error comes as late as in the update.
+        if stage == "update":  # the other rank has sent all that a step needs
             step(model, 100)
-            assert stage == "update"
+        # Only now: the steps before may take longer on a busy machine.
+        dist.distributed_c10d._set_pg_timeout(TIME_OUT, group)
+        with pytest.raises(RuntimeError, match=TIMED_OUT):
             step(model, 200)
     dist.barrier()  # of all workers: the rank with the error stays in the group
     state = table.whole.shards[0].export_state()
@@ -81,7 +82,6 @@ def break_in(stage: str) -> tuple[int, int]:
     return before, table.num_rows
 
 
-@pytest.mark.everyday(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_other_ranks_have_an_error_within_the_time_out(stage: str) -> None:
     by_rank = workers.run(break_in, stage, world_size=2, timeout=30)

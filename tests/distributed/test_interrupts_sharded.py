@@ -41,7 +41,7 @@ def run_steps(life, kind, steps, every):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("every", [307, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [997, pytest.param(3, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     ("life", "kind", "steps"),
     [("plain", "table_wise", 0), ("all", "column_wise", 7), ("all", "row_wise", 3)],
@@ -73,7 +73,7 @@ def run_edit(edit, every):
     return check_every_place(lambda: training.after(3), call, check, every)
 
 
-@pytest.mark.parametrize("every", [61, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [151, pytest.param(3, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_changes_all_column_shards_or_none(edit, every):
     (runs,) = workers.run(run_edit, edit, every, world_size=1, timeout=900)
@@ -95,7 +95,7 @@ def run_load(every):
     return check_every_place(lambda: training.after(2), call, check, every)
 
 
-@pytest.mark.parametrize("every", [397, pytest.param(41, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [1201, pytest.param(41, marks=pytest.mark.deep)])
 def test_a_load_changes_all_column_shards_or_none(every):
     (runs,) = workers.run(run_load, every, world_size=1, timeout=900)
     assert runs > 3
@@ -122,7 +122,7 @@ def run_commit(every):
     return check_every_place(loaded, lambda both: commit(both[1]), check, every)
 
 
-@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [97, pytest.param(1, marks=pytest.mark.deep)])
 def test_a_load_of_optimizer_state_changes_all_column_shards_or_none(every):
     (runs,) = workers.run(run_commit, every, world_size=1, timeout=900)
     assert runs > 3

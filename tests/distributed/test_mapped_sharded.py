@@ -89,7 +89,10 @@ def load_across(setup: Setup, folder: str) -> None:
 
 @pytest.mark.parametrize(
     "setup",
-    [Setup(0, optimizer="ADAM"), Setup(2, kinds_on(2, True), optimizer="EXACT_ROWWISE_ADAGRAD")],
+    [
+        Setup(0, optimizer="ADAM"),
+        Setup(2, kinds_on(2, True), optimizer="EXACT_ROWWISE_ADAGRAD", tables=4),
+    ],
     ids=["unsharded", "sharded"],
 )
 def test_checkpoints_cross_between_files_and_memory(setup: Setup, tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def move_in_both(setup: Setup) -> None:
 
 
 def test_moved_tables_stay_in_files() -> None:
-    run_on(Setup(2, kinds_on(2, True), optimizer="ADAM"), move_in_both)
+    run_on(Setup(2, kinds_on(2, True), optimizer="ADAM", tables=4), move_in_both)
 
 
 def run_pipeline(name: str, storage: Any) -> dict[str, Any]:

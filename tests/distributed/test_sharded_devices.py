@@ -168,7 +168,7 @@ def agree_beside_a_group_of_one():
 
 
 def test_ranks_in_different_numbers_of_groups_agree():
-    answers = workers.run(agree_beside_a_group_of_one, world_size=2, group_timeout=8)
+    answers = workers.run(agree_beside_a_group_of_one, world_size=2, group_timeout=60)
     assert answers == [[0, 1]] * 2
 
 
@@ -186,7 +186,7 @@ def read_here():
 
 
 def test_one_rank_alone_reads_a_table_over_a_group_for_gpus():
-    assert workers.run(read_here, world_size=2, group_timeout=8) == [[], 1]
+    assert workers.run(read_here, world_size=2, group_timeout=60) == [[], 1]
 
 
 def fail_to_list_ids():
@@ -199,7 +199,7 @@ def fail_to_list_ids():
 
 
 def test_an_error_while_ids_are_listed_is_raised_on_all_ranks():
-    workers.run(fail_to_list_ids, world_size=2, group_timeout=8)
+    workers.run(fail_to_list_ids, world_size=2, group_timeout=60)
 
 
 def train_processed():

@@ -334,8 +334,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("kind, pieces", PLANS)
+@pytest.mark.parametrize(
+    "kind, pieces", [PLANS[0], *(pytest.param(*one, marks=pytest.mark.deep) for one in PLANS[1:])]
+)
 def test_backward_comes_at_the_end_or_never(kind: str, pieces: Any) -> None:
     rows = workers.run(never_backward, case_of_graphs(kind, pieces), world_size=2)
     assert all(min(one) > 30 for one in rows if one)

@@ -93,8 +93,8 @@ def save_beside_training() -> int:
         copied.append(1)
 
     with beside(save) as all_well:
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end and all_well():
+        end = time.monotonic() + 50
+        while (training.done < STEPS or not copied) and time.monotonic() < end and all_well():
             training.step()
             time.sleep(0.01 if training.done % 20 == 0 else 0)
     assert dist.get_world_size() == 1

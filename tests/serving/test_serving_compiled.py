@@ -60,7 +60,7 @@ def test_an_index_names_the_served_tensors(tmp_path, dtype):
             grow(served)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("dtype", "weighted"),
     [(torch.float32, True), (torch.float16, False), (torch.int8, False), (torch.int8, True)],

@@ -20,6 +20,7 @@ from full_disk import (
     small_disk,
 )
 from serving_cases import Plain, bag_configs, save, save_delta
+from shards import deep_but
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
@@ -133,15 +134,17 @@ def test_a_limit_of_the_length_of_files(saved, tmp_path):
     call(write_below_a_limit, tmp_path, saved / "large")
 
 
-@pytest.mark.parametrize("reserves", [True, False])
-def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, reserves):
+@pytest.mark.parametrize(
+    ("reserves", "every"), deep_but([(True, 1), (False, 4)], [(True, 1), (False, 4), (False, 1)])
+)
+def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, reserves, every):
     """Every other write is short; with and without posix_fallocate; a delta that rewrites all rows."""
     monkeypatch.setattr(serving_update, "_WASTE_BYTES", -(1 << 40))
     if not reserves:
         monkeypatch.delattr(os, "posix_fallocate")
     served, small, at, done = tmp_path / "served", saved / "small", 0, False
     while not done:
-        at += 1
+        at += every
         with FailingFiles(tmp_path, at) as files:
             fails_or_succeeds(lambda: serving.build(small / "checkpoint", served), FAILED, tmp_path)
         done = files.calls < at
@@ -152,7 +155,7 @@ def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, reserves):
     assert at > 12
     new, at, done = rows_of(small / "after", SMALL), 0, False
     while not done:
-        at += 1
+        at += every
         shutil.copytree(small / "before", served)
         was, before = contents(served), current_generation(served)
         with FailingFiles(tmp_path, at) as files:

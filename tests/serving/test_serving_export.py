@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from serving_cases import Plain, bag_configs, batch, save, sequence_configs
+from shards import deep_but
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -66,7 +67,10 @@ def test_pooled_programs(served, dtype, unseen, weighted, keys):
         assert torch.equal(seen.values(), expected.values()), size
 
 
-@pytest.mark.parametrize(("dtype", "unseen"), [(torch.float32, "initial"), (torch.int8, "zeros")])
+@pytest.mark.parametrize(
+    ("dtype", "unseen"),
+    deep_but([(torch.float32, "initial")], [(torch.float32, "initial"), (torch.int8, "zeros")]),
+)
 def test_sequence_programs(served, dtype, unseen):
     configs = sequence_configs(A, B, EMPTY, features=FEATURES)
     ours = serving.ServingEmbeddingCollection(served(dtype), configs, True, unseen)

@@ -263,10 +263,10 @@ def test_one_step_after_another_leaves_few_pieces():
     table = make_table(num_embeddings=100_000)
     table.find_or_insert(torch.arange(4096))
     version = table.version()
-    for number in range(4096):
+    for number in range(512):
         table.erase(ids_of(number))
-    assert len(version.log.removed) <= 13
-    assert version.log.removed_ids(version, table.id_map).numel() == 4096
+    assert len(version.log.removed) <= 10
+    assert version.log.removed_ids(version, table.id_map).numel() == 512
 
 
 def test_a_load_that_fails_is_not_noted(monkeypatch):

@@ -151,7 +151,9 @@ TestGpuMapBesideDict = pytest.mark.needs_cuda(GpuMapBesideDict.TestCase)
 TestGpuMapBesideDict.settings = settings(stateful_step_count=20)
 TestTableBesideDict = TableBesideDict.TestCase
 TestGrowingMapBesideDict = GrowingMapBesideDict.TestCase
-TestGrowingMapBesideDict.settings = settings(stateful_step_count=60)
+TestGrowingMapBesideDict.settings = settings(
+    stateful_step_count=60, max_examples=settings.default.max_examples // 2
+)
 TestTableBesideDict.settings = settings(stateful_step_count=20)
 
 

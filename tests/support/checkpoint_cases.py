@@ -79,6 +79,7 @@ class Setup:
         pooled: True for a pooled collection, False for a sequence collection.
         optimizer: optimizer of all tables, or the name of a rule in Python.
         tables: number of tables, the first of TABLES.
+        names: names of the tables, instead of the first ones.
         rows: limit of each table.
         feedback: True if gradients depend on the outputs, so that an error of one step grows in the next.
             If ranks add their parts of a pooled output, its last bits depend on the plan.
@@ -89,6 +90,7 @@ class Setup:
     pooled: bool = True
     optimizer: str = "EXACT_ADAGRAD"
     tables: int = len(TABLES)
+    names: tuple[str, ...] = ()
     rows: int = 1000
     feedback: bool = False
 
@@ -96,7 +98,8 @@ class Setup:
         """Returns the same collection as a case of sharded_training."""
         local = LOCAL_SIZES[self.world]
         tables = []
-        for turn, (name, dtype, config) in enumerate(TABLES[: self.tables]):
+        chosen = [one for one in TABLES if one[0] in self.names] if self.names else TABLES
+        for turn, (name, dtype, config) in enumerate(chosen[: self.tables]):
             kind = self.kinds[turn % len(self.kinds)]
             plan = plan_of(kind, max(1, self.world), local, turn, self.pooled, self.rows)
             tables.append(Table(name, [f"f_{name}"], plan, DIM, "SUM", dtype, self.rows, config))

@@ -24,8 +24,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
+from nested_values import leaves_of, mapped
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import host_group
@@ -50,6 +50,12 @@ HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
 ON_EITHER = {("lookup", "table_offsets")}
 FAR = 2**61  # what the host reads of a copy that it has not waited for
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
+# Functions of torch whose calls the device changes though none of their arguments may be a device, and never.
+_CHANGED = {
+    *(torch.Tensor.pin_memory, torch.Tensor.tolist, torch.Tensor.data_ptr),
+    *(torch.Tensor.new_tensor, torch.Tensor.to, torch.Tensor.cuda),
+}
+_UNCHANGED = {torch.device, torch._C._nn._parse_to}
 
 
 @functools.cache
@@ -148,9 +154,9 @@ class MockTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        values, _ = tree_flatten((args, kwargs))
-        [notes, *_] = (value.notes for value in values if isinstance(value, MockTensor))
-        return notes.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        first = next(one for one in leaves_of((args, kwargs)) if isinstance(one, MockTensor))
+        return first.notes.run(func, args, kwargs)
 
     def record_stream(self, stream):
         self.notes.recorded.append((self, stream))
@@ -261,9 +267,10 @@ class MockDevice(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Changes calls for which torch wants a real device: those that name it, and two more."""
-        kwargs = dict(kwargs or {})
-        if func in (torch.device, torch._C._nn._parse_to):
+        kwargs = kwargs or {}
+        if func in _UNCHANGED or not (func in _CHANGED or _names_cuda(args, kwargs)):
             return func(*args, **kwargs)
+        kwargs = dict(kwargs)
         is_here = bool(args) and isinstance(args[0], MockTensor)
         if func is torch.Tensor.pin_memory:
             return args[0]
@@ -293,8 +300,7 @@ class MockDevice(TorchFunctionMode):
     def run(self, func, args, kwargs):
         """Runs an op that has an argument on this device."""
         op, name = func.overloadpacket, func.name().split("::")[1]
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(_arguments_of(func), args, strict=False)), **kwargs}
         ours = func.namespace == "torchrec_dyn"
         if ours:
             self.order.append(name)
@@ -306,7 +312,7 @@ class MockDevice(TorchFunctionMode):
         if self.streams is not None:
             self.streams.use(func, given, _place)
         memories = {}  # the tensor of each memory: an op in place returns its argument
-        args, kwargs = tree_map(lambda value: _sent(value, memories), (args, kwargs))
+        args, kwargs = mapped(lambda value: _sent(value, memories), (args, kwargs))
         if ours and op.__name__ in kernels_of("simt"):
             func = getattr(simt_library(), op.__name__).default
         elif ours:
@@ -331,7 +337,7 @@ class MockDevice(TorchFunctionMode):
             for place in {*range(len(results))} - HOST_RESULTS[name]:
                 results[place] = self.of(results[place])
             return results[0] if isinstance(result, torch.Tensor) else tuple(results)
-        return tree_map(lambda value: self._tensor(value, memories), result)
+        return mapped(lambda value: self._tensor(value, memories), result)
 
     def _kernels(self):
         """Returns kernels for CUDA of ops that C++ calls, where this mode does not see them."""
@@ -371,6 +377,19 @@ def _ascending(table_offsets, ids):
     return torch.tensor([0] * (len(table_offsets) - 1) + [ids])
 
 
+@functools.cache
+def _arguments_of(func):
+    return [argument.name for argument in func._schema.arguments]
+
+
+def _names_cuda(args, kwargs):
+    """Returns True if an argument is a device for CUDA; only `device` may be a string."""
+    for one in args:
+        if isinstance(one, torch.device) and one.type == "cuda":
+            return True
+    return "device" in kwargs and _is_cuda(kwargs["device"])
+
+
 def _is_cuda(value):
     if isinstance(value, str):
         return value.startswith("cuda")
@@ -379,7 +398,7 @@ def _is_cuda(value):
 
 def _is_elsewhere(ours, argument, value):
     """Returns True for tensors on the other device than an op needs. torch sends numbers along."""
-    tensors = [one for one in tree_flatten(value)[0] if isinstance(one, torch.Tensor)]
+    tensors = [one for one in leaves_of(value) if isinstance(one, torch.Tensor)]
     if ours and argument in DESCRIPTIONS:
         return any(isinstance(one, MockTensor) for one in tensors)
     return any(not isinstance(one, MockTensor) and (ours or one.dim()) for one in tensors)

@@ -94,10 +94,10 @@ def checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> Tens
     return as_words(sums, order)
 
 
-def with_checksum(state: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+def with_checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> dict[str, Tensor]:
     """Returns the state with its checksum and without empty tensors, which DCP does not save."""
     kept = {name: saved for name, saved in state.items() if saved.numel()}
-    return kept | {"checksum": checksum(state, ids)}
+    return kept | {"checksum": checksum(state, ids, table)}
 
 
 def save_dict(state: Mapping[str, object], path) -> None:

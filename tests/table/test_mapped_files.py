@@ -12,13 +12,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from another_process import environment
+from another_process import environment, start
+from forked import forkserver
 from full_disk import file_limit, room_left, small_disk
 from mapped_cases import SHARED_MEMORY, are_mapped, on_ext4, small_files
 from table_cases import bags_of, ids_of
@@ -184,35 +186,29 @@ def test_blocks_ahead_are_taken_only_if_there_is_room(tmp_path: Path) -> None:
         assert store.capacity >= 5 << 12
 
 
-CHILD = """
-import sys, time, torch
-sys.path.insert(0, sys.argv[2])
-import torchrec_dyn as dyn
-from test_mapped_files import table_of, train
-table = table_of(dyn.MappedFiles(sys.argv[1]), limit=200_000)
-train(table, range(3))
-print("ready", flush=True)
-time.sleep(600)
-"""
+def hold_rows(disk: str, begun: Any) -> None:
+    """Has rows in mapped files until the process is killed."""
+    table = table_of(dyn.MappedFiles(disk), limit=200_000)
+    train(table, range(3))
+    begun.set()
+    threading.Event().wait()
 
 
 def test_kill_9_leaves_nothing(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 256 << 20) as disk:
         free = shutil.disk_usage(disk).free
-        here = str(Path(__file__).parent)
-        child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", CHILD, str(disk), here],
-            stdout=subprocess.PIPE, env=environment(OMP_NUM_THREADS="1"), text=True,
-        )  # fmt: skip
+        begun = forkserver().Event()
+        child = start(hold_rows, str(disk), begun)
         try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            assert begun.wait(120)
             taken = free - shutil.disk_usage(disk).free
             assert taken >= 200_000 // 2 * 8 * 4  # space is taken, not only reserved
             assert os.listdir(disk) == []  # nothing that anybody could truncate
         finally:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-        deadline = time.monotonic() + 10
+            child.kill()
+            child.join()
+        assert child.exitcode == -signal.SIGKILL
+        deadline = time.monotonic() + 60
         while shutil.disk_usage(disk).free != free and time.monotonic() < deadline:
             time.sleep(0.01)
         assert shutil.disk_usage(disk).free == free and os.listdir(disk) == []

@@ -164,6 +164,7 @@ def read_trained_rows(case: Case) -> None:
     check_reads(model.module.collection, whole, "t0")
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_trained_rows_are_read(pooled: bool, kind: str) -> None:
     case = usual_case(pooled, kind, 2, 2)
@@ -447,7 +448,7 @@ def read_lives(case: Case, dynamic: Any) -> None:
     check_lives(sharded, whole)
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("dynamic", [BY_STEPS, BY_TIME], ids=["steps", "time"])
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_lives_do_not_depend_on_the_plan(pooled: bool, kind: str, dynamic: Any) -> None:

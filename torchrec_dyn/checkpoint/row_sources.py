@@ -21,7 +21,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     Entry,
     MergedTable,
-    open_checkpoint,
+    open_table,
     read_chain,
 )
 
@@ -130,7 +130,7 @@ class SavedRows(RowSource):
             )
         else:
             folders = [Path(path)]
-        saves = [open_checkpoint(folder).table(table, f"{call}({folder})") for folder in folders]
+        saves = [open_table(folder, table, f"{call}({folder})") for folder in folders]
         if saves[0].is_delta:
             raise ValueError(
                 f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
-from torchrec_dyn.checkpoint_format import open_checkpoint
+from torchrec_dyn.checkpoint_format import open_table
 from torchrec_dyn.ranks import Table, agree, gather_results, run_together
 from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
@@ -117,7 +117,7 @@ def export_saved_rows(
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
     where = f"export_saved_rows({checkpoint})"
-    saved = open_checkpoint(checkpoint).table(table, where)
+    saved = open_table(checkpoint, table, where)
     if saved.is_delta:
         raise ValueError(
             f"{where}: expected a full checkpoint, got a delta, which has changes only. Give the full save."

@@ -19,6 +19,7 @@ from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     file_inside,
     open_checkpoint,
     open_files,
+    open_table,
 )
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts

@@ -52,17 +52,8 @@ class SavedCheckpoint:
         """True if the checkpoint holds changes only."""
         return any(table.is_delta for table in self.tables.values())
 
-    def table(self, name: str | None, where: str) -> SavedTable:
-        """Returns the table with this name or key, None: the only one. Raises ValueError if none has it."""
-        found = [table for key, table in self.tables.items() if name in (None, key, table.name)]
-        if len(found) != 1:
-            asked = "one table" if name is None else f"one table '{name}'"
-            got = [table.key for table in found] or f"tables {listed(sorted(self.tables))}"
-            raise ValueError(f"{where}: expected {asked}, got {got}. Give the key of one table.")
-        return found[0]
 
-
-def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> SavedCheckpoint:
     """Finds the dynamic tables of a checkpoint and reads their small tensors.
 
     Model and optimizer state may have any keys in the saved state dict. Lengths of files, shapes and configs
@@ -70,6 +61,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
+        table: name or key of the tables to open; None: all.
 
     Returns:
         The checkpoint and its tables.
@@ -101,9 +93,21 @@ def open_checkpoint(path: str | os.PathLike[str]) -> SavedCheckpoint:
         {
             key: _open_table(folder, key, tensors, optimizers.get(owners.get(key, ""), {}))
             for key, tensors in tables.items()
+            if table in (None, key, _name_of(key))
         },
         tuple(ownerless),
     )
+
+
+def open_table(path: str | os.PathLike[str], name: str | None, where: str) -> SavedTable:
+    """Returns the table with this name or key, None: the only one; raises ValueError if there is not one."""
+    found = [*open_checkpoint(path, name).tables.values()]
+    if len(found) != 1:
+        asked = "one table" if name is None else f"one table '{name}'"
+        keys = [table.key for table in found]
+        got = keys or f"tables {listed(sorted(open_checkpoint(path).tables))}"
+        raise ValueError(f"{where}: expected {asked}, got {got}. Give the key of one table.")
+    return found[0]
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
@@ -244,6 +248,10 @@ def _shared_start(one: list[str], other: list[str]) -> int:
     return sum(1 for _ in pairs)
 
 
+def _name_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def _open_table(
     folder: Path,
     key: str,
@@ -261,7 +269,7 @@ def _open_table(
                 of_table[name] = tensor
             elif name != "cells":
                 of_table[OPTIMIZER + name] = tensor
-    if config["table"] != key.rpartition(".")[2]:
+    if config["table"] != _name_of(key):
         raise ValueError(
             f"{where}: expected a config of this table, got a config of {config['table']!r}. {DAMAGED}"
         )
