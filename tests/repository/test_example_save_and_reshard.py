@@ -39,8 +39,8 @@ def shown(tmp_path_factory):
 def run_everything(folder: str) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    # This process has the imports, and no threads of torch before its last run: the ranks are its forks. A fork
-    # would wait for the thread of faulthandler, which it does not have.
+    # This process has the imports, and no threads of torch before its last run: the ranks are its forks.
+    # A fork would wait for the thread of faulthandler, which it does not have.
     forked.forkserver = lambda: multiprocessing.get_context("fork")
     faulthandler.cancel_dump_traceback_later()
     sys.argv = [SCRIPT, "--folder", folder]
