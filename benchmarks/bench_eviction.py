@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = options(__doc__, THREADS[:1])
     parser.add_argument("--rows", type=int, nargs="+", default=list(EVICTION_ROWS))
     arguments = parser.parse_args(argv)
-    sizes = [20_000] if arguments.quick else arguments.rows
+    sizes = [6_000] if arguments.quick else arguments.rows
     lines: list[dict[str, Any]] = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)

@@ -47,13 +47,14 @@ def cheap_checks():
 
 
 class Moments:
-    """Random moments of calls, for some seconds; their range follows how long the calls take."""
+    """Random moments of calls, for some seconds, at least one; their range follows how long calls take."""
 
     def __init__(self, seed, seconds):
         self.dice, self.longest, self.seconds = random.Random(seed), 0.01, seconds
 
     def __iter__(self):
         end = time.monotonic() + self.seconds
+        yield self.dice.uniform(0, self.longest)  # also where the time is up before the first
         while time.monotonic() < end:
             yield self.dice.uniform(0, self.longest)
 

@@ -17,6 +17,7 @@ from torchrec_dyn.checkpoint import mark
 from torchrec_dyn.modules import UnshardedTable
 
 NAMES = ("a", "b", "c")
+SEVERAL = 5  # tables: more than a step has waits
 SPREAD = 2**58 + 1  # ids of both signs
 
 
@@ -217,7 +218,7 @@ def step_of(module, ids):
     return step
 
 
-@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("count", [1, SEVERAL])
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
 def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, count):
     collection, config = {
@@ -229,7 +230,7 @@ def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, coun
     for _ in range(2):
         reads = waits(device, step)
     # Numbers of absent ids, and of all ids; the batch is pooled meanwhile, if the tables of ids are known.
-    first = "_to_copy" if (kind, count) == ("sequence", 20) else "synchronize"
+    first = "_to_copy" if (kind, count) == ("sequence", SEVERAL) else "synchronize"
     assert [note.op for note in reads] == [first], reads
     reads = waits(device, step_of(module, torch.arange(3, 9)))
     assert [note.op for note in reads] == [first, "collect_new"], reads
@@ -245,7 +246,7 @@ POLICIES = {
 }
 # A search over all rows, and growth, wait once more for each table. Both are rare.
 RARE = ("life/eviction_candidates.py", "life/scores.py", "storage/id_map.py")
-TABLES = [(policy, 1) for policy in POLICIES] + [("both", 20), ("expires", 20)]
+TABLES = [(policy, 1) for policy in POLICIES] + [("both", SEVERAL), ("expires", SEVERAL)]
 
 
 @pytest.mark.everyday(3)

@@ -1,10 +1,15 @@
 """The argument fuzzer: a short pass over every op, and the faults that the fuzzer itself must find."""
 
 import os
+import sys
+import time
 from pathlib import Path
 
+import fuzz_ops
+import op_cases
 import pytest
-from another_process import run_program
+import torch
+from forked import run_ranks, run_script
 
 pytestmark = pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="make fuzz does this")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -12,8 +17,8 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 def test_ops_take_valid_arguments_and_refuse_the_rest():
     """About 35 calls of each op, the same in every run. `make fuzz` makes more, under sanitizers."""
-    run = run_program(SUPPORT / "fuzz_ops.py", "--seed", 0, "--calls", 1000)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = run_script(SUPPORT / "fuzz_ops.py", "--seed", "0", "--calls", "1000", time_limit=240.0)
+    assert run.codes == [0], run.stdout + run.stderr
 
 
 # Ops with one fault each, of `x` that must have three numbers, and the faults as the fuzzer reports them.
@@ -29,58 +34,65 @@ FAULTS = {
     "takes_all": "accepted arguments that break a rule: three numbers",
     "has_no_case": None,
 }
-PROGRAM = """
-import os, sys, time
-sys.path.insert(0, sys.argv[1])
-import fuzz_ops, op_cases, torch
+
 
 def kernel_of(name):
     def kernel(x, y):
-        if name == "dies": os.abort()
-        if name == "hangs": time.sleep(20)
-        if name == "refuses": raise RuntimeError("refuses: expected three numbers, got three.")
-        if name == "writes_x" and x.numel() == 3: x.mul_(2)
-        if name == "writes_and_raises": y.mul_(2)
-        if name == "says_little" and x.numel() != 3: raise RuntimeError("no")
+        if name == "dies":
+            os.abort()
+        if name == "hangs":
+            time.sleep(20)
+        if name == "refuses":
+            raise RuntimeError("refuses: expected three numbers, got three.")
+        if name == "writes_x" and x.numel() == 3:
+            x.mul_(2)
+        if name == "writes_and_raises":
+            y.mul_(2)
+        if name == "says_little" and x.numel() != 3:
+            raise RuntimeError("no")
         if name != "takes_all" and x.numel() != 3:
             raise RuntimeError(f"{name}: expected three numbers, got {x.numel()}.")
         return x + (2 if name == "wrong" else 1)
+
     return kernel
 
-def draw(rng):
-    return {"x": torch.ones(3), "y": torch.ones(3)}
 
-def check(before, after, result):
-    op_cases.need(before["x"].numel() == 3, "three numbers")
-    op_cases.equal(result, before["x"] + 1)
+def fuzz_ops_with_faults():
+    """In a process of its own: the fuzzer with ops of FAULTS in place of ours."""
 
-def spoil(rng, schema, given):
-    given["x"] = torch.ones(4)
-    return ["x: one_more"]
+    def draw(rng):
+        return {"x": torch.ones(3), "y": torch.ones(3)}
 
-op_cases.CASES.clear()
-library = torch.library.Library("torchrec_dyn", "FRAGMENT")
-schemas = {}
-for name in sys.argv[2:]:
-    library.define(f"{name}(Tensor x, Tensor(a!) y) -> Tensor")
-    library.impl(name, kernel_of(name), "CPU")
-    op_cases.CASES[name] = op_cases.Case(draw, check)
-    schemas[name] = getattr(torch.ops.torchrec_dyn, name).default._schema
-del op_cases.CASES["has_no_case"]
-try:
-    fuzz_ops.check_every_op_has_a_case(schemas)
-except SystemExit as error:
-    print(error)
-del schemas["has_no_case"]
-fuzz_ops.spoil, fuzz_ops.LIMIT_OF_A_CALL, fuzz_ops.MOST_CRASHES = spoil, 1, 1
-sys.exit(fuzz_ops.fuzz(schemas, 0, 60.0, 20 * len(schemas)))
-"""
+    def check(before, after, result):
+        op_cases.need(before["x"].numel() == 3, "three numbers")
+        op_cases.equal(result, before["x"] + 1)
+
+    def spoil(rng, schema, given):
+        given["x"] = torch.ones(4)
+        return ["x: one_more"]
+
+    op_cases.CASES.clear()
+    library = torch.library.Library("torchrec_dyn", "FRAGMENT")
+    schemas = {}
+    for name in FAULTS:
+        library.define(f"{name}(Tensor x, Tensor(a!) y) -> Tensor")
+        library.impl(name, kernel_of(name), "CPU")
+        op_cases.CASES[name] = op_cases.Case(draw, check)
+        schemas[name] = getattr(torch.ops.torchrec_dyn, name).default._schema
+    del op_cases.CASES["has_no_case"]
+    try:
+        fuzz_ops.check_every_op_has_a_case(schemas)
+    except SystemExit as error:
+        print(error)
+    del schemas["has_no_case"]
+    fuzz_ops.spoil, fuzz_ops.LIMIT_OF_A_CALL, fuzz_ops.MOST_CRASHES = spoil, 3, 1
+    sys.exit(fuzz_ops.fuzz(schemas, 0, 60.0, 20 * len(schemas)))
 
 
 @pytest.fixture(scope="module")
 def report():
-    run = run_program("-c", PROGRAM, SUPPORT, *FAULTS)
-    assert run.returncode == 1, run.stderr
+    run = run_ranks(fuzz_ops_with_faults)
+    assert run.codes == [1], run.stderr
     return run.stdout
 
 

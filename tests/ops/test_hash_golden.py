@@ -119,11 +119,11 @@ def check_spread(slots, key=0):
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_ids_of_one_owner_spread_over_its_map(rank):
     """Routing and home slots share no bits: each of 8 owners has an eighth of the range of mixed ids."""
-    ids, owned = 120_000, (2**64 - 1) // 8
+    ids, owned = 40_000, (2**64 - 1) // 8
     draw = random.Random(rank)
     mixed = {rank * owned + draw.randrange(owned) for _ in range(ids)}
     # Also a dense run of mixed ids.
-    mixed |= {rank * owned + k for k in range(20_000)}
+    mixed |= {rank * owned + k for k in range(7_000)}
     capacity = (int(len(mixed) / 0.75) // 4 + 1) * 4
     slots = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), capacity)
     numbers = unmixed(tensor([signed(word) for word in mixed]))
@@ -138,7 +138,7 @@ def test_ids_of_one_owner_spread_over_its_map(rank):
 @pytest.mark.everyday(3)
 @pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
 def test_patterned_ids_spread(stride):
-    ids = tensor([signed(k * stride % 2**64) for k in range(50_000)])
+    ids = tensor([signed(k * stride % 2**64) for k in range(20_000)])
     ids = torch.unique(ids)
     id_map = IdMap()
     id_map.reserve(ids.numel())

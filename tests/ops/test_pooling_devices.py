@@ -17,8 +17,12 @@ CPU = torch.ops.torchrec_dyn
 
 
 @pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)], indirect=True
+)
 @pytest.mark.parametrize("op", ["gather_pool", "pool_into_", "bag_weights_grad"])
 def test_valid_calls_of_the_fuzzer(op):
+    """The CPU's kernels are called by the fuzzer itself (test_fuzz.py)."""
     for seed in range(60):
         drawn = CASES[op].draw(random.Random(seed))
         before = copies(drawn)

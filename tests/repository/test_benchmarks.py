@@ -355,7 +355,7 @@ def test_summary_names_what_the_growth_benchmark_measures(tiny_run):
 def test_summary_names_what_the_eviction_benchmark_measures(tiny_run, monkeypatch):
     import axes
 
-    monkeypatch.setattr(axes, "EVICTION_ROWS", (20_000,))  # the size of --quick
+    monkeypatch.setattr(axes, "EVICTION_ROWS", (6_000,))  # the size of --quick
     import summary
 
     written = tiny_run("bench_eviction")[0]["rows"]

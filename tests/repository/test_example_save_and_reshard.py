@@ -1,9 +1,12 @@
 """examples/save_and_reshard.py end to end, in real processes, and what it says of its runs."""
 
+import faulthandler
+import multiprocessing
 import os
 import re
 import sys
 
+import forked
 import pytest
 from example_criteo_files import EXAMPLES
 from forked import run_ranks, run_script
@@ -36,6 +39,10 @@ def shown(tmp_path_factory):
 def run_everything(folder: str) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
+    # This process has the imports, and no threads of torch before its last run: the ranks are its forks.
+    # A fork would wait for the thread of faulthandler, which it does not have.
+    forked.forkserver = lambda: multiprocessing.get_context("fork")
+    faulthandler.cancel_dump_traceback_later()
     sys.argv = [SCRIPT, "--folder", folder]
     sys.path.insert(0, str(EXAMPLES))
     save_and_reshard.start_processes = start_ranks

@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
 import re
+import runpy
+import sys
 
 import pytest
 import torch
-from another_process import run_program, without_fbgemm_warning
+from another_process import without_fbgemm_warning
 from example_criteo_files import EXAMPLES, learnable_lines, write
-from forked import run_script
+from forked import run_ranks, run_script
 
 from parts.devices import backend_for, device_of_process  # isort: skip
 from parts.options import parse_options  # isort: skip
@@ -87,13 +90,24 @@ def test_a_file_with_a_bad_line_skipped_on_uneven_ranks(tmp_path):
     assert results["rows_per_table"]["C1"] == 40
 
 
+def start_by_torchrun(script: str, arguments: list[str]) -> None:
+    """Runs a script as a user starts it, outside torchrun: torchrun's agent is this process."""
+    for name in list(os.environ):
+        if name.startswith(("TORCHELASTIC_", "MASTER_")) or name.endswith(("RANK", "WORLD_SIZE")):
+            del os.environ[name]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(script, run_name="__main__")
+
+
 def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
-    """As a user starts the script: by torchrun, in interpreters of their own."""
+    """By the real torchrun, which starts the ranks in interpreters of their own."""
     lines = learnable_lines(400)
     lines[210] = lines[210][:-3] + "xyz"
     path = write(tmp_path / "log", lines)
-    done = run_program(SCRIPT, "--data", str(path), "--batch-size", "16")
-    assert done.returncode == 1
+    arguments = ["--data", str(path), "--batch-size", "16"]
+    done = run_ranks(start_by_torchrun, SCRIPT, arguments, time_limit=240.0)
+    assert done.codes == [1], done.stderr
     message = f"{path}, line 211: C26: expected 1 to 16 hexadecimal digits"
     assert (done.stdout + done.stderr).count(message) == 1
     assert "Traceback" not in done.stderr and "File " not in done.stderr

@@ -67,7 +67,7 @@ def test_all_types_in_one_collection() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @every_plan
 def test_optimizer_does_not_depend_on_plan(plans: str, optimizer: str) -> None:
-    run(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=5))
+    run(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=3))
 
 
 @pytest.mark.everyday(6)

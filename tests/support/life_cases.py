@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -68,8 +69,12 @@ def model_of(table: TableShard) -> LifeModel:
     """Returns the model of an empty table."""
     key = table_key(table.config.seed, table.name, "admission")
 
+    @functools.cache  # its lists take 1 ms
+    def chance_of(probability: float) -> AdmissionChance:
+        return AdmissionChance(probability, key, torch.device("cpu"))
+
     def is_drawn(number: int, occurrences: int, step: int) -> bool:
-        chance = AdmissionChance(table.config.admission.p, key, torch.device("cpu"))
+        chance = chance_of(table.config.admission.p)
         return bool(chance.admit(ids_of(number), ids_of(occurrences), step))
 
     return LifeModel(table.config, table.row_limit, is_drawn)

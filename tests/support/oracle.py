@@ -5,6 +5,8 @@ Nothing here imports the ops. Legend: M ids, D columns, R rows.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,6 +59,7 @@ def unmixed(mixed: Tensor) -> Tensor:
     return x ^ shifted(x, 30) ^ shifted(x, 60)
 
 
+@functools.lru_cache(maxsize=1024)
 def hash_words(key: int) -> tuple[int, int, int, int]:
     """Returns the word and the three factors of the slots' hash with this key; key 0 has public ones."""
     if key == 0:
@@ -79,11 +82,16 @@ def home_slot(number: int, capacity: int, key: int = 0) -> int:
     return (slot_hash(number, key) * capacity >> 64) // 4 * 4
 
 
+@functools.lru_cache(maxsize=1024)
+def _inverse(factor: int) -> int:
+    return pow(factor, -1, WORD)
+
+
 def id_of_hash(word: int, key: int = 0) -> int:
     """Returns the id whose `slot_hash` is `word`."""
     flip, first, second, third = hash_words(key)
     for factor, shift in ((third, 31), (second, 27), (first, 30)):
-        word = word * pow(factor, -1, WORD) % WORD
+        word = word * _inverse(factor) % WORD
         word ^= word >> shift ^ word >> 2 * shift
     return signed(word ^ flip)
 

@@ -1,11 +1,13 @@
 """Runs the code of a Markdown page as if a reader had saved it to a file.
 
 All python blocks of a page are one program. A page that calls `init_process_group` runs in two processes, as
-under `torchrun --nproc-per-node 2`; any other page runs in one process.
+under `torchrun --nproc-per-node 2`; any other page runs in one process. Our commands that a page starts by
+subprocess.run are forks of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -16,6 +18,7 @@ import warnings
 from pathlib import Path
 
 from forked import run_ranks
+from forked_commands import forked_commands
 
 # (word behind the fence, text). Directives of MyST are blocks too: else the end of one would open a block.
 BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.M | re.S)
@@ -38,12 +41,18 @@ def run(page: Path, time_limit: float = 120.0) -> None:
     """
     ranks = 2 if "init_process_group" in page.read_text() else 1
     with tempfile.TemporaryDirectory(prefix="torchrec_dyn_page_") as folder:
-        ended = run_ranks(run_rank, page, folder, ranks=ranks, time_limit=time_limit)
+        ended = run_ranks(run_rank, page, folder, time_limit, ranks=ranks, time_limit=time_limit)
     assert not any(ended.codes), f"{page.name} ended with {ended.codes}\n{ended.stderr}"
 
 
-def run_rank(page: Path, folder: str) -> None:
+def run_rank(page: Path, folder: str, time_limit: float) -> None:
     """Runs all blocks in one namespace, as the module `__main__`, in a folder that is removed later."""
+    starts_commands = "sys.executable" in page.read_text()
+    with forked_commands(time_limit) if starts_commands else contextlib.nullcontext():
+        _run_blocks(page, folder)
+
+
+def _run_blocks(page: Path, folder: str) -> None:
     import torch.distributed as dist
 
     os.chdir(folder)

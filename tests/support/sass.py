@@ -182,12 +182,29 @@ def cubins(object_file: bytes, architecture: int) -> Iterator[bytes]:
         at = object_file.find(FATBIN, at)
 
 
-def listing(cubin: Path) -> str:
-    """What nvdisasm says of machine code."""
+def listing(cubin: Path, *names: str) -> str:
+    """What nvdisasm says of machine code: of all functions, or of those with one of these parts of names."""
     files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
     [tool] = [file.locate() for file in files if file.name == "nvdisasm"]
     command = [str(tool), "--print-instruction-encoding", str(cubin)]
+    if names:
+        numbers = [
+            number
+            for number, shown in _functions(cubin).items()
+            if any(name in shown for name in names)
+        ]
+        command += ["--cuda-function-index", ",".join(map(str, numbers))]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _functions(cubin: Path) -> dict[int, str]:
+    """The names of the functions by the numbers of their symbols."""
+    command = ["readelf", "--symbols", "--wide", str(cubin)]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # number: value, size, type, binding, visibility, other signs, section, name
+    found = re.findall(r"^ *(\d+): +\w+ +\w+ +FUNC .* (\S+)$", table, re.M)
+    shown = [_struct_of(name) for name in _demangled([name for _, name in found])]
+    return {int(number): name for (number, _), name in zip(found, shown, strict=True)}
 
 
 def compiler_of(text: str) -> str:
@@ -209,8 +226,7 @@ def kernels(text: str) -> dict[str, Kernel]:
             continue
         attributes = sections.get(f".nv.info.{name}", "")
         threads = re.search(r"EIATTR_MAX_THREADS.*?\.word\s+0x(\w+)", attributes, re.S)
-        struct = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
-        struct = re.sub(r"^simt::run_\w+<(.*)>\(.*", r"\1", struct).strip()
+        struct = _struct_of(shown)
         read[struct] = Kernel(
             struct,
             registers[name],
@@ -219,6 +235,12 @@ def kernels(text: str) -> dict[str, Kernel]:
             *_code(sections[f".text.{name}"]),
         )
     return read
+
+
+def _struct_of(shown: str) -> str:
+    """The struct of a kernel, of the name of the function that runs it."""
+    struct = shown.removeprefix("void ").replace("torchrec_dyn::", "").replace("> >", ">>")
+    return re.sub(r"^simt::run_\w+<(.*)>\(.*", r"\1", struct).strip()
 
 
 def _demangled(names: list[str]) -> list[str]:
