@@ -27,7 +27,7 @@ from torchrec_dyn.life.count_candidates import CountCandidates
 from torchrec_dyn.life.decay import Decay, DecayedScores
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.life.scores import NO_STEP, Scores
 from torchrec_dyn.policies import (
     MOST_COUNT,
     AdmitAfter,
@@ -38,7 +38,7 @@ from torchrec_dyn.policies import (
     age_limit_of,
     replacement_of,
 )
-from torchrec_dyn.storage import HostRead, IdMap, gather_pair, places_of
+from torchrec_dyn.storage import TABLES, HostRead, IdMap, gather_pair, places_of
 
 _SCORED_AT_ONCE = 1 << 20
 # A table that expires by time is noticed after this many training steps without a time.
@@ -228,6 +228,34 @@ class RowLife:
         )
         return expired
 
+    def next_look(self, step: int) -> tuple[int, int]:
+        """Returns when `expired` must be called again, after those expired at `step` were removed.
+
+        Of a life whose rows expire. Returns a step and a horizon: the next step, and the next step after one
+        at which the clock was set and `passes` is False.
+        """
+        assert self._age_limit is not None
+        horizon = self._age_limit.next_horizon
+        if self.waiting is not None and self._waiting_age_limit is not None:
+            horizon = min(horizon, self._waiting_age_limit.next_horizon)
+        if self._decay is not None and self._decay.is_timed:
+            return step, horizon  # every step forgets times, after the counts were halved
+        if self._age_limit.steps is not None:
+            return horizon + self._age_limit.steps, horizon
+        return (step if self.clock.now is None else NO_STEP), horizon
+
+    def passes(self, step: int, look: int) -> bool:
+        """Forgets times that no row needs; returns False if rows or counters may expire at `step`.
+
+        `look` is the horizon of `next_look`.
+        """
+        assert self._age_limit is not None
+        horizon = self._age_limit.horizon(step, self.clock)
+        if horizon >= look:
+            return False
+        self.clock.forget_before(horizon)
+        return True
+
     def drop_expired(self, step: int) -> None:
         """Drops the rows expired at `step` from the candidates. Call it after they were removed.
 
@@ -399,6 +427,7 @@ class RowLife:
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after scores or counters were replaced outside a step."""
+        TABLES.renew()  # groups look at the table again
         self._candidates = self._no_candidates()
         if self.waiting is not None:
             self.waiting.forget_listed()
