@@ -3,10 +3,10 @@
     python benchmarks/bench_host.py [--rounds 60] [--tables 2 20 200 1000] [--plans table_wise row_wise]
 
 One rank under DistributedModelParallel: forward and backward of one pooled collection. Sides: stock tables
-with row numbers, dynamic tables, and dynamic tables with AdmitAfter(2) and LeastRecentlyUsed. All ids have
-rows. The floor of policies is a call that takes a list of all score tensors and touches no row. The clock is
-the CPU time of the thread, which runs the backward too. Also measured: making and sharding. A ratio above 1:
-more time than the side after the slash.
+with row numbers, dynamic tables, and dynamic tables with AdmitAfter(2) and LeastRecentlyUsed, or with
+ExpireAfter. All ids have rows. The floor of policies is a call that takes a list of all score tensors and
+touches no row. The clock is the CPU time of the thread, which runs the backward too. Also measured: making
+and sharding. A ratio above 1: more time than the side after the slash.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ DYNAMIC = {
     "policies": dyn.DynamicTableConfig(
         admission=dyn.AdmitAfter(2), eviction=dyn.LeastRecentlyUsed()
     ),
+    "ages": dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=1000)),
 }
 
 
@@ -158,6 +159,7 @@ def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, A
     lines = [
         result(name, 1, "step", "static", ratio(seconds, "dynamic", "static"), **more),
         result(name, 1, "policies", "dynamic", ratio(seconds, "policies", "dynamic"), **more),
+        result(name, 1, "ages", "dynamic", ratio(seconds, "ages", "dynamic"), **more),
         result(name, 1, "list", "dynamic", ratio(seconds, "list", "dynamic"), **more),
     ]
     sides.clear()

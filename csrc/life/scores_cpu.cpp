@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <limits>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -109,34 +110,50 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
   }
 }
 
-// Sorts by key and tie word: first by the high halves of the tie words; then each run of equal high halves, which is
-// short, by the whole words; then by key, which keeps the order of equal keys.
+// Bits of tie words that an order of up to 2^18 ids is sorted by: two digits of a radix sort, and few of them are
+// equal.
+constexpr int kFewTieBits = 22;
+constexpr size_t kFewIds = size_t{1} << 18;
+
+// Sorts by key and tie word: first by the high bits of the tie words, counted from their least; then each run of equal
+// high bits, which is short, by the whole words; then by key, counted from the least key, which keeps the order of
+// equal keys.
 Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
   check_ids_to_order(ids, last_seen, DeviceType::CPU);
   const auto count = static_cast<size_t>(ids.numel());
   const int64_t* id = const_data<int64_t>(ids);
   const int64_t* seen = const_data<int64_t>(last_seen);
-  SortableWords by_tie(count + 1), by_age(count + 1);
+  std::vector<uint64_t> ties, places;
+  ties.reserve(count);
+  places.reserve(count);
+  uint64_t least_tie = std::numeric_limits<uint64_t>::max(), most_tie = 0, least_seen = least_tie;
   for (size_t i = 0; i < count; ++i) {
     check_order_key(seen[i]);
-    by_tie.push_if(true, (tie_word(id[i]) & ~kLowHalf) | i);
+    ties.push_back(tie_word(id[i]));
+    least_tie = std::min(least_tie, ties.back());
+    most_tie = std::max(most_tie, ties.back());
+    least_seen = std::min(least_seen, static_cast<uint64_t>(seen[i]));
   }
-  by_tie.sort_by_high_word();
-  const std::span<const uint64_t> sorted = by_tie.words();
-  std::vector<uint64_t> places;
-  places.reserve(count);
+  const int bits = count <= kFewIds ? kFewTieBits : 32;
+  const int less = count == 0 ? 0 : std::max(0, static_cast<int>(std::bit_width(most_tie - least_tie)) - bits);
+  SortableWords words(count + 1);
+  for (size_t i = 0; i < count; ++i) words.push_if(true, (ties[i] - least_tie) >> less << 32 | i);
+  words.sort_by_high_word();
+  const std::span<const uint64_t> sorted = words.words();
   for (const uint64_t word : sorted) places.push_back(word & kLowHalf);
   for (size_t begin = 0, end = 0; begin < count; begin = end) {
     for (end = begin + 1; end < count && sorted[end] >> 32 == sorted[begin] >> 32;) ++end;
     if (end - begin == 1) continue;
     std::sort(places.begin() + static_cast<int64_t>(begin), places.begin() + static_cast<int64_t>(end),
-              [&](uint64_t a, uint64_t b) { return tie_word(id[a]) < tie_word(id[b]); });
+              [&](uint64_t a, uint64_t b) { return ties[a] < ties[b]; });
   }
-  for (size_t i = 0; i < count; ++i) by_age.push_if(true, static_cast<uint64_t>(seen[places[i]]) << 32 | i);
-  by_age.sort_by_high_word();
+  words.clear();
+  for (size_t i = 0; i < count; ++i)
+    words.push_if(true, (static_cast<uint64_t>(seen[places[i]]) - least_seen) << 32 | i);
+  words.sort_by_high_word();
   Tensor order = new_int64(ids.numel());
   int64_t* out = mutable_data<int64_t>(order);
-  for (const uint64_t word : by_age.words()) *out++ = static_cast<int64_t>(places[word & kLowHalf]);
+  for (const uint64_t word : words.words()) *out++ = static_cast<int64_t>(places[word & kLowHalf]);
   return order;
 }
 

@@ -5,14 +5,18 @@ import sys
 
 import pytest
 import torch
+from life_cases import living_table, model_of
 from table_cases import ids_of, make_group, make_table
 
 import torchrec_dyn as dyn
 from torchrec_dyn.storage import TABLES
+from torchrec_dyn.table import set_clocks
 
 POLICIES = {
     "plain": {},
     "policies": {"admission": dyn.AdmitAfter(2), "eviction": dyn.LeastRecentlyUsed()},
+    "ages": {"admission": dyn.AdmitAfter(2), "eviction": dyn.ExpireAfter(steps=99)},
+    "ages by time": {"eviction": (dyn.ExpireAfter(time=99), dyn.LeastRecentlyUsed())},
 }
 
 
@@ -26,6 +30,7 @@ def calls_of_a_step(policies, tables, frozen):
     group = make_group(*(make_table(name=f"t{t}", **policies) for t in range(tables)))
     for table in group.tables[:frozen]:
         table.is_frozen = True
+    set_clocks(group.tables, 1)
     ids, offsets = batch(tables, 1, 2, 3)
     for _ in range(5):
         group(ids, offsets, training=True, counts=[3] * tables).sum().backward()
@@ -99,6 +104,46 @@ def test_every_table_counts_its_own_steps(policy, seed):
             assert {name: stats[name] for name in numbers} == numbers
             assert stats["ids_seen"] == stats["hits"] + stats["unseen"]
             assert table.step == numbers["step"]
+
+
+AGES = [{"steps": 1}, {"steps": 3}, {"steps": 20}, {"time": 2}, {"time": 20}]
+
+
+@pytest.mark.parametrize("seed, admission", [(0, None), (1, dyn.AdmitAfter(2))])
+def test_every_table_loses_its_own_expired_rows(seed, admission):
+    """Tables of other ages step together. Some are frozen, loaded, erased from, or join later."""
+    draw = random.Random(seed)
+    tables = [living_table(dyn.ExpireAfter(**age), admission, name=str(age)) for age in AGES]
+    models, now = [model_of(table) for table in tables], 0
+    groups = [make_group(*tables), make_group(*tables[1:4])]
+    for _ in range(120):
+        action = draw.choice(("step",) * 12 + ("time",) * 3 + ("freeze", "load", "erase"))
+        chosen, ids = draw.randrange(len(tables)), [draw.randrange(3), draw.randrange(40)]
+        if action == "step":
+            group = groups[draw.random() < 0.1]
+            group(*batch(len(group.tables), *ids), training=True)
+            for table, model in zip(tables, models, strict=True):
+                if table in group.tables and not table.is_frozen:
+                    model.train(ids)
+        elif action == "time":
+            now += draw.choice((0, 1, 1, 5))
+            set_clocks(tables, now)
+            for model in models:
+                if model.is_timed:
+                    model.set_time(now)
+        elif action == "freeze":
+            freezes = not any(table.is_frozen for table in tables)
+            for table in tables:
+                table.is_frozen = freezes and table is tables[chosen]
+        elif action == "load":
+            tables[chosen].load_state(tables[chosen].export_state())
+        else:
+            tables[chosen].erase(ids_of(*ids))
+            models[chosen].erase(ids)
+        for table, model in zip(tables, models, strict=True):
+            assert set(table.ids().tolist()) == set(model.rows)
+            assert table.num_waiting == len(model.waiting)
+    assert all(table.stats()["evicted_expired"] for table in tables)
 
 
 def test_a_full_table_evicts_in_a_step_of_known_ids():

@@ -25,12 +25,17 @@ def test_a_plain_sort_agrees(listed):
     assert order == expected(ids, last_seen)
 
 
+@pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("high_halves", [1, 7, 1 << 32], ids=["one", "seven", "any"])
-def test_many_are_sorted_even_if_their_mixed_ids_begin_alike(high_halves):
-    """More rows than the radix sort leaves to a plain sort; equal high halves are sorted by the low half."""
+def test_many_are_sorted_even_if_their_mixed_ids_begin_alike(high_halves, far):
+    """More rows than the radix sort leaves to a plain sort; equal high bits are sorted by the low bits.
+
+    `far`: one mixed id is far from the others.
+    """
     draw = torch.Generator().manual_seed(0)
     low = torch.randperm(5000, generator=draw) * 800_000
     high = torch.randint(high_halves, (5000,), generator=draw) << 32
+    high[17] += far << 62
     ids = unmixed(high + low)
     last_seen = torch.randint(1 << 20, (5000,), generator=draw) // 200_000
     order = ops.oldest_first(ids, last_seen).tolist()

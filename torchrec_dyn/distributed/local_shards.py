@@ -23,7 +23,7 @@ from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForwards, TableLock
-from torchrec_dyn.table import TableShard, state_for_copy, without_optimizer
+from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
 
@@ -124,8 +124,7 @@ class LocalShards:
         fault = time_fault(latest, max(shown for _, shown in of_ranks))
         if fault:
             raise ValueError(f"{where}: {fault}")
-        for shard in shards:
-            shard.set_time(latest)
+        set_clocks(shards, latest)
 
     def save_and_load_with(self, module: Any, holder: str) -> None:
         """Installs the hooks and the optimizer with which a sharded collection saves and loads these tables.

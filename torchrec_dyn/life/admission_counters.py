@@ -151,17 +151,14 @@ class AdmissionCounters:
         """Drops the listed candidates. Call it after counters were written other than by a training step."""
         self._candidates = EvictionCandidates(self._device)
 
-    def forget(self, ids: Tensor, count: int | None = None) -> None:
-        """Drops the counters of ids [M] int64, distinct; ids without a counter are skipped.
+    def forget(self, ids: Tensor) -> None:
+        """Drops the counters of ids [M] int64, distinct; skips ids without a counter. Waits for a GPU."""
+        if ids.numel() and len(self):
+            self.forget_found(*self.id_map.find(ids))
 
-        `count` is the number of ids with a counter; None: they are counted here, which waits for a GPU.
-        """
-        if not ids.numel() or not len(self) or count == 0:
-            return
-        rows = self.id_map.lookup(ids)
-        has_counter = rows >= 0
-        places = places_of(has_counter, int(has_counter.sum()) if count is None else count)
-        self.drop(self._drop_of(ids.index_select(0, places), rows.index_select(0, places)))
+    def forget_found(self, ids: Tensor, rows: Tensor) -> None:
+        """Drops the counters of ids [M] int64, distinct, in rows [M] int64."""
+        self.drop(self._drop_of(ids, rows))
 
     def _drop_of(self, ids: Tensor, rows: Tensor) -> Drop:
         return Drop(ids, rows, len(self) - rows.numel())

@@ -141,8 +141,7 @@ class CountCandidates:
             # All rows up to `end` are examined; rows beyond it may be higher than rows not examined.
             is_low = (last_seen >= 0) & _up_to(end, counts, mixed)
             is_low &= (last_seen < before) | ((last_seen == before) & (counts == 0))
-            # Repeats are neighbours in this order: rows that are not low have one count, the highest.
-            order = ops.oldest_first(ids, counts.masked_fill(~is_low, MOST_COUNT))
+            order = ops.oldest_first(ids, counts)  # repeats are neighbours
             ordered, is_first = ids[order], is_low[order]
             is_first[1:] &= ordered[1:] != ordered[:-1]
             is_chosen = is_first & (is_first.cumsum(0) <= most)

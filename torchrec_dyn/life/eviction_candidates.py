@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.life.scores import NO_STEP, Scores
 from torchrec_dyn.storage import HostRead, IdMap, keep_in_use, places_of
 
 
@@ -46,6 +46,11 @@ class EvictionCandidates:
         """Returns the number of listed rows whose `last_seen` was below `step` when they were listed."""
         # Most tables have an empty list at most steps, and a training step asks each of them.
         return int(torch.searchsorted(self._seen_at, step)) if len(self._seen_at) else 0
+
+    @property
+    def first_seen(self) -> int:
+        """The `last_seen` of the first listed row when it was listed; `NO_STEP` if none is listed."""
+        return int(self._seen_at[0]) if len(self._seen_at) else NO_STEP
 
     def front(self, count: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the first `count` listed rows, without rows seen since the search."""

@@ -25,21 +25,25 @@ _AHEAD_SHARE = 16
 
 
 class AgeLimit:
-    """The age limit of a policy, in steps or in the clock's unit, and the rows that expire next."""
+    """The age limit of a policy, in steps or in the clock's unit, and the rows that expire next.
+
+    Attributes:
+        steps: the limit in steps; None if it is in the clock's unit.
+    """
 
     def __init__(self, policy: ExpireAfter, device: torch.device) -> None:
-        self._policy = policy
+        self.steps, self._time = policy.steps, policy.time
         self._device = device
         self._candidates = EvictionCandidates(device)
         self._listed_until = 0  # every row last seen before this step is listed or was removed
 
     def horizon(self, step: int, clock: Clock) -> int:
         """Returns the horizon at `step`: rows last seen before it have expired at `step`."""
-        if self._policy.steps is not None:
-            return step - self._policy.steps
-        if clock.now is None or self._policy.time is None:
+        if self.steps is not None:
+            return step - self.steps
+        if clock.now is None or self._time is None:
             return 0
-        return clock.first_step_since(clock.now - self._policy.time)
+        return clock.first_step_since(clock.now - self._time)
 
     def num_due(self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int) -> int:
         """Returns how many listed rows have expired when `step` begins, if not seen since the search.
@@ -54,6 +58,11 @@ class AgeLimit:
             self._candidates.list(scores, id_map, high, until, high)
             self._listed_until = until
         return self._candidates.seen_before(horizon)
+
+    @property
+    def next_horizon(self) -> int:
+        """The least horizon at which rows may be due, after those due earlier were removed."""
+        return 1 + min(self._listed_until, self._candidates.first_seen)
 
     def expired(self, due: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids [M] int64 and rows [M] int64 that have expired among the first `due` listed."""

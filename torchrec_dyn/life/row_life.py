@@ -27,7 +27,7 @@ from torchrec_dyn.life.count_candidates import CountCandidates
 from torchrec_dyn.life.decay import Decay, DecayedScores
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.life.scores import NO_STEP, Scores
 from torchrec_dyn.policies import (
     MOST_COUNT,
     AdmitAfter,
@@ -38,7 +38,7 @@ from torchrec_dyn.policies import (
     age_limit_of,
     replacement_of,
 )
-from torchrec_dyn.storage import HostRead, IdMap, gather_pair, places_of
+from torchrec_dyn.storage import TABLES, HostRead, IdMap, gather_pair, places_of
 
 _SCORED_AT_ONCE = 1 << 20
 # A table that expires by time is noticed after this many training steps without a time.
@@ -81,7 +81,7 @@ class Decision(NamedTuple):
         refused: [M - K] int64, places of the refused ids, ascending, without those that do not ask or count;
             None if all are admitted, or if there is no admission policy.
         refused_occurrences: number of occurrences of all ids that are not admitted, in this step.
-        num_waiting: number of admitted ids that have a counter.
+        waiting: [W] int64, places of the admitted ids that have a counter; None without counters.
         num_new: number of refused ids that have no counter.
         waiting_rows: [M] int64, the row of each id's counter, -1 for none; None without counters.
         scores: [M] int64, what each row begins to count with; None: `counts`.
@@ -93,7 +93,7 @@ class Decision(NamedTuple):
     admitted: Tensor | None = None
     refused: Tensor | None = None
     refused_occurrences: int = 0
-    num_waiting: int = 0
+    waiting: Tensor | None = None
     num_new: int = 0
     waiting_rows: Tensor | None = None
     scores: Tensor | None = None
@@ -228,6 +228,34 @@ class RowLife:
         )
         return expired
 
+    def next_look(self, step: int) -> tuple[int, int]:
+        """Returns when `expired` must be called again, after those expired at `step` were removed.
+
+        Of a life whose rows expire. Returns a step and a horizon: the next step, and the next step after one
+        at which the clock was set and `passes` is False.
+        """
+        assert self._age_limit is not None
+        horizon = self._age_limit.next_horizon
+        if self.waiting is not None and self._waiting_age_limit is not None:
+            horizon = min(horizon, self._waiting_age_limit.next_horizon)
+        if self._decay is not None and self._decay.is_timed:
+            return step, horizon  # every step forgets times, after the counts were halved
+        if self._age_limit.steps is not None:
+            return horizon + self._age_limit.steps, horizon
+        return (step if self.clock.now is None else NO_STEP), horizon
+
+    def passes(self, step: int, look: int) -> bool:
+        """Forgets times that no row needs; returns False if rows or counters may expire at `step`.
+
+        `look` is the horizon of `next_look`.
+        """
+        assert self._age_limit is not None
+        horizon = self._age_limit.horizon(step, self.clock)
+        if horizon >= look:
+            return False
+        self.clock.forget_before(horizon)
+        return True
+
     def drop_expired(self, step: int) -> None:
         """Drops the rows expired at `step` from the candidates. Call it after they were removed.
 
@@ -274,16 +302,19 @@ class RowLife:
             is_refused &= asked.counted > 0
             is_waiting = None if is_waiting is None else is_waiting & (is_admitted | is_refused)
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
+        waits_no_more = None
         if is_waiting is not None:
-            numbers += [(is_admitted & is_waiting).count_nonzero(), is_waiting.count_nonzero()]
+            waits_no_more = is_admitted & is_waiting
+            numbers += [waits_no_more.count_nonzero(), is_waiting.count_nonzero()]
         if asked is not None:
             numbers.append(is_refused.count_nonzero())
         admitted, occurred, *of_counters = yield numbers
         refused = ids.numel() - admitted if asked is None else of_counters.pop()
         both, waiting = of_counters or (0, 0)
         places = places_of(is_admitted, admitted), places_of(is_refused, refused)
+        were_waiting = None if waits_no_more is None else places_of(waits_no_more, both)
         new = refused - (waiting - both)
-        return Decision(ids, counts, admitted, *places, occurred, both, new, rows)
+        return Decision(ids, counts, admitted, *places, occurred, were_waiting, new, rows)
 
     def counters_after(self, decision: Decision, rows: int) -> tuple[int, int, int]:
         """Returns the number of counters after a step, if none is above the limit.
@@ -297,7 +328,8 @@ class RowLife:
         """
         expired = 0 if self._expired_waiting is None else self._expired_waiting.rows.numel()
         before = 0 if self.waiting is None else len(self.waiting)
-        after = before - expired - decision.num_waiting + decision.num_new
+        admitted = 0 if decision.waiting is None else decision.waiting.numel()
+        after = before - expired - admitted + decision.num_new
         return after, expired, most_counters(self._admission, self._row_limit, rows)
 
     def count_waiting(self, decision: Decision, step: int, again: bool) -> None:
@@ -308,15 +340,19 @@ class RowLife:
         """
         if self.waiting is None:
             return
-        admitted, _ = decision.at(decision.admitted)
-        self.waiting.forget(admitted, None if again else decision.num_waiting)
+        of_counters = None if again else decision.waiting_rows
+        if of_counters is None or decision.waiting is None:
+            self.waiting.forget(decision.at(decision.admitted)[0])
+        else:
+            ids = decision.ids.index_select(0, decision.waiting)
+            self.waiting.forget_found(ids, of_counters.index_select(0, decision.waiting))
         if decision.refused is None:
             return
         ids, counts = decision.at(decision.refused)
-        if again or decision.waiting_rows is None:
+        if of_counters is None:
             self.refuse(ids, counts, step)
             return
-        rows = decision.waiting_rows.index_select(0, decision.refused)
+        rows = of_counters.index_select(0, decision.refused)
         self.waiting.write_found(ids, rows, torch.full_like(ids, step), counts, decision.num_new)
 
     def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
@@ -399,6 +435,7 @@ class RowLife:
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after scores or counters were replaced outside a step."""
+        TABLES.renew()  # groups look at the table again
         self._candidates = self._no_candidates()
         if self.waiting is not None:
             self.waiting.forget_listed()

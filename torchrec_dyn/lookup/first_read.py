@@ -140,14 +140,14 @@ class FirstRead(NamedTuple):
     Attributes:
         rows: [N] int64, -1 for an absent id. Rows of expired ids may be among them.
         absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
-        expired: the expired ids of each table with an age limit.
+        expired: the expired ids of the tables that are `due`, by number of the table.
         beside: the result of what was read beside these.
         early: the output of the batch, None if it was not pooled yet.
     """
 
     rows: Tensor
     absent: Tensor
-    expired: list[Expired]
+    expired: dict[int, Expired]
     beside: Any
     early: EarlyOutput | None
 
@@ -170,12 +170,12 @@ def read_first(
         RuntimeError: an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *lists.maps.arrays())
-    ageing = [] if trained is None else [trained.tables[number] for number in trained.ageing]
+    due = {} if trained is None else {number: trained.tables[number] for number in trained.due()}
     parts: list[HostRead[Any]] = [
         read_absent(absent, ids),
-        gather_reads([expired_of(table) for table in ageing]),
+        gather_reads([expired_of(table) for table in due.values()]),
         beside,
     ]
     meanwhile = None if early is None else partial(early.pool, rows)
     absent, expired, result = read(gather_reads(parts), meanwhile)
-    return FirstRead(rows, absent, expired, result, early)
+    return FirstRead(rows, absent, dict(zip(due, expired, strict=True)), result, early)

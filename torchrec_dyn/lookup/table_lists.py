@@ -21,8 +21,10 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig, OnNonfinite
+from torchrec_dyn.life import NO_STEP
 from torchrec_dyn.storage import (
     BLOCKS,
+    CLOCKS,
     TABLES,
     ChangeLog,
     MapList,
@@ -115,14 +117,13 @@ class TrainedTables:
             frozen table.
         most_steps: the largest of `first_steps` among tables with a life.
         with_life: numbers of the tables with a life.
-        ageing: numbers of the tables whose rows expire.
         decaying: numbers of the tables whose counts decay.
         units: the weight of one unit of a count, by number of the tables that count weights.
         row_limits: [T] int64, the limit of each table that evicts when it is full, for other tables 2^63 - 1.
         least_limit: the least of `row_limits`.
         has_changes: True if a table records its changes.
         watched: numbers of tables whose policies may act in a step although all ids have rows, beside those
-            of `ageing`: at first all tables with a life, later the tables that the last step changed.
+            of `due`: at first all tables with a life, later the tables that the last step changed.
     """
 
     def __init__(
@@ -146,12 +147,43 @@ class TrainedTables:
         self.first_steps = torch.tensor(steps, device="cpu")
         self.with_life = list(lives)
         self.most_steps = max((steps[t] for t in lives), default=0)
-        self.ageing = [t for t, life in lives.items() if life.ages]
+        # When to look for expired rows again (`RowLife.next_look`): the step of the shared counters, and the
+        # horizon if rows expire by time.
+        self._looks = {t: 0 for t, life in lives.items() if life.ages}
+        self._next_look = 0 if self._looks else NO_STEP
+        self._timed = {t: 0 for t in self._looks if lives[t].expires_by_time}
+        self._clocks: object = None
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
         self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
         self.has_changes = any(table.changes is not None for table in tables.values())
         self.watched = set(self.with_life)
+
+    def due(self) -> list[int]:
+        """Returns the numbers of the tables of which rows, or counters, may expire in the next forward."""
+        step = self.shared.counted.steps + (self.shared.earlier is None)
+        is_set = bool(self._timed) and self._clocks is not CLOCKS.now
+        if step < self._next_look and not is_set:
+            return []
+        due = {t for t, look in self._looks.items() if look <= step}
+        for t in self._timed.keys() - due if is_set else ():
+            table = self.tables[t]
+            if table.life is not None and not table.life.passes(table.next_step, self._timed[t]):
+                due.add(t)
+        if is_set and not due:
+            self._clocks = CLOCKS.now
+        return sorted(due)
+
+    def note_looked(self, due: Sequence[int]) -> None:
+        """Notes that the expired rows of the tables that were `due` are removed in the present step."""
+        for t in due:
+            table = self.tables[t]
+            assert table.life is not None
+            step, horizon = table.life.next_look(table.step)
+            self._looks[t] = step - table.own.step
+            if t in self._timed:
+                self._timed[t] = horizon
+        self._next_look, self._clocks = min(self._looks.values()), CLOCKS.now
 
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.

@@ -115,11 +115,13 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             occurrences = table_offsets
             if batch.times is not None or trained.units:
                 occurrences = read(occurrences_of(trained, batch))
-            of_ageing = read_together([expired_of(tables[number]) for number in trained.ageing])
+            due = trained.due()
+            of_due = read_together([expired_of(tables[number]) for number in due])
+            of_tables = dict(zip(due, of_due, strict=True))
         else:
-            occurrences, of_ageing = first.beside, first.expired
+            occurrences, of_tables = first.beside, first.expired
         check_stack()
-        for number, old in zip(trained.ageing, of_ageing, strict=True):
+        for number, old in of_tables.items():
             expired[number] = old
             if old.ids.numel():
                 tables[number].id_map.remove(old.ids, old.num_ids - old.ids.numel())
@@ -127,7 +129,7 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         added = _added(trained, batch)
         found = _decide(trained, batch, first, added)
         rows, scored = found.rows, found.scored
-        special = sorted({*trained.watched, *trained.ageing, *found.unseen})
+        special = sorted({*trained.watched, *of_tables, *found.unseen})
         counted = trained.counted_after(occurrences, found.absent)
         seen = _seen(trained, batch, found, added)
         steps = prepared_steps(tables, special, expired, found.unseen, found.distinct)
@@ -172,6 +174,8 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         if found.unseen:
             actions += (step.prepare_rows for step in steps)
             actions.append(partial(add_rows, steps))
+        if of_tables:
+            actions.append(lambda _: trained.note_looked([*of_tables]))
         run_to_end(*actions)
     except BaseException:
         for number, old in expired.items():

@@ -1,6 +1,6 @@
 """The unsharded collections. The room is named after `torchrec.modules`.
 
-Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`, `storage` and the ground.
+Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `storage` and the ground.
 Start with `embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup`
 runs their forwards. `collection_tables` has the methods that both collections share.
 

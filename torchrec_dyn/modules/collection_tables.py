@@ -13,7 +13,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.compilers import NotScriptable
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.life import time_fault
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
@@ -24,7 +23,7 @@ from torchrec_dyn.modules.wrapper_checks import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
-from torchrec_dyn.table import TableShard
+from torchrec_dyn.table import TableShard, set_clocks
 
 
 def unsharded_tables(
@@ -89,12 +88,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
         Raises:
             ValueError: if `time` is not valid for the clock of some table; nothing has changed then.
         """
-        tables = [table.rows() for table in self.unsharded_lookup.tables]
-        for rows in tables:
-            if fault := time_fault(time, rows.time):
-                raise ValueError(f"{rows.where}.set_time: {fault}")
-        for rows in tables:
-            rows.set_time(time)
+        set_clocks([table.rows() for table in self.unsharded_lookup.tables], time)
 
     def dynamic_configs(self) -> dict[str, DynamicTableConfig]:
         """Returns the DynamicTableConfig of each table."""

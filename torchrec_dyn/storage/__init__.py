@@ -51,5 +51,5 @@ from torchrec_dyn.storage.row_store import (
 )
 from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
-from torchrec_dyn.storage.tokens import BLOCKS, TABLES
+from torchrec_dyn.storage.tokens import BLOCKS, CLOCKS, TABLES
 from torchrec_dyn.storage.touched_rows import SumRows

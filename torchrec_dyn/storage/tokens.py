@@ -27,3 +27,4 @@ class Token:
 SLOTS = Token()  # renewed before an id map gets other slots, or moves slots
 BLOCKS = Token()  # renewed before a store gets other blocks
 TABLES = Token()  # renewed before a table gets other contents or settings
+CLOCKS = Token()  # renewed before the clock of a table is set

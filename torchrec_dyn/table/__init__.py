@@ -28,7 +28,7 @@ from torchrec_dyn.table.insertion import (
     rows_of_new,
 )
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
-from torchrec_dyn.table.shard import TableShard
+from torchrec_dyn.table.shard import TableShard, set_clocks
 from torchrec_dyn.table.table_step import (
     Expired,
     TableStep,

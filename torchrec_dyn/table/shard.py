@@ -7,7 +7,7 @@ Legend: R rows in use, M ids, D columns here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn.life import RowLife, time_fault
 from torchrec_dyn.storage import (
+    CLOCKS,
     ChangeLog,
     MapList,
     OpenForwards,
@@ -174,14 +175,9 @@ class TableShard(TableArrays):
         """The time of the clock, None before the first `set_time`."""
         return None if self.life is None else self.life.clock.now
 
-    @locked
-    @changes
     def set_time(self, time: int) -> None:
-        """Sets the clock of policies that count in time, for all later steps; the time never goes back."""
-        if fault := time_fault(time, self.time):
-            raise ValueError(f"{self.where}.set_time: {fault}")
-        if self.life is not None and self.life.is_timed:
-            self.life.clock.set(time, self.next_step)
+        """Sets the clock of policies that count in time. As `set_clocks`, of one table."""
+        set_clocks([self], time)
 
     @locked
     def stats(self) -> dict[str, int | float]:
@@ -273,3 +269,25 @@ class TableShard(TableArrays):
         # The device of the tensors, which `torch.load(map_location=)` may have moved.
         self.reset(state["dtype"], contents["ids"].device)
         write_state(self, given_state(contents))
+
+
+def set_clocks(tables: Sequence[TableShard], time: int) -> None:
+    """Sets the clocks of tables of one lock, for all later steps; the time never goes back.
+
+    Raises:
+        ValueError: `time` is not valid for the clock of a table; nothing has changed then.
+    """
+    if tables:
+        _set_clocks(tables[0], tables, time)
+
+
+@locked
+@changes
+def _set_clocks(_: TableShard, tables: Sequence[TableShard], time: int) -> None:
+    for table in tables:
+        if fault := time_fault(time, table.time):
+            raise ValueError(f"{table.where}.set_time: {fault}")
+    CLOCKS.renew()
+    for table in tables:
+        if table.life is not None and table.life.is_timed:
+            table.life.clock.set(time, table.next_step)
