@@ -153,6 +153,9 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
+// So many gradients of a row are prefetched with the row; the others, of a popular row, before each piece.
+constexpr uint32_t kMostGrads = 8;
+
 // Adds up scale * grad over positions [begin, end), piece by piece (row_update.h): kParts * 16 columns from
 // `column` on. kBytes: of a register.
 template <int64_t kBytes, int64_t kParts, typename T>
@@ -162,6 +165,9 @@ TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const uint32_t* begin, co
   Floats16<kBytes> lanes;
   for (const uint32_t* piece = begin; piece < end;) {
     const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
+    if (column == 0)
+      for (int64_t i = piece == begin ? kMostGrads : 0; i < piece_end - piece; ++i)
+        prefetch_row(all.grad_at(piece[i]), all.table.weights.columns);
     for (int64_t p = 0; p < kParts; ++p) {
       sums[p].load(all.grad_at(*piece) + column + p * kLanes);
       sums[p] *= all.scale_at(*piece);
@@ -262,7 +268,6 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
       ring[r % kRing].mark = mark;
       __builtin_prefetch(mark, 1, 2);
     }
-  constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
   const auto prefetch_grad = [&](const float* grad) __attribute__((always_inline)) {
     if (grad != last) prefetch_row(grad, columns);
