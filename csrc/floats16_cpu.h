@@ -65,18 +65,19 @@ inline const int64_t register_bytes = __builtin_cpu_supports(TORCHREC_DYN_LEVEL_
 
 template <typename Work>
 TORCHREC_DYN_TARGET(TORCHREC_DYN_LEVEL_OF_64)
-auto with_registers_of_64(const Work& work) {
+auto with_registers_of_64(const Work& work) noexcept {
   return work(RegisterOf<64>{});
 }
 template <typename Work>
 TORCHREC_DYN_TARGET(TORCHREC_DYN_LEVEL_OF_32)
-auto with_registers_of_32(const Work& work) {
+auto with_registers_of_32(const Work& work) noexcept {
   return work(RegisterOf<32>{});
 }
 
-// Returns work(RegisterOf<size>{}) as compiled for the level of this machine. `work` is always inlined.
+// Returns work(RegisterOf<size>{}) as compiled for the level of this machine. `work` is always inlined, and as the
+// functions of simd.h it throws and allocates nothing.
 template <typename Work>
-auto at_level(const Work& work) {
+auto at_level(const Work& work) noexcept {
   if (register_bytes == 64) return with_registers_of_64(work);
   if (register_bytes == 32) return with_registers_of_32(work);
   return work(RegisterOf<16>{});
@@ -91,7 +92,7 @@ constexpr int64_t kRegisterBytes = 16;
 #endif
 
 template <typename Work>
-TORCHREC_DYN_SIMD auto at_level(const Work& work) {
+TORCHREC_DYN_SIMD auto at_level(const Work& work) noexcept {
   return work(RegisterOf<kRegisterBytes>{});
 }
 #endif
