@@ -8,9 +8,17 @@
 
 namespace {
 
-// One cache line as a vector; a row is a whole number of lines.
-typedef uint64_t Line __attribute__((vector_size(64)));
-constexpr int64_t kLine = 64;
+constexpr int64_t kLine = 64;  // a row is a whole number of cache lines
+
+// A register of this machine. A wider vector would stand in memory.
+#if defined(__AVX512F__)
+constexpr int64_t kPart = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kPart = 32;
+#else
+constexpr int64_t kPart = 16;
+#endif
+typedef uint64_t Part __attribute__((vector_size(kPart)));
 
 // GCC takes a function that only prefetches for a function without effect, and drops its calls.
 #define ALWAYS_INLINE __attribute__((always_inline))
@@ -30,10 +38,10 @@ struct Table {
   }
 };
 
-Line load(const char* from) {
-  Line line;
-  std::memcpy(&line, from, kLine);
-  return line;
+Part load(const char* from) {
+  Part part;
+  std::memcpy(&part, from, kPart);
+  return part;
 }
 
 // Calls visit(i) for i in [begin, end), and prefetch(i) `ahead` visits before.
@@ -75,20 +83,20 @@ extern "C" {
 uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t tables, char* const* blocks,
                       const int64_t* first_block, const int64_t* shifts, int64_t row_bytes, char* out, int64_t ahead,
                       int64_t threads) {
-  std::vector<Line> sums(static_cast<size_t>(threads), Line{});
+  std::vector<Part> sums(static_cast<size_t>(threads), Part{});
   on_threads(tables, threads, [&](int64_t thread, int64_t first, int64_t last) {
-    Line sum{};
+    Part sum{};
     for (int64_t t = first; t < last; ++t) {
       const Table table{blocks + first_block[t], shifts[t], row_bytes};
       if (out == nullptr) {
         visit_rows(table, rows, offsets[t], offsets[t + 1], ahead, [&](int64_t, const char* row) {
-          for (int64_t byte = 0; byte < row_bytes; byte += kLine) sum += load(row + byte);
+          for (int64_t byte = 0; byte < row_bytes; byte += kPart) sum += load(row + byte);
         });
       } else {
         visit_rows(table, rows, offsets[t], offsets[t + 1], ahead, [&](int64_t i, const char* row) {
-          for (int64_t byte = 0; byte < row_bytes; byte += kLine) {
-            const Line line = load(row + byte);
-            std::memcpy(out + i * row_bytes + byte, &line, kLine);
+          for (int64_t byte = 0; byte < row_bytes; byte += kPart) {
+            const Part part = load(row + byte);
+            std::memcpy(out + i * row_bytes + byte, &part, kPart);
           }
         });
       }
@@ -96,8 +104,8 @@ uint64_t gather_floor(const int64_t* rows, const int64_t* offsets, int64_t table
     sums[static_cast<size_t>(thread)] = sum;
   });
   uint64_t total = 0;
-  for (const Line& sum : sums)
-    for (int word = 0; word < 8; ++word) total += sum[word];
+  for (const Part& sum : sums)
+    for (size_t word = 0; word < kPart / sizeof(uint64_t); ++word) total += sum[word];
   return total;
 }
 

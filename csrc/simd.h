@@ -31,13 +31,7 @@
 
 namespace torchrec_dyn {
 
-// Sixteen floats that stay in registers: one register of 512 bits, or several narrower registers, as the level has.
-// Every lane is computed on its own, so the bits are the same at every level.
-typedef float Floats16 __attribute__((vector_size(64)));
-constexpr int64_t kLanes = 16;
-
-TORCHREC_DYN_INLINE void load(const float* from, Floats16& lanes) { std::memcpy(&lanes, from, sizeof lanes); }
-TORCHREC_DYN_INLINE void store(const Floats16& lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
+constexpr int64_t kLanes = 16;  // floats that are computed together: a register of 512 bits
 
 // The upper half is added to the lower half: this gives eight sums, then four, two, one.
 TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE float sum_of_lanes(const float (&lanes)[kLanes]) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "floats16_cpu.h"
 #include "kernel.h"
 #include "lookup/bags.h"
 #include "lookup/bags_arguments.h"
@@ -25,13 +26,19 @@ namespace {
 
 // Stores past the caches, for memory that will not be read soon: the line is not fetched first, and no other line is
 // evicted from the caches for it. Requires `to` on a 16-byte boundary.
-TORCHREC_DYN_INLINE void store_past_caches(const Floats16& lanes, float* to) {
+template <int64_t kBytes>
+TORCHREC_DYN_INLINE void store_past_caches(const Floats16<kBytes>& lanes, float* to) {
 #if defined(__SSE__)
-  __m128 quarters[4];
-  std::memcpy(quarters, &lanes, sizeof lanes);
-  for (int64_t q = 0; q < 4; ++q) _mm_stream_ps(to + 4 * q, quarters[q]);
+  for (const auto& floats : lanes.registers) {
+    __m128 quarters[kBytes / sizeof(__m128)];
+    std::memcpy(quarters, &floats, sizeof floats);
+    for (const __m128 quarter : quarters) {
+      _mm_stream_ps(to, quarter);
+      to += 4;
+    }
+  }
 #else
-  store(lanes, to);
+  lanes.store(to);
 #endif
 }
 
@@ -58,24 +65,27 @@ struct PoolJob {
   bool streams;  // the output is written past the caches
 };
 
-// Pools kParts * 16 columns of a bag from `column` on.
-template <int64_t kParts, bool kWeighted, typename T>
+// Pools kParts * 16 columns of a bag from `column` on. kBytes: of a register.
+template <int64_t kBytes, int64_t kParts, bool kWeighted, typename T>
 TORCHREC_DYN_INLINE void pool_lanes(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
                                     int64_t column, float* out) {
-  Floats16 sums[kParts] = {};
-  Floats16 values;
+  Floats16<kBytes> sums[kParts];
+  Floats16<kBytes> values;
   for (int64_t i = begin; i < end; ++i) {
     if (job.rows[i] < 0) continue;
     const T* row = table.row(job.rows[i]) + column;
     for (int64_t p = 0; p < kParts; ++p) {
       load_row(row + p * kLanes, values);
-      sums[p] += kWeighted ? job.bag_weights[i] * values : values;
+      if (kWeighted) values *= job.bag_weights[i];
+      sums[p] += values;
     }
   }
-  if (job.mean && end > begin)
-    for (int64_t p = 0; p < kParts; ++p) sums[p] /= static_cast<float>(end - begin);
-  for (int64_t p = 0; p < kParts; ++p)
-    job.streams ? store_past_caches(sums[p], out + p * kLanes) : store(sums[p], out + p * kLanes);
+  // Unrolled, since sums that a loop indexes would stand in memory.
+#pragma GCC unroll 8
+  for (int64_t p = 0; p < kParts; ++p) {
+    if (job.mean && end > begin) sums[p] /= static_cast<float>(end - begin);
+    job.streams ? store_past_caches(sums[p], out + p * kLanes) : sums[p].store(out + p * kLanes);
+  }
 }
 
 // Pools the columns after the last group of sixteen.
@@ -94,18 +104,20 @@ TORCHREC_DYN_INLINE void pool_rest(const PoolJob<T>& job, const RowBlocks<T>& ta
     for (int64_t c = 0; c < width; ++c) out[c] /= static_cast<float>(end - begin);
 }
 
-template <bool kWeighted, typename T>
+template <int64_t kBytes, bool kWeighted, typename T>
 TORCHREC_DYN_INLINE void pool_bag(const PoolJob<T>& job, const RowBlocks<T>& table, int64_t begin, int64_t end,
                                   float* out) {
   int64_t c = 0;
-  for (; table.columns - c >= 8 * kLanes; c += 8 * kLanes) pool_lanes<8, kWeighted>(job, table, begin, end, c, out + c);
-  for (; table.columns - c >= 4 * kLanes; c += 4 * kLanes) pool_lanes<4, kWeighted>(job, table, begin, end, c, out + c);
-  for (; table.columns - c >= kLanes; c += kLanes) pool_lanes<1, kWeighted>(job, table, begin, end, c, out + c);
+  for (; table.columns - c >= 8 * kLanes; c += 8 * kLanes)
+    pool_lanes<kBytes, 8, kWeighted>(job, table, begin, end, c, out + c);
+  for (; table.columns - c >= 4 * kLanes; c += 4 * kLanes)
+    pool_lanes<kBytes, 4, kWeighted>(job, table, begin, end, c, out + c);
+  for (; table.columns - c >= kLanes; c += kLanes) pool_lanes<kBytes, 1, kWeighted>(job, table, begin, end, c, out + c);
   if (table.columns > c) pool_rest(job, table, begin, end, c, out + c);
 }
 
 // Copies the rows of bags of one id each, in whole groups of sixteen columns: kColumns, or any number if that is 0.
-template <int64_t kColumns, typename T>
+template <int64_t kBytes, int64_t kColumns, typename T>
 TORCHREC_DYN_INLINE void copy_rows(RowBlocks<T> table, const int64_t* rows, int64_t count, bool streams, float* out,
                                    int64_t stride) {
   if (kColumns > 0) table.columns = kColumns;
@@ -116,18 +128,19 @@ TORCHREC_DYN_INLINE void copy_rows(RowBlocks<T> table, const int64_t* rows, int6
         if (rows[next] >= 0) prefetch_row(table, rows[next]);
     const T* row = rows[i] < 0 ? nullptr : table.row(rows[i]);
     for (int64_t c = 0; c < table.columns; c += kLanes) {
-      Floats16 sum = {};
-      Floats16 values;
+      Floats16<kBytes> sum;
+      Floats16<kBytes> values;
       if (row != nullptr) {
         load_row(row + c, values);
         sum += values;  // not a copy: -0 becomes 0, as in any bag
       }
-      streams ? store_past_caches(sum, out + c) : store(sum, out + c);
+      streams ? store_past_caches(sum, out + c) : sum.store(out + c);
     }
   }
 }
 
-template <typename T, typename Out>
+// sums: as many floats as the widest row has; not used if Out is float.
+template <int64_t kBytes, typename T, typename Out>
 TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segment, int64_t first, int64_t last,
                                       float* sums, Out* out) {
   const PoolJob<T> job = all;  // a copy: the compiler sees that no store changes it
@@ -137,8 +150,8 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segm
     if (job.bags.offsets == nullptr && job.bag_weights == nullptr && table.columns % kLanes == 0) {
       const int64_t* rows = job.rows + first;
       return table.columns == kLanes
-                 ? copy_rows<kLanes>(table, rows, last - first, job.streams, place, segment.out_stride)
-                 : copy_rows<0>(table, rows, last - first, job.streams, place, segment.out_stride);
+                 ? copy_rows<kBytes, kLanes>(table, rows, last - first, job.streams, place, segment.out_stride)
+                 : copy_rows<kBytes, 0>(table, rows, last - first, job.streams, place, segment.out_stride);
     }
   }
   const int64_t stop = job.bags.end(last - 1);
@@ -151,28 +164,14 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segm
     float* pooled = sums;
     if constexpr (sizeof(Out) == sizeof(float)) pooled = place;
     if (job.bag_weights)
-      pool_bag<true>(job, table, job.bags.begin(bag), end, pooled);
+      pool_bag<kBytes, true>(job, table, job.bags.begin(bag), end, pooled);
     else
-      pool_bag<false>(job, table, job.bags.begin(bag), end, pooled);
+      pool_bag<kBytes, false>(job, table, job.bags.begin(bag), end, pooled);
     if constexpr (sizeof(Out) != sizeof(float)) {
       for (int64_t c = 0; c < table.columns; ++c) store_nearest(sums[c], &place[c]);
     }
   }
 }
-
-// sums: as many floats as the widest row has; not used if Out is float.
-#define TORCHREC_DYN_POOL(T, Out)                                                                                      \
-  TORCHREC_DYN_SIMD void pool(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, float* sums, \
-                              Out* out) noexcept {                                                                     \
-    pool_segment(job, segment, first, last, sums, out);                                                                \
-  }
-#define TORCHREC_DYN_POOL_OF(T) \
-  TORCHREC_DYN_POOL(T, float)   \
-  TORCHREC_DYN_POOL(T, Float16) \
-  TORCHREC_DYN_POOL(T, BFloat16)
-TORCHREC_DYN_POOL_OF(float)
-TORCHREC_DYN_POOL_OF(Float16)
-TORCHREC_DYN_POOL_OF(BFloat16)
 
 // True if the output is written past the caches: it is too large for them, and every bag's output begins on a 16-byte
 // boundary, which these stores require.
@@ -212,7 +211,9 @@ Tensor pooled(const char* op, const Tensor& rows, const std::optional<Tensor>& o
       for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
         const auto sums = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(sum_columns));
         for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
-          pool(job, segment, first, last, sums.get(), place);
+          at_level([&](auto level) __attribute__((always_inline)) {
+            pool_segment<level.kBytes>(job, segment, first, last, sums.get(), place);
+          });
         });
         if (streams) finish_stores_past_caches();
       });

@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 
+#include "floats16_cpu.h"
 #include "lookup/bags.h"
 #include "lookup/row_runs_cpu.h"
 #include "lookup/row_update.h"
@@ -152,33 +153,42 @@ struct Runs {
   bool is_scaled() const { return job.bag_weights || !job.places.scale.empty(); }
 };
 
+// So many gradients of a row are prefetched with the row; the others, of a popular row, before each piece.
+constexpr uint32_t kMostGrads = 8;
+
 // Adds up scale * grad over positions [begin, end), piece by piece (row_update.h): kParts * 16 columns from
-// `column` on.
-template <int64_t kParts, typename T>
+// `column` on. kBytes: of a register.
+template <int64_t kBytes, int64_t kParts, typename T>
 TORCHREC_DYN_INLINE void sum_lanes(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t column,
                                    float* out) {
-  Floats16 sums[kParts];
-  Floats16 lanes;
+  Floats16<kBytes> sums[kParts];
+  Floats16<kBytes> lanes;
   for (const uint32_t* piece = begin; piece < end;) {
     const uint32_t* const piece_end = end - piece > kPieceIds ? piece + kPieceIds : end;
+    if (column == 0)
+      for (int64_t i = piece == begin ? kMostGrads : 0; i < piece_end - piece; ++i)
+        prefetch_row(all.grad_at(piece[i]), all.table.weights.columns);
     for (int64_t p = 0; p < kParts; ++p) {
-      load(all.grad_at(*piece) + column + p * kLanes, lanes);
-      sums[p] = all.scale_at(*piece) * lanes;
+      sums[p].load(all.grad_at(*piece) + column + p * kLanes);
+      sums[p] *= all.scale_at(*piece);
     }
     for (const uint32_t* position = piece + 1; position < piece_end; ++position) {
       const float scale = all.scale_at(*position);
       const float* grad = all.grad_at(*position) + column;
       for (int64_t p = 0; p < kParts; ++p) {
-        load(grad + p * kLanes, lanes);
-        sums[p] += scale * lanes;
+        lanes.load(grad + p * kLanes);
+        lanes *= scale;
+        sums[p] += lanes;
       }
     }
+#pragma GCC unroll 4
     for (int64_t p = 0; p < kParts; ++p) {
       if (piece != begin) {
-        load(out + p * kLanes, lanes);
-        sums[p] = lanes + sums[p];
+        lanes.load(out + p * kLanes);
+        lanes += sums[p];
+        sums[p] = lanes;
       }
-      store(sums[p], out + p * kLanes);
+      sums[p].store(out + p * kLanes);
     }
     piece = piece_end;
   }
@@ -202,12 +212,12 @@ TORCHREC_DYN_INLINE void sum_columns(const Runs<T>& all, const uint32_t* begin, 
   }
 }
 
-template <typename T>
+template <int64_t kBytes, typename T>
 TORCHREC_DYN_INLINE void sum_grads(const Runs<T>& all, const uint32_t* begin, const uint32_t* end, int64_t columns,
                                    float* out) {
   int64_t c = 0;
-  for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<4>(all, begin, end, c, out + c);
-  for (; columns - c >= kLanes; c += kLanes) sum_lanes<1>(all, begin, end, c, out + c);
+  for (; columns - c >= 4 * kLanes; c += 4 * kLanes) sum_lanes<kBytes, 4>(all, begin, end, c, out + c);
+  for (; columns - c >= kLanes; c += kLanes) sum_lanes<kBytes, 1>(all, begin, end, c, out + c);
   if (c < columns) sum_columns(all, begin, end, c, columns - c, out + c);
 }
 
@@ -258,7 +268,6 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
       ring[r % kRing].mark = mark;
       __builtin_prefetch(mark, 1, 2);
     }
-  constexpr uint32_t kMostGrads = 8;  // of one row: the other gradients of a popular row are in cache
   const float* last = nullptr;
   const auto prefetch_grad = [&](const float* grad) __attribute__((always_inline)) {
     if (grad != last) prefetch_row(grad, columns);
@@ -321,7 +330,7 @@ enum class Pass { kPlain, kGuarded, kTrial };
 
 // Returns the number of rows that would not be finite. kCommon: of a rule that is_common. The code of the others in the
 // same loop takes registers from it: some 5 % of the backward of bags of 20 ids, measured.
-template <bool kLooks, bool kCommon, typename T>
+template <int64_t kBytes, bool kLooks, bool kCommon, typename T>
 TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspace& workspace, Pass pass) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
   const UpdateJob<T> job = all.job;
@@ -354,7 +363,7 @@ TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspac
         scale /= static_cast<float>(senders.distinct());
       }
       grad = sum;
-      sum_grads(all, begin, end, columns, sum);
+      sum_grads<kBytes>(all, begin, end, columns, sum);
       if (scale != 1.0f)
         for (int64_t c = 0; c < columns; ++c) sum[c] *= scale;
     }
@@ -366,10 +375,10 @@ TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspac
     } else {
       weight = values;
       int64_t c = 0;
-      Floats16 lanes;
+      Floats16<kBytes> lanes;
       for (; columns - c >= kLanes; c += kLanes) {
         load_row(row + c, lanes);
-        store(lanes, weight + c);
+        lanes.store(weight + c);
       }
       for (; c < columns; ++c) weight[c] = to_float(row[c]);
     }
@@ -404,21 +413,12 @@ TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspac
 }
 
 template <bool kLooks, typename T>
-TORCHREC_DYN_INLINE int64_t update_runs(const Runs<T>& all, const Workspace& workspace, Pass pass) {
-  return all.job.rule.is_common() ? update_runs_of<kLooks, true>(all, workspace, pass)
-                                  : update_runs_of<kLooks, false>(all, workspace, pass);
+int64_t update_runs(const Runs<T>& all, const Workspace& workspace, Pass pass) {
+  return at_level([&](auto level) __attribute__((always_inline)) {
+    return all.job.rule.is_common() ? update_runs_of<level.kBytes, kLooks, true>(all, workspace, pass)
+                                    : update_runs_of<level.kBytes, kLooks, false>(all, workspace, pass);
+  });
 }
-
-#define TORCHREC_DYN_UPDATE(T)                                                                               \
-  TORCHREC_DYN_SIMD void update(const Runs<T>& all, const Workspace& workspace) noexcept {                   \
-    update_runs<false>(all, workspace, Pass::kPlain);                                                        \
-  }                                                                                                          \
-  TORCHREC_DYN_SIMD int64_t try_update(const Runs<T>& all, const Workspace& workspace, Pass pass) noexcept { \
-    return update_runs<true>(all, workspace, pass);                                                          \
-  }
-TORCHREC_DYN_UPDATE(float)
-TORCHREC_DYN_UPDATE(Float16)
-TORCHREC_DYN_UPDATE(BFloat16)
 
 // Calls body(begin, end) for the ids of each segment of a table.
 template <typename Body>
@@ -455,9 +455,7 @@ int64_t run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t 
   rows.group();
   const Runs<T> all{job, table, rows.runs(), rows.positions()};
   if (all.runs.empty()) return 0;
-  if (pass != Pass::kPlain) return try_update(all, workspace, pass);
-  update(all, workspace);
-  return 0;
+  return pass == Pass::kPlain ? update_runs<false>(all, workspace, pass) : update_runs<true>(all, workspace, pass);
 }
 
 // Binary logarithm of the parts of a table: enough parts that the threads share the work evenly.

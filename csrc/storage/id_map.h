@@ -239,10 +239,11 @@ TORCHREC_DYN_BOTH inline int64_t probe_length(const SlotArray& array, const Slot
 // Finds the rows of up to kChunk ids in one map, or in one array of it, and returns the number of absent ids.
 //
 // Home lines are prefetched into L2 a burst ahead, in tight loops: a line is usually on a new page too, and the fewer
-// instructions between two new pages, the more page walks overlap. From there they are prefetched into L1 a few ids
-// ahead: else each of the eight loads of a line is tried again until the line is there. Every id is then searched in
-// its home line, without a branch. Ids that are not there (about one in ten, and absent ids) are searched again at the
-// end, when their next lines have been prefetched. Waiting for these lines one by one took as long as all the rest.
+// instructions between two new pages, the more page walks overlap. The hash alone fits between them without delay. From
+// L2 they are prefetched into L1 a few ids ahead: else each of the eight loads of a line is tried again until the line
+// is there. Every id is then searched in its home line, without a branch. Ids that are not there (about one in ten, and
+// absent ids) are searched again at the end, when their next lines have been prefetched. Waiting for these lines one by
+// one took as long as all the rest.
 constexpr int64_t kChunk = 512;
 
 template <typename Map>
@@ -252,12 +253,16 @@ int64_t find_chunk(const Map& map, const SlotHash& hash, const int64_t* ids, int
   const Slot* homes[kChunk + kNear];
   int64_t pending[kChunk];
   int64_t waiting = 0;
-  for (int64_t i = 0; i < count; ++i) homes[i] = home_line(map, hash(ids[i]));
+  const auto ask_for_homes = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end && i < count; ++i) {
+      homes[i] = home_line(map, hash(ids[i]));
+      __builtin_prefetch(homes[i], 0, 2);
+    }
+  };
+  ask_for_homes(0, kBurst);
   for (int64_t i = count; i < count + kNear; ++i) homes[i] = homes[0];
   for (int64_t i = 0; i < count; ++i) {
-    if (i % kBurst == 0)
-      for (int64_t next = i == 0 ? 0 : i + kBurst; next < count && next < i + 2 * kBurst; ++next)
-        __builtin_prefetch(homes[next], 0, 2);
+    if (i % kBurst == 0) ask_for_homes(i + kBurst, i + 2 * kBurst);
     __builtin_prefetch(homes[i + kNear], 0, 3);
     const int64_t place = place_in_line(homes[i], ids[i]);
     rows[i] = row_of_place(place);

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "floats16_cpu.h"
 #include "simd.h"
 #include "storage/blocks.h"
 #include "storage/row_types.h"
@@ -32,9 +33,6 @@ TORCHREC_DYN_INLINE void prefetch_row(const RowBlocks<T>& table, int64_t index) 
   prefetch_row(table.row(index), table.columns);
 }
 
-typedef int16_t Shorts16 __attribute__((vector_size(32)));
-typedef int32_t Words16 __attribute__((vector_size(64)));
-
 // load_row: sixteen elements of any row type as floats. It uses vectors only: with an array, the compiler stores
 // narrower vectors than it then loads, and the loads wait for the stores.
 template <typename To, typename From>
@@ -43,31 +41,56 @@ TORCHREC_DYN_INLINE void copy_bits(const From& from, To& to) {
   std::memcpy(&to, &from, sizeof to);
 }
 
-TORCHREC_DYN_INLINE void load_row(const float* row, Floats16& lanes) { load(row, lanes); }
+template <int64_t kBytes>
+TORCHREC_DYN_INLINE void load_row(const float* row, Floats16<kBytes>& lanes) {
+  lanes.load(row);
+}
 
-TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16& lanes) {
-  Shorts16 shorts;
-  std::memcpy(&shorts, row, sizeof shorts);
-  copy_bits(__builtin_convertvector(shorts, Words16) << 16, lanes);
+// Sign-extends numbers of 16 bits to the words of a register.
+template <int64_t kBytes, typename Words>
+TORCHREC_DYN_INLINE void extend_halves(const void* halves, Words& words) {
+  typedef int16_t Shorts __attribute__((vector_size(kBytes / 2)));
+  Shorts shorts;
+  std::memcpy(&shorts, halves, sizeof shorts);
+  words = __builtin_convertvector(shorts, Words);
+}
+
+template <int64_t kBytes>
+TORCHREC_DYN_INLINE void load_row(const BFloat16* row, Floats16<kBytes>& lanes) {
+  typedef int32_t Words __attribute__((vector_size(kBytes)));
+  for (auto& floats : lanes.registers) {
+    Words words;
+    extend_halves<kBytes>(row, words);
+    words <<= 16;
+    copy_bits(words, floats);
+    row += lanes.kFloats;
+  }
 }
 
 // As to_float in storage/row_types.h; the smaller number is chosen by the sign of the difference, since some levels
 // have no comparison of such vectors.
-TORCHREC_DYN_INLINE void load_row(const Float16* row, Floats16& lanes) {
-  Shorts16 shorts;
-  std::memcpy(&shorts, row, sizeof shorts);
-  const Words16 extended = __builtin_convertvector(shorts, Words16);
-  Floats16 raised;
-  copy_bits(((extended << 13) & 0x0FFFE000) | 0x70000000, raised);
-  Words16 normal;
-  Words16 subnormal;
-  const Floats16 as_normal = raised * 0x1p-112f;
-  const Floats16 as_subnormal = raised * 0x1p-111f - 0x1p-14f;
-  copy_bits(as_normal, normal);
-  copy_bits(as_subnormal, subnormal);
-  const Words16 is_subnormal = (subnormal - normal) >> 31;
-  const Words16 magnitude = normal ^ ((normal ^ subnormal) & is_subnormal);
-  copy_bits((extended & std::numeric_limits<int32_t>::min()) | magnitude, lanes);
+template <int64_t kBytes>
+TORCHREC_DYN_INLINE void load_row(const Float16* row, Floats16<kBytes>& lanes) {
+  typedef int32_t Words __attribute__((vector_size(kBytes)));
+  using Floats = typename Floats16<kBytes>::Register;
+  for (auto& floats : lanes.registers) {
+    Words extended;
+    extend_halves<kBytes>(row, extended);
+    const Words exponent_raised = ((extended << 13) & 0x0FFFE000) | 0x70000000;
+    Floats raised;
+    copy_bits(exponent_raised, raised);
+    Words normal;
+    Words subnormal;
+    const Floats as_normal = raised * 0x1p-112f;
+    const Floats as_subnormal = raised * 0x1p-111f - 0x1p-14f;
+    copy_bits(as_normal, normal);
+    copy_bits(as_subnormal, subnormal);
+    const Words is_subnormal = (subnormal - normal) >> 31;
+    const Words magnitude = normal ^ ((normal ^ subnormal) & is_subnormal);
+    const Words bits = (extended & std::numeric_limits<int32_t>::min()) | magnitude;
+    copy_bits(bits, floats);
+    row += lanes.kFloats;
+  }
 }
 
 }  // namespace torchrec_dyn

@@ -420,6 +420,11 @@ def test_functions_of_several_simd_levels_throw_nothing():
     assert heads and not [(path, head) for path, head in heads if "noexcept" not in head]
 
 
+def test_no_vector_is_wider_than_the_registers_of_a_level():
+    """GCC keeps such a vector in memory (floats16_cpu.h)."""
+    assert not [path for path, text in CORE_TEXTS.items() if "vector_size(64)" in text]
+
+
 def test_kernels_are_in_rooms():
     """A CUDA kernel goes beside its CPU twin, under the same stem."""
     files = [path for path, text in CORE_TEXTS.items() if "m.impl(" in text]
