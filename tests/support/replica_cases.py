@@ -10,7 +10,6 @@ from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.replicas.merging import Merging
 from torchrec_dyn.replicas.side import Merged, Side
-from torchrec_dyn.storage import turn_of
 from torchrec_dyn.table.shard import TableShard
 
 
@@ -38,7 +37,6 @@ def sync(sides: Sequence[Side]) -> list[Merged]:
         assert len(sent) in (0, len(sides)), "replicas send equally often"
         arrived = [list(parts) for parts in zip(*sent, strict=True)]
     for side, contents, merging in zip(sides, merged, mergings, strict=True):
-        with turn_of(side.table):
-            side.reserve(contents)
-            side.write(contents, merging.clocks[0])
+        side.reserve(contents)
+        side.write(contents, merging.clocks[0])
     return merged

@@ -65,7 +65,9 @@ def run_over(
             return results[0], total
         sent, received = [0] * len(sizes), [0] * len(sizes)
         for part, rank in zip(parts, ranks, strict=False):
-            sent[rank], received[rank] = part.numel(), sizes[rank][place]
+            of_other = sizes[rank]
+            assert of_other is not None, "generators of a replica group send equally often"
+            sent[rank], received[rank] = part.numel(), of_other[place]
         total += sum(sent) - sent[ranks[place]]
         if any(any(of_rank or ()) for of_rank in sizes):
             by_rank = sorted(zip(ranks, parts, strict=False), key=lambda one: one[0])
@@ -77,18 +79,18 @@ def run_over(
 
 
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns a digest of tensors of the CPU, [DIGEST_BYTES] uint8."""
+    """Returns a digest of tensors [...] of the CPU, [DIGEST_BYTES] uint8."""
     words = hashlib.blake2b(joined(tensors).numpy().tobytes(), digest_size=DIGEST_BYTES).digest()
     return torch.frombuffer(bytearray(words), dtype=torch.uint8)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the bytes of tensors of the CPU, of any shape and dtype, [n] uint8."""
+    """Returns the bytes of tensors [...] of the CPU, of any dtype, [n] uint8."""
     return torch.cat([_NO_BYTES, *(one.contiguous().view(-1).view(torch.uint8) for one in tensors)])
 
 
 def lists_joined(lists: Sequence[Tensor]) -> Tensor:
-    """Returns lists [K] int64 of different lengths as bytes, [n] uint8, for `Cursor.lists`; without ids none."""
+    """Returns lists [K] int64 of different lengths as bytes, [n] uint8, for `Cursor.lists`; none if empty."""
     if not any(one.numel() for one in lists):
         return _NO_BYTES
     sizes = torch.tensor([one.numel() for one in lists], dtype=torch.int64, device="cpu")

@@ -1,15 +1,15 @@
-"""One sync on one rank, from what has changed here to the merged contents of all tables here; it writes nothing.
+"""One sync on one rank, from what has changed here to the merged contents of all tables here. Writes nothing.
 
-Every replica tells which ids have changed. Ids are cut into parts, one a replica. The replica of a part decides
-on its ids by what all tell of them. Then the rows of ids that stay are sent to it, and their means from it to
-all.
+Every replica tells which ids have changed. Ids are cut into parts, one a replica. The replica of a part
+decides on its ids by what all tell of them. Then the rows of ids that stay are sent to it, and their means
+from it to all.
 
 Legend: K ids, M rows, R replicas, P parts (as many), S sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torchrec_dyn.replicas.exchange import (
 )
 from torchrec_dyn.replicas.merge import HAS_ROW, ROW, Told, Verdict
 from torchrec_dyn.replicas.side import Changes, Merged, Side
-from torchrec_dyn.storage import canonical_order, turn_of
+from torchrec_dyn.storage import canonical_order
 
 # Merged rows of one part that are sent at once; a rank receives so many bytes from each replica.
 _ROUND_BYTES = 8 << 20
@@ -88,36 +88,33 @@ class Merging:
         Raises:
             RuntimeError: if the union of rows is over the limit of a table.
         """
-        changes = [side.changes() for side in self._in_turn()]
+        changes = [side.find_changes() for side in self._sides]
         unions = yield from self._unions(changes)
         mine = [
-            [side.tell(*one) for side, *one in zip(self._in_turn(), ids, changes, strict=True)]
+            [
+                side.tell(of_side, change)
+                for side, of_side, change in zip(self._sides, ids, changes, strict=True)
+            ]
             for ids in unions
         ]
         told = yield from self._told(unions[self._place], mine)
         verdicts = [
             side.decide(of_side, clock)
-            for side, clock, *of_side in zip(self._in_turn(), self.clocks, *told, strict=True)
+            for side, clock, *of_side in zip(self._sides, self.clocks, *told, strict=True)
         ]
         kinds, words = yield from self._decided(unions, verdicts)
         whole = [_joined_parts(of_parts) for of_parts in (unions, kinds, words)]
-        for side, ids, kinds_of_ids, _ in zip(self._in_turn(), *whole, strict=True):
+        for side, ids, kinds_of_ids, _ in zip(self._sides, *whole, strict=True):
             side.check_limit(ids, kinds_of_ids)
         rows = _Rows(self._sides, self._place, unions, kinds, mine, told, verdicts)
         return [Merged(*one) for one in zip(*whole, (yield from rows.exchange()), strict=True)]
-
-    def _in_turn(self) -> Iterator[Side]:
-        """Yields each side, with the lock of its table held."""
-        for side in self._sides:
-            with turn_of(side.table):
-                yield side
 
     def _unions(self, changes: Sequence[Changes]) -> Sends[list[list[Tensor]]]:
         """Returns the ids that changed on some replica, by part and side, in canonical order, [P][S].
 
         Sets `clocks`.
         """
-        clocks = [side.clock for side in self._in_turn()]
+        clocks = [side.clock for side in self._sides]
         digest = digest_of(clocks)
         parts = [part_of(change.ids, self._parts) for change in changes]
         both = [*zip(changes, parts, strict=True)]
@@ -154,7 +151,7 @@ class Merging:
             )
             for of_part in mine
         ]
-        told = []
+        told: list[list[Told]] = []
         for cursor in map(Cursor, arrived):
             told.append([])
             for side, of_side in zip(self._sides, ids, strict=True):
@@ -213,7 +210,7 @@ class _Rows:
         self._sides, self._place = sides, place
         self._told, self._verdicts = told, verdicts
         self._sizes = [side.record_bytes for side in sides]
-        # The ids with a row, and which of them have one here, [P][S]; their places in the part of this rank, [S].
+        # The ids with a row, and which of them have one here, [P][S].
         self._chosen = [
             [
                 (ids[kind == ROW], (one.flags[kind == ROW] & HAS_ROW) != 0)
@@ -221,6 +218,7 @@ class _Rows:
             ]
             for of_part in zip(unions, kinds, mine, strict=True)
         ]
+        # Their places in the part of this rank, [S].
         self._places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
         self._rounds = [
             rounds_of([ids.numel() for ids, _ in of_part], self._sizes, _ROUND_BYTES)
@@ -253,8 +251,7 @@ class _Rows:
         for run in self._runs(part, number):
             ids, is_here = (one[run.begin : run.end] for one in self._chosen[part][run.side])
             side = self._sides[run.side]
-            with turn_of(side.table):
-                found.append(side.records(ids[is_here]))
+            found.append(side.records(ids[is_here]))
         return joined(found)
 
     def _merge(self, arrived: Sequence[Tensor], number: int) -> Tensor:
@@ -271,9 +268,8 @@ class _Rows:
                 records.append(of_replica)
             ids = self._chosen[self._place][run.side][0][run.begin : run.end]
             verdict = self._verdicts[run.side]
-            with turn_of(side.table):
-                gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
-                means.append(side.mean(ids, records, gives, takes_part))
+            gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
+            means.append(side.mean(ids, records, gives, takes_part))
         return joined(means)
 
 

@@ -31,7 +31,7 @@ from torchrec_dyn.replicas.merge import (
     packed,
     unpacked,
 )
-from torchrec_dyn.storage import RowStore, note_changed, read, to_host
+from torchrec_dyn.storage import RowStore, TableLock, locked, note_changed, read, to_host
 from torchrec_dyn.table import Addition, TableShard, insert_rows
 
 _WRITTEN_AT_ONCE = 1 << 16
@@ -76,8 +76,13 @@ class Side:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        first = self._first
         self._scores: Scores | None = None
+        self._begin_with_all()
+
+    @locked
+    def _begin_with_all(self) -> None:
+        """Takes the present contents as those of the last sync."""
+        first = self._first
         if first.life is not None:
             self._scores = Scores(first.life.scores.store.shift, first.device)
             for _, rows in first.id_map.pieces():
@@ -87,6 +92,16 @@ class Side:
     @property
     def _first(self) -> TableShard:
         return self.table.shards[0]
+
+    @property
+    def lock(self) -> TableLock:
+        """The lock of the table, which each method holds that reads or writes it."""
+        return self.table.lock
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the table."""
+        return self.table.device
 
     def _note_scores(self, life: RowLife, rows: Tensor) -> None:
         """Notes the present scores of rows [M] int64 as those of the last sync."""
@@ -105,15 +120,16 @@ class Side:
             counters = waiting.export()
             self._counters = counters[:, counters[0].argsort()]
 
-    def check_same(self, present: Table) -> None:
-        """Raises ValueError unless this is still the table, with contents from training and edits only."""
-        generations = [shard.generation for shard in present.shards]
+    @locked
+    def check_same(self, present: Table | None) -> None:
+        """Raises ValueError unless this is still the table, with contents from training and edits only.
+
+        `present` is the table of this name in the model; None if there is none any more.
+        """
+        generations = [shard.generation for shard in self.table.shards]
         is_logged = self._first.changes is self._version.log
-        if (
-            not present.has_shards_of(self.table)
-            or generations != self._generations
-            or not is_logged
-        ):
+        is_there = present is not None and present.has_shards_of(self.table)
+        if not is_there or not is_logged or generations != self._generations:
             raise ValueError(
                 f"{self.table.where}: expected a table that was only trained and edited since the last sync, "
                 "got one that was loaded, converted, copied or moved to another plan. Make a new Replicas "
@@ -135,6 +151,7 @@ class Side:
         return self._first.step
 
     @property
+    @locked
     def clock(self) -> Tensor:
         """The clock, [2, K] int64 as saved; without a life or a time [2, 0]."""
         life = self._first.life
@@ -147,7 +164,8 @@ class Side:
 
     # What this side tells.
 
-    def changes(self) -> Changes:
+    @locked
+    def find_changes(self) -> Changes:
         """Returns what has changed since the last sync."""
         first, log = self._first, self._version.log
         changed, _ = log.changed_rows(self._version, first.id_map)
@@ -176,13 +194,14 @@ class Side:
         is_known = known[places] == ids
         return torch.where(is_known, last_seen[places], 0), torch.where(is_known, counts[places], 0)
 
-    def tell(self, ids: Tensor, changes: Changes) -> Told:
+    @locked
+    def tell(self, ids: Tensor, found: Changes) -> Told:
         """Returns what this side has of ids [K] int64: tensors [K], as those of one side in `Told`."""
         first = self._first
         ids = ids.to(first.device)
         rows = first.id_map.lookup(ids)
-        has_row, is_erased = rows >= 0, torch.isin(ids, changes.erased)
-        is_lost = torch.isin(ids, changes.removed) & ~is_erased
+        has_row, is_erased = rows >= 0, torch.isin(ids, found.erased)
+        is_lost = torch.isin(ids, found.removed) & ~is_erased
         flags = HAS_ROW * has_row + ERASED * is_erased + LOST * is_lost
         words = earlier = torch.zeros_like(ids)
         if first.life is not None and self._scores is not None:
@@ -203,6 +222,7 @@ class Side:
                 earlier = torch.where(goes_on, packed(*before), earlier)
         return Told(to_host(flags.to(torch.uint8)), to_host(words), to_host(earlier))
 
+    @locked
     def decide(self, told: Sequence[Told], clock: Clock | None) -> Verdict:
         """Returns the verdict on K ids that all sides, in their order, have told of.
 
@@ -235,6 +255,7 @@ class Side:
         """Bytes of a record."""
         return sum(store.row_bytes for _, store, _ in self._stores())
 
+    @locked
     def records(self, ids: Tensor) -> Tensor:
         """Returns the records of ids [M] int64, which have rows, [M, B] uint8."""
         parts = []
@@ -243,12 +264,13 @@ class Side:
             parts.append(to_host(store.read(rows)).view(torch.uint8))
         return torch.cat(parts, 1)
 
+    @locked
     def mean(
         self, ids: Tensor, records: Sequence[Tensor], gives: Tensor, takes_part: Tensor
     ) -> Tensor:
         """Returns the means of the records of ids [M] int64, [M, B] uint8.
 
-        records [M, B] of each side, any bytes where it gives no row; gives and takes_part [R, M] bool as of
+        records [M, B] of each side, any bytes where it gives no row; gives [R, M] and takes_part [R, M] as of
         `merge.mean_of`.
         """
         parts, begin = [], 0
@@ -262,6 +284,7 @@ class Side:
 
     # What becomes of it.
 
+    @locked
     def check_limit(self, ids: Tensor, kinds: Tensor) -> None:
         """Raises RuntimeError if the union of rows is over the limit and no policy replaces rows.
 
@@ -282,6 +305,7 @@ class Side:
                 "evict rows: DynamicTableConfig(eviction=...)."
             )
 
+    @locked
     def reserve(self, merged: Merged) -> None:
         """Reserves memory for merged contents."""
         with_row = merged.ids[merged.kinds == ROW]
@@ -290,6 +314,7 @@ class Side:
             is_new = shard.id_map.lookup(with_row.to(shard.device)) < 0
             shard.reserve(int(is_new.sum()), counters=counters)
 
+    @locked
     def write(self, merged: Merged, clock: Clock | None) -> None:
         """Writes merged contents, for which room is reserved; a second call directly after changes nothing.
 

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
 from torchrec_dyn.replicas.exchange import digest_of, run_over
 from torchrec_dyn.replicas.merge import ROW
 from torchrec_dyn.replicas.merging import Merging
-from torchrec_dyn.replicas.replica_groups import CALL, describe, replica_groups
+from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
 from torchrec_dyn.replicas.side import Merged, Side
-from torchrec_dyn.storage import run_to_end, turn_of
+from torchrec_dyn.storage import run_to_end
 from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import saved_sums, tables_of
 
@@ -68,7 +67,7 @@ class Replicas:
         self._model, self._group = model, host_group(job)
         tables: list[Table] = []
 
-        def tell() -> object:
+        def tell() -> Described:
             found, told = describe(model, job)
             tables.extend(found)
             return told
@@ -135,11 +134,9 @@ class Replicas:
         present = {table.name: table for table in tables_of(self._model, _SYNC)}
         heads = []
         for side in self._sides:
-            with turn_of(side.table):
-                if side.table.name in present:
-                    side.check_same(present[side.table.name])
-                side.check_closed()
-                heads.append((side.table.name, side.step))
+            side.check_same(present.get(side.table.name))
+            side.check_closed()
+            heads.append((side.table.name, side.step))
         return heads
 
     def _check_steps(self, heads: Sequence[Sequence[tuple[str, int]]]) -> None:
@@ -166,8 +163,7 @@ class Replicas:
                 "between two steps, in the thread that trains."
             )
         for side, contents in zip(self._sides, merged, strict=True):
-            with turn_of(side.table):
-                side.reserve(contents)
+            side.reserve(contents)
 
     def _write(self, merged: Sequence[Merged], clocks: Sequence[Clock | None]) -> None:
         """Writes all tables, to the end of an interrupt."""
@@ -183,10 +179,8 @@ class Replicas:
 def _sides_of(tables: Sequence[Table]) -> Iterator[Side]:
     for table in tables:
         if table.shards:
-            with turn_of(table):
-                yield Side(table)
+            yield Side(table)
 
 
 def _write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
-    with turn_of(side.table):
-        side.write(merged, clock)
+    side.write(merged, clock)
