@@ -77,7 +77,7 @@ LIVES = {
 def with_lives(folder: str, steps: int) -> None:
     """Trains under policies; erases, assigns, and exports a delta of what all syncs have written."""
     rank = dist.get_rank()
-    case = case_of(LIVES, rows=16)
+    case = case_of(LIVES, rows=32)
     model = replica_of(case)
     collection = model.module.collection
     replicas, marker = dyn.Replicas(model), dyn.checkpoint.mark(model)
@@ -96,7 +96,7 @@ def with_lives(folder: str, steps: int) -> None:
         for name in NAMES:
             ids = dyn.read_ids(collection, name).tolist()
             assert not {*range(step, step + 3)} & {*ids}
-            assert {500, 501, 502, 503} <= {*ids} or len(ids) >= 16
+            assert {500, 501, 502, 503} <= {*ids} or len(ids) >= 32
         assert all(len(one["ids"]) <= 40 for one in state.values())
     path = f"{folder}/{rank % 2}"
     dyn.checkpoint.export_delta(model, path, marker)

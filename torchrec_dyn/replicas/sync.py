@@ -42,9 +42,10 @@ class Replicas:
 
     Every *sharding group* wraps the model in `DistributedModelParallel` with
     `env=ShardingEnv.from_process_group(sharding_group)` and the same plan. An unsharded model is a sharding
-    group of one rank. From this object on, changes are recorded: 12 bytes for each changed row, and 8 bytes
-    for each row of a table with a policy. Making it is collective over all ranks of the job, and reads all
-    rows once. Make a new one after tables were loaded, converted or moved to another plan.
+    group of one rank. From this object on changes are recorded, which takes what a marker takes
+    (`torchrec_dyn.checkpoint.mark`) and 8 bytes for each row of a table with a policy. Making it is
+    collective over all ranks of the job, and reads all rows once. Make a new one after tables were loaded,
+    converted or moved to another plan.
 
     Args:
         model: the model of this rank, with the same contents in all replicas.
@@ -169,7 +170,7 @@ class Replicas:
         """Writes all tables, to the end of an interrupt."""
         run_to_end(
             *(
-                partial(_write_side, side, contents, clock)
+                partial(write_side, side, contents, clock)
                 for side, contents, clock in zip(self._sides, merged, clocks, strict=True)
                 if contents.ids.numel() or clock is not None
             )
@@ -182,5 +183,6 @@ def _sides_of(tables: Sequence[Table]) -> Iterator[Side]:
             yield Side(table)
 
 
-def _write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
+def write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
+    """Writes the merged contents of one table, as an action of `run_to_end`."""
     side.write(merged, clock)
