@@ -98,6 +98,21 @@ def test_what_one_replica_evicted_and_another_kept_stays():
     assert torch.equal(rows_of(one, 1), trained) and one.last_seen(1) == [2]
 
 
+def test_an_evicted_id_comes_back_from_a_replica_that_did_not_touch_it():
+    (one, other), sides = replicas_of(eviction=dyn.LeastRecentlyUsed(), limit=3)
+    for stream in (one, other):
+        stream.step(1, 2)
+    sync(sides)
+    one.step(3, 4)
+    assert len(one.ids() & {1, 2}) == 1
+    one.table.erase(ids_of(3, 4))
+    other.step()
+    before = rows_of(other, 1, 2)
+    sync(sides)
+    assert one.ids() == other.ids() == {1, 2}
+    assert torch.equal(rows_of(one, 1, 2), before)
+
+
 def test_the_cut_is_exact_and_by_merged_counts():
     (one, other), sides = replicas_of(eviction=dyn.LeastFrequentlyUsed(), limit=200)
     one.step(*range(200), *range(100))  # counts 2 and 1

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import workers
 from replicated_models import (
     assert_replicas_are_equal,
@@ -13,6 +14,7 @@ from replicated_models import (
     case_of,
     replica_groups,
     replica_of,
+    sharding_groups,
     shards_of,
     static_twin_of,
     train,
@@ -116,6 +118,40 @@ def test_policies_erasures_and_deltas(tmp_path):
 @pytest.mark.deep
 def test_policies_erasures_and_deltas_for_long(tmp_path):
     workers.run(with_lives, str(tmp_path), 12, world_size=4, timeout=300.0)
+
+
+def from_a_checkpoint(folder: str) -> None:
+    """One replica saves; a new model of all replicas goes on as the old one does."""
+    case = case_of(LIVES, rows=32)
+    group = sharding_groups()[dist.get_rank() % 2]
+    model, again = replica_of(case), replica_of(case)
+    for one in (model, again):
+        one.module.collection.set_time(1)
+    replicas = dyn.Replicas(model)
+    for step in range(2):
+        train(model, batch_of(case, step))
+        replicas.sync()
+    saved, loaded = (
+        {"model": one.state_dict(), "optimizer": one.fused_optimizer.state_dict()}
+        for one in (model, again)
+    )
+    if dist.get_rank() % 2:
+        dcp.save(saved, checkpoint_id=folder, process_group=group)
+    dist.barrier()
+    planner = dyn.checkpoint.LoadPlanner(path=folder)
+    dcp.load(loaded, checkpoint_id=folder, planner=planner, process_group=group)
+    again.load_state_dict(loaded["model"])
+    again.fused_optimizer.load_state_dict(loaded["optimizer"])
+    for one, of_model in ((model, replicas), (again, dyn.Replicas(again))):
+        train(one, batch_of(case, 9))
+        of_model.sync()
+        assert_replicas_are_equal(one)
+    both = shards_of(model), shards_of(again)
+    assert all(same_state(state, both[1][name]) for name, state in both[0].items())
+
+
+def test_a_checkpoint_of_one_replica_is_one_of_all(tmp_path):
+    workers.run(from_a_checkpoint, str(tmp_path / "saved"), world_size=4)
 
 
 def fault_of(work, group=None) -> str:
