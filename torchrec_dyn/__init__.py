@@ -44,6 +44,7 @@ from torchrec_dyn.policies import (
     LowestScore,
     Never,
 )
+from torchrec_dyn.replicas import Replicas, Synced
 from torchrec_dyn.row_rules import LarsSGD, Lion, RowRule, RuleState
 from torchrec_dyn.string_ids import hash_strings
 from torchrec_dyn.whole_model import (
@@ -92,10 +93,12 @@ __all__ = [
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
+    "Replicas",
     "RowRule",
     "RuleState",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
+    "Synced",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

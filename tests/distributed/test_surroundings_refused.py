@@ -121,4 +121,6 @@ def test_2d_parallelism_is_refused(pooled):
             in text
         )
         assert "Its sync averages rows by their position" in text
-        assert text.endswith("Use DistributedModelParallel over all ranks.")
+        assert text.endswith(
+            "Use torchrec_dyn.Replicas, or DistributedModelParallel over all ranks."
+        )

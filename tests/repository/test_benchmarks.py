@@ -31,6 +31,7 @@ IN_PROCESS = [
     "bench_host",
     "bench_rules",
     "bench_mapped",
+    "bench_replicas",
     "bench_gpu",
 ]
 MORE = {

@@ -22,7 +22,7 @@ CORE = ROOT / "csrc"
 ROOMS = (
     *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
     *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
-    "serving",
+    *("replicas", "serving"),
 )
 GROUND = (
     "doctor",
@@ -68,10 +68,12 @@ PUBLIC = [
     "Never",
     "Normal",
     "QuotientRemainderEmbeddingBagCollection",
+    "Replicas",
     "RowRule",
     "RuleState",
     "ShardedDynamicEmbeddingBagCollection",
     "ShardedDynamicEmbeddingCollection",
+    "Synced",
     "TruncatedNormal",
     "Uniform",
     "XavierNormal",

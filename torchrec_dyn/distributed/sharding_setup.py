@@ -131,7 +131,7 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
         raise ValueError(
             f"{where}: expected DistributedModelParallel, got TorchRec's DMPCollection (2D parallelism). Its "
             "sync averages rows by their position, and replicas of a dynamic table have an id at different "
-            "positions. Use DistributedModelParallel over all ranks."
+            "positions. Use torchrec_dyn.Replicas, or DistributedModelParallel over all ranks."
         )
     place = device if device is not None else torch.device("cpu")
     if place.type not in ("cpu", "cuda"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -84,3 +85,22 @@ class Clock:
         clock._steps = array("q", saved[0].tolist())
         clock._times = array("q", saved[1].tolist())
         return clock
+
+    @classmethod
+    def latest(cls, saved: Sequence[Tensor]) -> Clock:
+        """Returns a clock that has at each step the latest time of several clocks.
+
+        saved: [2, K] int64 of each, as `export` returns them. A clock is not asked for steps before its
+        first: it may have dropped their times.
+        """
+        shown = [one for one in saved if one.shape[1]]
+        if not shown:
+            return cls()
+        steps = torch.unique(torch.cat([first_steps for first_steps, _ in shown]))
+        of_clocks = [
+            torch.where(steps < one[0, 0], -1, cls.load(one).times_of(steps)) for one in shown
+        ]
+        times = torch.stack(of_clocks).amax(0)
+        is_later = torch.ones_like(times, dtype=torch.bool)
+        is_later[1:] = times[1:] > times[:-1]
+        return cls.load(torch.stack([steps, times])[:, is_later])

@@ -63,6 +63,15 @@ class Decay:
         half = torch.ones_like(halvings).bitwise_left_shift_(halvings).bitwise_right_shift_(1)
         return half.add_(counts).bitwise_right_shift_(halvings)
 
+    def as_of(self, steps: Tensor, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
+        """Returns the counts of scores at steps [M] int64, not before last_seen [M], [M] int64.
+
+        Of counts [M], rounded as in `present`, with its `begins`.
+        """
+        halvings = (_halvings(last_seen, begins) - _halvings(steps, begins)).clamp_(min=0)
+        half = torch.ones_like(halvings).bitwise_left_shift_(halvings).bitwise_right_shift_(1)
+        return half.add_(counts).bitwise_right_shift_(halvings)
+
     def keys(self, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
         """Returns the order keys, [M] int64: present counts in 256ths, rounded down, below 2^32.
 

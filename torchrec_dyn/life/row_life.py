@@ -400,6 +400,29 @@ class RowLife:
         scores = DecayedScores(self.scores, self._decay, begins)
         return (yield from self._candidates.lowest(scores, id_map, high, step, most, ahead))
 
+    def lowest_exactly(
+        self, surplus: int, step: int, id_map: IdMap, high: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the ids and rows of exactly the `surplus` lowest scores when `step` begins.
+
+        Rows seen in `step` are never among them. Searches all rows; depends on ids and their scores only.
+        """
+        scores: Scores | DecayedScores = self.scores
+        if self._decay is not None:
+            scores = DecayedScores(self.scores, self._decay, self._decay.begins(step, self.clock))
+        return scores.lowest(id_map, high, step, surplus, self._by_count)
+
+    def counts_as_of(
+        self, steps: Tensor, last_seen: Tensor, counts: Tensor, step: int, clock: Clock
+    ) -> Tensor:
+        """Returns counts [M] of scores as they are at steps [M], not before last_seen [M], all int64.
+
+        `step` is the present one, `clock` the one that counts.
+        """
+        if self._decay is None:
+            return counts
+        return self._decay.as_of(steps, last_seen, counts, self._decay.begins(step, clock))
+
     def touched(self, rows: Tensor, times: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
         """Returns the rows seen in `step` and their counts after it, for `write_touched`; writes nothing.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.distributed as dist
 from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
@@ -230,6 +231,7 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
                 f"{kind}, got ranks {ranks}."
             )
     elif rows_over == "node":
+        _check_groups_of_nodes(kind, env, where)
         size = node_size(env)
         first = ranks[0] // size * size
         if ranks != list(range(first, first + size)):
@@ -237,3 +239,15 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
                 f"{where}: expected the row shards of {kind} on the {size} ranks of one node "
                 f"in order, got ranks {ranks}."
             )
+
+
+def _check_groups_of_nodes(kind: str, env: ShardingEnv, where: str) -> None:
+    """Raises ValueError over some ranks of the job: TorchRec's groups of nodes are of all its ranks."""
+    if not isinstance(env.process_group, dist.ProcessGroup):
+        return
+    if dist.get_world_size() != env.world_size:
+        raise ValueError(
+            f"{where}: expected all {dist.get_world_size()} ranks of the job under {kind}, whose groups of "
+            f"nodes TorchRec makes over all ranks, got a process group of {env.world_size} ranks. Choose a "
+            "sharding type without nodes."
+        )

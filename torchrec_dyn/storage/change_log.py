@@ -54,12 +54,13 @@ def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
 class Version:
     """A version of one table. Changes after it are kept as long as this object exists.
 
-    They have the mark `number` or a higher mark.
+    They have the mark `number` or a higher mark. If `keeps_erased`, ids that the user erases are kept, too.
     """
 
-    def __init__(self, log: ChangeLog, number: int) -> None:
+    def __init__(self, log: ChangeLog, number: int, keeps_erased: bool = False) -> None:
         self.log = log
         self.number = number
+        self.keeps_erased = keeps_erased
 
 
 class _Removed(NamedTuple):
@@ -78,6 +79,13 @@ class _Removed(NamedTuple):
     is_sifted: bool = False
 
 
+class _Erased(NamedTuple):
+    """Ids [M] int64 that the user erased after version `at`, with and without a row."""
+
+    at: int
+    ids: Tensor
+
+
 class ChangeLog:
     """The changes of one table, or of one column shard of it.
 
@@ -88,6 +96,7 @@ class ChangeLog:
         changed: for each row the version at which it last changed, on a GPU; None on the CPU.
         added: for each row the version at which its id was added.
         removed: the removed ids; those that are not sifted are last.
+        erased: the ids that the user erased, as long as a version that keeps them is in use.
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
@@ -99,6 +108,7 @@ class ChangeLog:
         self.touched, self.changed = self._nothing_changed(device)
         self.added = RowMarks(row_limit, device)
         self.removed: list[_Removed] = []
+        self.erased: list[_Erased] = []
 
     def _nothing_changed(
         self, device: torch.device
@@ -112,7 +122,7 @@ class ChangeLog:
         """True if a version is held."""
         return len(self._versions) > 0
 
-    def version(self, id_map: IdMap, withheld: Tensor) -> Version:
+    def version(self, id_map: IdMap, withheld: Tensor, keeps_erased: bool = False) -> Version:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
         # First: an update must not take rows as recorded whose bits are cleared here.
         self.token = object()
@@ -121,9 +131,33 @@ class ChangeLog:
         elif self.changed is not None:
             self.changed.settle(self.number)
         self.number, self.token = self.number + 1, object()
-        version = Version(self, self.number)
+        version = Version(self, self.number, keeps_erased)
         self._versions.add(version)
+        self.erased = self._still_asked()
         return version
+
+    def note_erased(self, ids: Tensor) -> None:
+        """Notes that the user erases ids [M] int64, with or without a row; only a version may ask for it."""
+        kept = self._still_asked()
+        if ids.numel() and any(version.keeps_erased for version in self._versions):
+            kept.append(_Erased(self.number, ids))
+        self.erased = kept
+
+    def _still_asked(self) -> list[_Erased]:
+        """Returns the erased ids that a version in use keeps."""
+        asking = [version.number for version in self._versions if version.keeps_erased]
+        since = min(asking, default=self.number + 1)
+        return [piece for piece in self.erased if piece.at >= since]
+
+    def erased_ids(self, since: Version) -> Tensor:
+        """Returns the ids [M] int64 that the user erased since a version that keeps them, each once."""
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        pieces = [piece.ids.to(self._device) for piece in self.erased if piece.at >= since.number]
+        return torch.unique(torch.cat([nothing, *pieces]))
+
+    def has_come_since(self, rows: Tensor, since: Version) -> Tensor:
+        """Returns for rows [M] int64, -1 for none, whether their ids got them since a version, [M] bool."""
+        return self.added.read(rows) >= since.number
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
@@ -232,8 +266,9 @@ class ChangeLog:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the marks, of the listed ids and of the removed ids."""
+        """Bytes of the marks, of the listed ids, and of the removed and erased ids."""
         removed = sum(piece.ids.nbytes + piece.added.nbytes for piece in self.removed)
+        removed += sum(piece.ids.nbytes for piece in self.erased)
         changed = self.touched or self.changed
         return (0 if changed is None else changed.bytes) + self.added.bytes + removed
 

@@ -66,14 +66,17 @@ class TableShard(TableArrays):
         return 0 if waiting is None else len(waiting)
 
     @locked
-    def version(self) -> Version:
-        """Starts and returns a version. Changes of the table are recorded from now on."""
+    def version(self, keeps_erased: bool = False) -> Version:
+        """Starts and returns a version. Changes of the table are recorded from now on.
+
+        If `keeps_erased`, the ids that the user erases are recorded, too, also those without a row.
+        """
         log = self.change_log
         if log is None:
             log = ChangeLog(self.row_limit, self.device)
             log.reserve(self.row_numbers.high_water_mark)
             self.changes = log
-        return log.version(self.id_map, self.row_numbers.withheld())
+        return log.version(self.id_map, self.row_numbers.withheld(), keeps_erased)
 
     def find_or_insert(self, ids: Tensor) -> Tensor:
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
@@ -126,6 +129,9 @@ class TableShard(TableArrays):
         """
         ids = torch.unique(self._ids_here(ids, "erase"))
         self.count_edit()
+        log = self.change_log
+        if log is not None:
+            log.note_erased(ids)  # first: what an interrupt leaves is erased again by the user
         if self.life is not None and self.life.waiting is not None:
             self.life.waiting.forget(ids)
         return self.remove(*self.id_map.find(ids), "erased")

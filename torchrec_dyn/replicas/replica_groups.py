@@ -1,0 +1,140 @@
+"""The replica groups of a job: the ranks at the same place of every sharding group.
+
+A sharding group shards the model by itself; a rank's place is its rank there. All sharding groups have the
+same plan and the same tables, so the ranks of a replica group hold the same ids and columns of every table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.types import ShardedModule, ShardingType
+
+from torchrec_dyn.checkpoint_format import optimizer_config
+from torchrec_dyn.name_lists import listed
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.whole_model import collections_of, tables_of
+
+CALL = "Replicas"
+
+
+class Described(NamedTuple):
+    """What a rank tells of itself.
+
+    Attributes:
+        ranks: the ranks of its sharding group, as ranks of the job.
+        place: its place there.
+        tables: a description of each table, by name; the same on the ranks of a replica group.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    tables: dict[str, str]
+
+
+def describe(model: nn.Module, group: dist.ProcessGroup) -> tuple[list[Table], Described]:
+    """Returns the dynamic tables of a model, and what this rank tells of itself to the job, `group`.
+
+    Raises:
+        ValueError: if the model has no dynamic tables, or has tables that nobody would merge.
+    """
+    tables = tables_of(model, CALL)
+    _check_no_static_tables(model)
+    groups = {_ranks_of(table, group) for table in tables}
+    if len(groups) > 1:
+        raise ValueError(
+            f"{CALL}: expected dynamic tables over the same ranks, got tables over {sorted(groups)}. "
+            "Make one Replicas for each collection."
+        )
+    described = {table.name: _described(table) for table in tables}
+    return tables, Described(groups.pop(), tables[0].rank, described)
+
+
+def _ranks_of(table: Table, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Returns the ranks over which a table is sharded, as ranks of `group`."""
+    if table.group is None:
+        return (dist.get_rank(group),)
+    of_job = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(table.group)
+    if outside := sorted({*ranks} - {*of_job}):
+        raise ValueError(
+            f"{CALL}: expected a group with all ranks of the job, got {of_job} without ranks {outside} of "
+            "the model. Leave group out, or pass the group of all ranks."
+        )
+    return tuple(of_job.index(rank) for rank in ranks)
+
+
+def _described(table: Table) -> str:
+    options = replace(table.options, storage=None)  # each rank may have a directory of its own
+    limits = [
+        (one.first_column, one.columns, one.row_limit, one.num_embeddings) for one in table.shards
+    ]
+    optimizer = optimizer_config(table.optimizer, table.cuts)
+    return f"{table.layout}, {table.config}, {options}, {optimizer}, shards here {limits}"
+
+
+def _check_no_static_tables(model: nn.Module) -> None:
+    ours = {id(module) for _, module in collections_of(model, CALL)}
+    for path, module in model.named_modules():
+        if not isinstance(module, ShardedModule) or any(
+            id(one) in ours for one in module.modules()
+        ):
+            continue
+        plan = getattr(module, "module_sharding_plan", None) or {}
+        sharded = [
+            name
+            for name, sharding in plan.items()
+            if sharding.sharding_type != ShardingType.DATA_PARALLEL.value
+        ]
+        if sharded:
+            raise ValueError(
+                f"{CALL}: expected no sharded static tables, which no sync would merge, got "
+                f"{listed(sharded)} of {path}. Make them dynamic, or data_parallel."
+            )
+
+
+def replica_groups(described: Sequence[Described]) -> list[list[int]]:
+    """Returns the replica groups, by place; each has the ranks of the replicas in their order.
+
+    The order of replicas is that of their lowest ranks. described: of all ranks of the job.
+
+    Raises:
+        ValueError: if the sharding groups are not alike, or some rank is in none.
+    """
+    groups = sorted({one.ranks for one in described}, key=min)
+    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(described))) or any(
+        described[rank].ranks != ranks or described[rank].place != place
+        for ranks in groups
+        for place, rank in enumerate(ranks)
+    ):
+        raise ValueError(
+            f"{CALL}: expected sharding groups that have each rank of the job once, got {groups} of "
+            f"{len(described)} ranks."
+        )
+    if len({len(ranks) for ranks in groups}) > 1:
+        raise ValueError(f"{CALL}: expected sharding groups of the same size, got {groups}.")
+    found = [list(ranks) for ranks in zip(*groups, strict=True)]
+    for first, *others in found:
+        for other in others:
+            _check_alike(described, first, other)
+    return found
+
+
+def _check_alike(described: Sequence[Described], first: int, other: int) -> None:
+    one, two = described[first].tables, described[other].tables
+    if list(one) != list(two):
+        raise ValueError(
+            f"{CALL}: expected the same tables in the same order in all replicas, got {listed(list(one))} on "
+            f"rank {first} and {listed(list(two))} on rank {other}."
+        )
+    for name in one:
+        if one[name] != two[name]:
+            raise ValueError(
+                f"{CALL}(table='{name}'): expected the same plan, options and optimizer in all replicas, "
+                f"got {one[name]} on rank {first} and {two[name]} on rank {other}. Give all sharding groups "
+                "one plan."
+            )

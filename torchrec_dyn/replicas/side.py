@@ -1,0 +1,403 @@
+"""Side: one table on one rank as a replica, and what is to be known of the table as it was at the last sync.
+
+Nothing here sends anything; tensors that are returned are on the CPU. The column shards of a rank have the
+same ids and scores, so the first shard tells them.
+
+Legend: K ids, M ids with a row, R sides, B bytes of a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.life import Clock, RowLife, Scores
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.replicas.merge import (
+    COUNTER,
+    ERASED,
+    HAS_ROW,
+    LOST,
+    NOTHING,
+    ROW,
+    WAITS,
+    Told,
+    Verdict,
+    decide,
+    mean_of,
+    packed,
+    unpacked,
+)
+from torchrec_dyn.storage import RowStore, TableLock, locked, note_changed, read, to_host
+from torchrec_dyn.table import Addition, TableShard, insert_rows
+
+_WRITTEN_AT_ONCE = 1 << 16
+_NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
+
+
+class Changes(NamedTuple):
+    """The changes of a side since the last sync, as ids on the device of the table.
+
+    Attributes:
+        ids: [K] int64 on the CPU, all ids that changed in any way.
+        removed: those that had a row and have none now.
+        erased: those that the user erased.
+    """
+
+    ids: Tensor
+    removed: Tensor
+    erased: Tensor
+
+
+class Merged(NamedTuple):
+    """The merged contents of the ids that changed on some side, the same on all sides.
+
+    Attributes:
+        ids: [K] int64.
+        kinds: [K] uint8, the verdicts.
+        words: [K] int64, the scores.
+        records: the records [M, B] uint8 of the ids with the verdict ROW, in their order, in parts.
+    """
+
+    ids: Tensor
+    kinds: Tensor
+    words: Tensor
+    records: Sequence[Tensor]
+
+
+class Side:
+    """One table on this rank. The rank has shards of it, and every replica has the same contents now.
+
+    A record is what is averaged of a row: the weights and every optimizer state of every shard, as bytes.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._scores: Scores | None = None
+        self._begin_with_all()
+
+    @locked
+    def _begin_with_all(self) -> None:
+        """Takes the present contents as those of the last sync."""
+        first = self._first
+        if first.life is not None:
+            self._scores = Scores(first.life.scores.store.shift, first.device)
+            for _, rows in first.id_map.pieces():
+                self._note_scores(first.life, rows)
+        self._begin()
+
+    @property
+    def _first(self) -> TableShard:
+        return self.table.shards[0]
+
+    @property
+    def lock(self) -> TableLock:
+        """The lock of the table, which each method holds that reads or writes it."""
+        return self.table.lock
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the table."""
+        return self.table.device
+
+    def _note_scores(self, life: RowLife, rows: Tensor) -> None:
+        """Notes the present scores of rows [M] int64 as those of the last sync."""
+        assert self._scores is not None
+        self._scores.store.reserve(self._first.row_numbers.high_water_mark)
+        self._scores.write(rows, *life.scores.read(rows))
+
+    def _begin(self) -> None:
+        """Takes the present contents as those of the last sync, but for scores, which are noted by row."""
+        first = self._first
+        self._version = first.version(keeps_erased=True)
+        self._generations = [shard.generation for shard in self.table.shards]
+        waiting = None if first.life is None else first.life.waiting
+        self._counters = _NO_COUNTERS.to(first.device)
+        if waiting is not None:
+            counters = waiting.export()
+            self._counters = counters[:, counters[0].argsort()]
+
+    @locked
+    def check_same(self, present: Table | None) -> None:
+        """Raises ValueError unless this is still the table, with contents from training and edits only.
+
+        `present` is the table of this name in the model; None if there is none any more.
+        """
+        generations = [shard.generation for shard in self.table.shards]
+        is_logged = self._first.changes is self._version.log
+        is_there = present is not None and present.has_shards_of(self.table)
+        if not is_there or not is_logged or generations != self._generations:
+            raise ValueError(
+                f"{self.table.where}: expected a table that was only trained and edited since the last sync, "
+                "got one that was loaded, converted, copied or moved to another plan. Make a new Replicas "
+                "when all replicas have the same contents."
+            )
+
+    def check_closed(self) -> None:
+        """Raises ValueError if a forward is open, whose backward would write to merged rows."""
+        if len(self._first.forwards):
+            raise ValueError(
+                f"{self.table.where}: expected no open forward, got {len(self._first.forwards)}. Call sync "
+                "after the backward, with deferred updates after the optimizer's step(), and before the next "
+                "forward; drop outputs that get no backward. A pipeline that looks up ahead must end first."
+            )
+
+    @property
+    def step(self) -> int:
+        """The number of training forwards."""
+        return self._first.step
+
+    @property
+    @locked
+    def clock(self) -> Tensor:
+        """The clock, [2, K] int64 as saved; without a life or a time [2, 0]."""
+        life = self._first.life
+        return Clock().export() if life is None else life.clock.export()
+
+    @property
+    def has_life(self) -> bool:
+        """True if the table keeps scores."""
+        return self._first.life is not None
+
+    # What this side tells.
+
+    @locked
+    def find_changes(self) -> Changes:
+        """Returns what has changed since the last sync."""
+        first, log = self._first, self._version.log
+        changed, _ = log.changed_rows(self._version, first.id_map)
+        removed = log.removed_ids(self._version, first.id_map)
+        erased = log.erased_ids(self._version)
+        ids = torch.unique(torch.cat([changed, removed, erased, self._changed_counters()]))
+        return Changes(to_host(ids), removed, erased)
+
+    def _changed_counters(self) -> Tensor:
+        """Returns the ids whose counter is not as it was, or is gone, [K] int64."""
+        waiting = None if self._first.life is None else self._first.life.waiting
+        if waiting is None:
+            return self._counters[0]
+        now = waiting.export()
+        last_seen, counts = self._counters_before(now[0])
+        is_same = (last_seen == now[1]) & (counts == now[2])
+        is_gone = ~torch.isin(self._counters[0], now[0])
+        return torch.cat([now[0][~is_same], self._counters[0][is_gone]])
+
+    def _counters_before(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns last_seen and counts of the counters of ids [K] int64 at the last sync; 0 for none."""
+        known, last_seen, counts = self._counters
+        if not known.numel():
+            return torch.zeros_like(ids), torch.zeros_like(ids)
+        places = torch.searchsorted(known, ids).clamp_(max=known.numel() - 1)
+        is_known = known[places] == ids
+        return torch.where(is_known, last_seen[places], 0), torch.where(is_known, counts[places], 0)
+
+    @locked
+    def tell(self, ids: Tensor, found: Changes) -> Told:
+        """Returns what this side has of ids [K] int64: tensors [K], as those of one side in `Told`."""
+        first = self._first
+        ids = ids.to(first.device)
+        rows = first.id_map.lookup(ids)
+        has_row, is_erased = rows >= 0, torch.isin(ids, found.erased)
+        is_lost = torch.isin(ids, found.removed) & ~is_erased
+        flags = HAS_ROW * has_row + ERASED * is_erased + LOST * is_lost
+        words = earlier = torch.zeros_like(ids)
+        if first.life is not None and self._scores is not None:
+            is_new = self._version.log.has_come_since(rows, self._version)
+            is_kept = has_row & ~is_new
+            words = torch.where(has_row, packed(*first.life.scores.read(rows)), 0)
+            before = self._scores.read(torch.where(is_kept, rows, -1))
+            earlier = torch.where(is_kept, packed(*before), 0)
+            if first.life.waiting is not None:
+                last_seen, counts = first.life.waiting.read(first.life.waiting.id_map.lookup(ids))
+                waits = ~has_row & (last_seen >= 0)
+                flags += WAITS * waits
+                words = torch.where(waits, packed(last_seen, counts), words)
+                # A row begins with the occurrences that were counted before, unless it sums weights.
+                begins = waits | (has_row & is_new if first.life.unit is None else waits)
+                before = self._counters_before(ids)
+                goes_on = begins & ~is_erased & (before[1] <= unpacked(words)[1])
+                earlier = torch.where(goes_on, packed(*before), earlier)
+        return Told(to_host(flags.to(torch.uint8)), to_host(words), to_host(earlier))
+
+    @locked
+    def decide(self, told: Sequence[Told], clock: Clock | None) -> Verdict:
+        """Returns the verdict on K ids that all sides, in their order, have told of.
+
+        `clock` is the merged one; None if all replicas have the same.
+        """
+        together = Told(*(torch.stack(parts) for parts in zip(*told, strict=True)))
+        life, step = self._first.life, self.step
+
+        def as_of(steps: Tensor, last_seen: Tensor, counts: Tensor) -> Tensor:
+            if life is None:
+                return counts
+            steps = steps.expand_as(last_seen).contiguous()
+            return life.counts_as_of(
+                steps, last_seen.contiguous(), counts, step, clock or life.clock
+            )
+
+        return decide(together, as_of, life is not None and life.unit is None)
+
+    # Rows.
+
+    def _stores(self) -> Iterator[tuple[TableShard, RowStore, float | None]]:
+        """Yields the stores of a record, and what each has of an unseen id; None: its initial row."""
+        for shard in self.table.shards:
+            yield shard, shard.weights, None
+            for store, number in zip(shard.states, shard.optimizer.initial_states, strict=True):
+                yield shard, store, number
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        return sum(store.row_bytes for _, store, _ in self._stores())
+
+    @locked
+    def records(self, ids: Tensor) -> Tensor:
+        """Returns the records of ids [M] int64, which have rows, [M, B] uint8."""
+        parts = []
+        for shard, store, _ in self._stores():
+            rows = shard.id_map.lookup(ids.to(shard.device))
+            parts.append(to_host(store.read(rows)).view(torch.uint8))
+        return torch.cat(parts, 1)
+
+    @locked
+    def mean(
+        self, ids: Tensor, records: Sequence[Tensor], gives: Tensor, takes_part: Tensor
+    ) -> Tensor:
+        """Returns the means of the records of ids [M] int64, [M, B] uint8.
+
+        records [M, B] of each side, any bytes where it gives no row; gives [R, M] and takes_part [R, M] as of
+        `merge.mean_of`.
+        """
+        parts, begin = [], 0
+        for shard, store, number in self._stores():
+            end = begin + store.row_bytes
+            of_sides = [one[:, begin:end].contiguous().view(store.dtype) for one in records]
+            initial = _initial(shard, store, number, ids)
+            parts.append(mean_of(of_sides, initial, gives, takes_part).view(torch.uint8))
+            begin = end
+        return torch.cat(parts, 1)
+
+    # What becomes of it.
+
+    @locked
+    def check_limit(self, ids: Tensor, kinds: Tensor) -> None:
+        """Raises RuntimeError if the union of rows is over the limit and no policy replaces rows.
+
+        kinds [K] uint8 are the verdicts on ids [K] int64.
+        """
+        first = self._first
+        has_row = to_host(first.id_map.lookup(ids.to(first.device))) >= 0
+        gets_row = kinds == ROW
+        rows = (
+            first.id_map.num_ids
+            + int((gets_row & ~has_row).sum())
+            - int((has_row & ~gets_row).sum())
+        )
+        if rows > first.row_limit and not (first.life is not None and first.life.replaces):
+            raise RuntimeError(
+                f"{self.table.where}: expected at most {first.row_limit} rows here (num_embeddings="
+                f"{first.num_embeddings}) in the union of the replicas, got {rows}. Raise num_embeddings, or "
+                "evict rows: DynamicTableConfig(eviction=...)."
+            )
+
+    @locked
+    def reserve(self, merged: Merged) -> None:
+        """Reserves memory for merged contents."""
+        with_row = merged.ids[merged.kinds == ROW]
+        counters = int((merged.kinds == COUNTER).sum())
+        for shard in self.table.shards:
+            is_new = shard.id_map.lookup(with_row.to(shard.device)) < 0
+            shard.reserve(int(is_new.sum()), counters=counters)
+
+    @locked
+    def write(self, merged: Merged, clock: Clock | None) -> None:
+        """Writes merged contents, for which room is reserved; a second call directly after changes nothing.
+
+        `clock` is the merged one; None if all replicas have the same.
+        """
+        begin = 0
+        for shard in self.table.shards:
+            _write(shard, merged, begin, clock)
+            begin += sum(store.row_bytes for store in (shard.weights, *shard.states))
+        first = self._first
+        if first.life is not None:
+            rows = first.id_map.lookup(merged.ids.to(first.device))
+            self._note_scores(first.life, rows[rows >= 0])
+        self._begin()
+
+
+def _initial(shard: TableShard, store: RowStore, number: float | None, ids: Tensor) -> Tensor:
+    """Returns what a store has of unseen ids [M] int64, [M, columns] on the CPU."""
+    shape = len(ids), store.columns
+    if number is not None:
+        return torch.full(shape, number, dtype=store.dtype, device="cpu")
+    made = RowStore(store.columns, store.shift, store.dtype, store.device)
+    made.reserve(len(ids))
+    rows = torch.arange(len(ids), device=store.device)
+    if len(ids):
+        shard.initial_rows.write(ids.to(store.device), rows, made)
+    return to_host(made.read(rows)).reshape(shape)
+
+
+def _write(shard: TableShard, merged: Merged, first_byte: int, clock: Clock | None) -> None:
+    """Writes merged contents into a shard, whose part of a record begins at byte `first_byte`."""
+    life, kinds = shard.life, merged.kinds.to(shard.device)
+    ids, words = merged.ids.to(shard.device), merged.words.to(shard.device)
+    shard.count_edit()
+    if life is not None:
+        life.forget_listed()  # before the first score: an interrupt may come in between
+        if clock is not None and life.is_timed:
+            life.clock = Clock.load(clock.export())
+    shard.remove(*shard.id_map.find(ids[kinds != ROW]), "erased")
+    if life is not None and life.waiting is not None:
+        life.waiting.forget(ids[kinds == NOTHING])
+        waits = kinds == COUNTER
+        life.waiting.write(ids[waits], *unpacked(words[waits]))
+    with_row, of_rows = ids[kinds == ROW], words[kinds == ROW]
+    is_new = shard.id_map.lookup(with_row) < 0
+    insert_rows([Addition(shard, with_row[is_new])])
+    begin = 0
+    for part in merged.records:
+        for records in part.split(_WRITTEN_AT_ONCE):
+            some = slice(begin, begin + len(records))
+            _write_rows(shard, with_row[some], of_rows[some], records, first_byte)
+            begin = some.stop
+    _cut(shard)
+
+
+def _write_rows(
+    shard: TableShard, ids: Tensor, words: Tensor, records: Tensor, first_byte: int
+) -> None:
+    """Writes records [M, B] uint8 and scores, words [M], to the rows of ids [M] int64."""
+    rows = shard.id_map.lookup(ids)
+    note_changed([shard.change_log], ids, rows, torch.tensor([0, rows.numel()], device="cpu"))
+    for store in (shard.weights, *shard.states):
+        end = first_byte + store.row_bytes
+        values = records[:, first_byte:end].contiguous().view(store.dtype)
+        store.write(rows, values.to(store.device))
+        first_byte = end
+    if shard.life is not None:
+        shard.life.scores.write(rows, *unpacked(words))
+
+
+def _cut(shard: TableShard) -> None:
+    """Evicts the lowest rows of a full table, and drops the counters above their limit."""
+    life = shard.life
+    if life is None:
+        return
+    surplus, step = shard.id_map.num_ids - shard.row_limit, shard.next_step
+    if life.replaces and surplus > 0:
+        high = shard.row_numbers.high_water_mark
+        lowest = life.lowest_exactly(surplus, step, shard.id_map, high)
+        shard.remove(*lowest, "evicted_full")
+    if life.waiting is not None:
+        before = len(life.waiting)
+        drop = read(life.surplus_counters(shard.step, shard.id_map.num_ids))
+        if drop is not None:
+            life.waiting.drop(drop)
+        shard.counters["counters_dropped"] += before - len(life.waiting)

@@ -1,0 +1,188 @@
+"""Replicas: merges the replicas of a model by id, as TorchRec's `DMPCollection.sync` does by position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_dyn.life import Clock
+from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
+from torchrec_dyn.replicas.exchange import digest_of, run_over
+from torchrec_dyn.replicas.merge import ROW
+from torchrec_dyn.replicas.merging import Merging
+from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
+from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.storage import run_to_end
+from torchrec_dyn.table import stamp_of
+from torchrec_dyn.whole_model import saved_sums, tables_of
+
+_SYNC = "Replicas.sync"
+
+
+class Synced(NamedTuple):
+    """What a sync has merged on this rank.
+
+    Attributes:
+        ids: number of ids that had changed on some replica, over the tables of this rank.
+        rows: how many of them have a row afterwards, or were evicted again at the limit.
+        sent_bytes: bytes that this rank sent to other replicas.
+    """
+
+    ids: int
+    rows: int
+    sent_bytes: int
+
+
+class Replicas:
+    """The replicas of a model, each sharded over a group of ranks of its own; `sync` merges them by id.
+
+    Every *sharding group* wraps the model in `DistributedModelParallel` with
+    `env=ShardingEnv.from_process_group(sharding_group)` and the same plan. An unsharded model is a sharding
+    group of one rank. From this object on changes are recorded, which takes what a marker takes
+    (`torchrec_dyn.checkpoint.mark`) and 8 bytes for each row of a table with a policy. Making it is
+    collective over all ranks of the job, and reads all rows once. Make a new one after tables were loaded,
+    converted or moved to another plan.
+
+    Args:
+        model: the model of this rank, with the same contents in all replicas.
+        group: all ranks of the job; None: the default process group.
+
+    Raises:
+        ValueError: on every rank, if there is no process group, the sharding groups do not have each rank
+            once, plans, tables, options or contents differ between replicas, or the model has sharded static
+            tables, which nobody would merge.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                f"{CALL}: expected a process group, got none. Call torch.distributed.init_process_group "
+                "first."
+            )
+        job = dist.group.WORLD if group is None else group
+        assert isinstance(job, dist.ProcessGroup)
+        self._model, self._group = model, host_group(job)
+        tables: list[Table] = []
+
+        def tell() -> Described:
+            found, told = describe(model, job)
+            tables.extend(found)
+            return told
+
+        self._groups = replica_groups(gather_results(self._group, CALL, tell))
+        sums = run_together(self._group, CALL, lambda: saved_sums(tables, CALL))
+        digests = [bytes(digest_of(words).tolist()) for words in sums]
+        self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
+        rank = dist.get_rank(self._group)
+        (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
+        self._sides = run_together(self._group, CALL, lambda: [*_sides_of(tables)])
+
+    def __repr__(self) -> str:
+        return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
+
+    def sync(self) -> Synced:
+        """Merges what the replicas have trained since the last sync: then their contents are equal.
+
+        Call it on all ranks at the same time, after a backward and before the next forward, when all replicas
+        have trained the same number of steps. Weights and optimizer state become the mean of all replicas; an
+        id that a replica has not seen counts there with its initial row. Counts are added up, and the latest
+        occurrence counts. An id that some replica still has stays, an erased id goes everywhere. A full table
+        with an eviction policy is cut to its limit by the merged scores. Dense parameters are not touched.
+        Collective over all ranks of the job.
+
+        Returns:
+            What was merged on this rank.
+
+        Raises:
+            ValueError: on every rank, if a forward is open on some rank, the steps of the replicas differ, or
+                a table was loaded, converted or moved since the last sync. Nothing has changed then.
+            RuntimeError: on every rank, if the union of the replicas is over the limit of a table without a
+                policy that replaces rows, or a rank fails in another way, as without memory. Nothing has
+                changed then, unless it failed while it wrote: then load the replicas again.
+        """
+        heads = gather_results(self._group, _SYNC, self._head)
+        self._check_steps(heads)
+        place = self._ranks.index(dist.get_rank(self._group))
+        merging = Merging(self._sides, place, len(self._ranks))
+        stamps = self._stamps()
+        merged, sent_bytes = run_over(self._group, self._ranks, _SYNC, merging.run())
+        run_together(self._group, _SYNC, lambda: self._reserve(stamps, merged))
+        run_together(self._group, _SYNC, lambda: self._write(merged, merging.clocks))
+        rows = sum(int((one.kinds == ROW).sum()) for one in merged)
+        return Synced(sum(one.ids.numel() for one in merged), rows, sent_bytes)
+
+    # Checks; what they read of other ranks is the same on all ranks, so all raise or none.
+
+    def _check_same_contents(
+        self, tables: Sequence[Table], digests: Sequence[Sequence[bytes]]
+    ) -> None:
+        for first, *others in self._groups:
+            for other in others:
+                for table, one, two in zip(tables, digests[first], digests[other], strict=True):
+                    if one != two:
+                        raise ValueError(
+                            f"{CALL}(table='{table.name}'): expected the same contents in all replicas, got "
+                            f"others on rank {other} than on rank {first}. Load the same checkpoint into all "
+                            "replicas, or begin before the first step."
+                        )
+
+    def _head(self) -> list[tuple[str, int]]:
+        """Returns name and step of each table here, after the checks of a sync."""
+        present = {table.name: table for table in tables_of(self._model, _SYNC)}
+        heads = []
+        for side in self._sides:
+            side.check_same(present.get(side.table.name))
+            side.check_closed()
+            heads.append((side.table.name, side.step))
+        return heads
+
+    def _check_steps(self, heads: Sequence[Sequence[tuple[str, int]]]) -> None:
+        for first, *others in self._groups:
+            for other in others:
+                for (name, step), (_, got) in zip(heads[first], heads[other], strict=True):
+                    if step != got:
+                        raise ValueError(
+                            f"{_SYNC}(table='{name}'): expected replicas after the same number of training "
+                            f"steps, got {step} on rank {first} and {got} on rank {other}. Call sync on all "
+                            "ranks after the same number of batches."
+                        )
+
+    def _stamps(self) -> list[list[tuple[int, ...]]]:
+        return [[stamp_of(shard) for shard in side.table.shards] for side in self._sides]
+
+    # Writing.
+
+    def _reserve(self, stamps: list[list[tuple[int, ...]]], merged: Sequence[Merged]) -> None:
+        """Checks that no table has changed since its stamps were read, and reserves memory."""
+        if self._stamps() != stamps:
+            raise RuntimeError(
+                f"{_SYNC}: expected tables that do not change during the call, got changes. Call sync "
+                "between two steps, in the thread that trains."
+            )
+        for side, contents in zip(self._sides, merged, strict=True):
+            side.reserve(contents)
+
+    def _write(self, merged: Sequence[Merged], clocks: Sequence[Clock | None]) -> None:
+        """Writes all tables, to the end of an interrupt."""
+        run_to_end(
+            *(
+                partial(write_side, side, contents, clock)
+                for side, contents, clock in zip(self._sides, merged, clocks, strict=True)
+                if contents.ids.numel() or clock is not None
+            )
+        )
+
+
+def _sides_of(tables: Sequence[Table]) -> Iterator[Side]:
+    for table in tables:
+        if table.shards:
+            yield Side(table)
+
+
+def write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
+    """Writes the merged contents of one table, as an action of `run_to_end`."""
+    side.write(merged, clock)
