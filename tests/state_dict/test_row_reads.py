@@ -57,15 +57,14 @@ def small_pieces(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_every_plan(path: str) -> None:
-    for config in (None, AGED, COUNTED):
-        for saved in PLANS:
-            with pytest.MonkeyPatch.context() as patch:
-                small_pieces(patch)
-                model = trained(saved, config=config)
-                folder = f"{path}/{saved} {config}"
-                save(model, folder)
-                for kind in PLANS:
-                    check_load(folder, kind, config)
+    cases = [(saved, kind, None) for saved in PLANS[::2] for kind in PLANS]
+    cases += [("row_wise", "row_wise", AGED), ("row_wise", "table_wise", COUNTED)]
+    with pytest.MonkeyPatch.context() as patch:
+        small_pieces(patch)
+        for saved, kind, config in cases:
+            folder = f"{path}/{saved} {kind} {config}"
+            save(trained(saved, config=config), folder)
+            check_load(folder, kind, config)
 
 
 def check_load(folder: str, kind: str, config: Any) -> None:
@@ -86,7 +85,8 @@ def check_load(folder: str, kind: str, config: Any) -> None:
         here.setattr(OptimizerEntry, "sums_of", count(of_state))
         load_into(loaded[0], folder, LoadPlanner(path=folder))
         # Rows in one column shard are summed while they are read, others afterwards, on the ranks with rows.
-        if loaded[0].module.collection._shards.shards_of("t"):
+        # Of ids that all wait there are no rows.
+        if loaded[0].module.collection._shards.shards_of("t") and config is not COUNTED:
             assert (summed == 0) == (kind != "three_columns"), (kind, summed)
         load_into(loaded[1], folder, LoadPlanner())
     assert alike(*loaded)

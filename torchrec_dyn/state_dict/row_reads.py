@@ -63,11 +63,26 @@ class RowReads:
         for first in range(0, max(ends, default=0), _WINDOW_ROWS):
             ids: dict[int, Tensor] = {}  # of the window, by their places
             for source in sorted(self._sources, key=lambda one: one.name != "ids"):
-                for piece in _pieces(source, first, first + _WINDOW_ROWS):
-                    block = _read(piece)
-                    if source.name == "ids":
-                        ids[piece.row] = block
-                    _add_to_sums(piece, block, ids)
+                pieces = [*_pieces(source, first, first + _WINDOW_ROWS)]
+                if source.name == "ids":
+                    ids = _joined({one.row: _read(one) for one in pieces})
+                    for begin, some in ids.items():
+                        _add_to_sums(_Piece(source, begin, len(some), 0, 1), some, ids)
+                else:
+                    for piece in pieces:
+                        _add_to_sums(piece, _read(piece), ids)
+
+
+def _joined(ids: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Returns ids by their places, with neighbours in one tensor: pieces of others may lie across them."""
+    runs: dict[int, list[Tensor]] = {}
+    begin, end = -1, -1
+    for place in sorted(ids):
+        if place != end:
+            begin = end = place
+        runs.setdefault(begin, []).append(ids[place])
+        end += len(ids[place])
+    return {place: some[0] if len(some) == 1 else torch.cat(some) for place, some in runs.items()}
 
 
 def _pieces(source: _Source, first: int, last: int) -> Iterator[_Piece]:
