@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ def test_what_is_not_as_expected_is_not_found() -> None:
     assert found(saved({"two": value, "tensors": value.clone()})) is None
     assert found(blob[:-30]) is None and found(b"") is None and found(b"PK\5\6") is None
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("data.pkl", "byteorder", "data/0"):
-            archive.writestr(f"archive/{name}", bytes(1000))
+    with zipfile.ZipFile(packed, "w") as archive:  # only the numbers are packed
+        archive.writestr("archive/data.pkl", bytes(100))
+        archive.writestr("archive/byteorder", "little")
+        archive.writestr("archive/data/0", random.randbytes(500) + bytes(500), zipfile.ZIP_DEFLATED)
     assert found(packed.getvalue()) is None
     assert found(blob.replace(b"little", b"bigger")) is None
 
