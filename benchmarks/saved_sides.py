@@ -28,8 +28,8 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import LoadPlanner, TableWriter, only_to_load
 from torchrec_dyn.ops import mix64
-from torchrec_dyn.state_dict.load_planner import LoadPlanner
 
 DIM = 64
 ROW_BYTES = 4 * DIM + 4  # weights and the one number of row-wise Adagrad
@@ -112,14 +112,21 @@ class Saved:
         model: the model.
         row_bytes: bytes of a saved row.
         rows: number of rows, all ranks together.
-        planner: class of the load planner; None: DCP's default.
+        writer: class of the writer.
+        planner: function of the folder that returns the load planner; None: DCP's default.
     """
 
     def __init__(
-        self, model: DistributedModelParallel, row_bytes: int, rows: int, planner: Any = None
+        self,
+        model: DistributedModelParallel,
+        row_bytes: int,
+        rows: int,
+        writer: Any = dcp.FileSystemWriter,
+        planner: Any = None,
     ) -> None:
         self.model = model
         self.bytes = row_bytes * rows
+        self._writer = writer
         self._planner = planner
 
     def state(self) -> dict[str, Any]:
@@ -138,17 +145,17 @@ class Saved:
         with timed(parts, "state_dict", self.bytes // 4):
             state = self.state()
         with timed(parts, "dcp.save", 2 * self.bytes):
-            writer = dcp.FileSystemWriter(folder, sync_files=is_synced)
+            writer = self._writer(folder, sync_files=is_synced)
             dcp.save(state, storage_writer=writer)
         return parts
 
     def load(self, folder: Path) -> Parts:
         """Loads as a training job does. Collective."""
         parts: Parts = {}
-        with timed(parts, "state_dict", self.bytes // 4):
+        with timed(parts, "state_dict", self.bytes // 4), only_to_load():
             state = self.state()
         with timed(parts, "dcp.load", 2 * self.bytes):
-            dcp.load(state, checkpoint_id=folder, planner=self._planner and self._planner())
+            dcp.load(state, checkpoint_id=folder, planner=self._planner and self._planner(folder))
         with timed(parts, "load_state_dict", self.bytes // 4):
             self.take(state)
         return parts
@@ -196,7 +203,8 @@ def empty_dynamic(rows: int) -> Saved:
         dyn.DynamicEmbeddingBagCollection([config(2 * rows)], device=torch.device("meta")),
         dyn.DynamicEmbeddingBagCollectionSharder(fused_params=FUSED),
     )
-    return Saved(model, ROW_BYTES + ID_BYTES, rows, LoadPlanner)
+    row_bytes = ROW_BYTES + ID_BYTES
+    return Saved(model, row_bytes, rows, TableWriter, lambda folder: LoadPlanner(path=folder))
 
 
 def dynamic(rows: int) -> Saved:

@@ -15,6 +15,7 @@ namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 512;
+constexpr int64_t kMostCached = 8 << 20;  // larger outputs are written past the caches
 constexpr int64_t kBurst = 32;     // rows prefetched together, before their values are computed
 constexpr int64_t kAtOnce = 1024;  // columns computed together, a multiple of kMostRandomWords
 
@@ -79,7 +80,9 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
     out = new_output(rows.numel(), dtype, columns);
     const int64_t* row = const_data<int64_t>(rows);
     T* values = mutable_data<T>(*out);
+    const int64_t bytes = rows.numel() * columns * static_cast<int64_t>(sizeof(T));
     for_each_range(rows.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      const RowStream stream(bytes > kMostCached ? bytes : 0);
       for (int64_t i = begin; i < end; ++i) {
         if ((i - begin) % kBurst == 0)  // rows in canonical order lie anywhere
           for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next)
@@ -87,7 +90,7 @@ Tensor gather_rows(const Tensor& rows, std::vector<Tensor> blocks, int64_t shift
         if (row[i] < 0)
           std::fill(values + i * columns, values + (i + 1) * columns, T{});
         else
-          std::copy(table.row(row[i]), table.row(row[i]) + columns, values + i * columns);
+          stream.write(table.row(row[i]), columns, values + i * columns);
       }
     });
   });

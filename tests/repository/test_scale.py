@@ -24,6 +24,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints
 from torchrec_dyn.planner import table_size
 from torchrec_dyn.ranks import owners, row_limit
+from torchrec_dyn.state_dict import row_reads
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, ROWS, DIM, BAGS, BAG = 2, 50_000, 64, 128, 5
@@ -118,7 +119,15 @@ def measure(kind: str, path: str) -> dict[str, Any]:
         found["read"] += sum(reader.storage_data[i.storage_index].length for i in plan.items)
         return real(reader, plan, planner)
 
+    read = row_reads._read
+
+    def read_piece(piece: Any) -> torch.Tensor:
+        block = read(piece)
+        found["read"] += block.nbytes
+        return block
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_reads, "_read", read_piece)
         patch.setattr(FileSystemReader, "read_data", read_data)
         quietly(Checkpoints(path).restore, model, optimizer_of(model))
     found["left"] = model.module.collection.table("t").num_rows

@@ -18,10 +18,11 @@ from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint.table_export import BATCH_BYTES, export_table, read_batches
+from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
-from torchrec_dyn.state_dict import LoadPlanner
+from torchrec_dyn.state_dict import LoadPlanner, only_to_load
 
 __all__ = [
     "Checkpoints",
@@ -31,6 +32,7 @@ __all__ = [
     "Positions",
     "Restored",
     "Saving",
+    "TableWriter",
     "apply_delta",
     "drop_load",
     "export_delta",
@@ -40,6 +42,7 @@ __all__ = [
     "import_rows",
     "load_static",
     "mark",
+    "only_to_load",
     "open_checkpoint",
     "read_batches",
 ]

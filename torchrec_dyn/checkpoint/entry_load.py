@@ -15,7 +15,7 @@ from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
 from torchrec_dyn.checkpoint_format import Entry, open_files
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
-from torchrec_dyn.state_dict import LoadPlanner
+from torchrec_dyn.state_dict import LoadPlanner, only_to_load
 
 _CALL = "Checkpoints.restore"
 
@@ -88,12 +88,16 @@ def _places_to_load(
                 "with the optimizers and parameters that were saved."
             )
 
+    def state_to_load() -> dict[str, Any]:
+        with only_to_load():
+            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
     group = tables[0].group
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = state_to_load()
     lacks = gather_results(group, _CALL, lambda: bool(missing(state)))
     if any(lacks) and hasattr(optimizer, "init_state"):
         optimizer.init_state()
         optimizer.zero_grad()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = state_to_load()
     run_together(group, _CALL, lambda: check(state))
     return state

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import FileWriter, naming
 
 _BUFFER_BYTES = 1 << 20
@@ -40,7 +41,10 @@ def save_files(
         OSError: on every rank, if a file cannot be written; no file is left then.
         CheckpointException: on every rank, for other errors; no file is left then.
     """
-    writer = None if "://" in str(path) else _Writer(path)
+    writer = None
+    if "://" not in str(path):
+        writer = TableWriter(path)
+        writer.fs = _Files()
     try:
         dcp.save(
             state,
@@ -64,14 +68,6 @@ def _remove_files(folder: Path, is_new: bool) -> None:
             path.unlink(missing_ok=True)
         if is_new:
             folder.rmdir()
-
-
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, with the files of `_Files`."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self.fs = _Files()
 
 
 class _Files(FileSystem):

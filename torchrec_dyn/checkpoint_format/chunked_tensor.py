@@ -13,7 +13,6 @@ import math
 import os
 from bisect import bisect_left
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchrec_dyn.checkpoint_format.archives import END_BYTES, Numbers, find_numbers
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 
 
@@ -59,6 +59,7 @@ class ChunkedTensor:
     ) -> None:
         self._where = where
         self._reader = reader
+        self._folder = os.fspath(reader.path)
         self.shape = tuple(saved.size)
         self.dtype: torch.dtype = saved.properties.dtype
         self._rows, self._columns = _rows_and_columns(self.shape)
@@ -74,6 +75,8 @@ class ChunkedTensor:
         self._starts = [chunk.first for chunk in self._chunks]
         self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
         self._unpacked: dict[int, Tensor] = {}  # chunks in use that can only be loaded whole
+        # Of archives that were loaded: shape and first number, by their description (archives.py).
+        self._described: dict[bytes, tuple[tuple[int, int], int]] = {}
 
     def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
         chunks = []
@@ -101,7 +104,21 @@ class ChunkedTensor:
             ValueError: if the files do not match the metadata.
         """
         found = torch.zeros(last - first, self._columns, dtype=self.dtype, device="cpu")
-        missing = found.numel()
+        self.read_into(first, 0, found)
+        return found if len(self.shape) == 2 else found.reshape(-1)
+
+    def read_into(self, first: int, left: int, into: Tensor) -> None:
+        """Reads rows and columns of the tensor into other memory.
+
+        Args:
+            first: number of the first row.
+            left: number of the first column; 0 for a tensor with one dimension.
+            into: [M, C], on the CPU, of this dtype.
+
+        Raises:
+            ValueError: if the files do not match the metadata.
+        """
+        missing, last, right = into.numel(), first + len(into), left + into.shape[1]
         begin = bisect_left(self._starts, first - self._longest + 1)
         end = bisect_left(self._starts, last)
         # An unpacked chunk is kept while calls read rows of it.
@@ -111,14 +128,19 @@ class ChunkedTensor:
         for number in range(begin, end):
             chunk = self._chunks[number]
             top, bottom = max(first, chunk.first), min(last, chunk.last)
-            if top >= bottom:
+            low, high = max(left, chunk.left), min(right, chunk.right)
+            if top >= bottom or low >= high:
                 continue
-            into = found[top - first : bottom - first, chunk.left : chunk.right]
-            self._read_into(into, number, top - chunk.first)
-            missing -= into.numel()
+            part = into[top - first : bottom - first, low - left : high - left]
+            if high - low == chunk.shape[1]:
+                self._read_into(part, number, top - chunk.first)
+            else:
+                whole = part.new_empty(bottom - top, chunk.shape[1])
+                self._read_into(whole, number, top - chunk.first)
+                part.copy_(whole[:, low - chunk.left : high - chunk.left])
+            missing -= part.numel()
         if missing:
-            raise self._damaged(f"{found.numel()} numbers", f"{found.numel() - missing}")
-        return found if len(self.shape) == 2 else found.reshape(-1)
+            raise self._damaged(f"{into.numel()} numbers", f"{into.numel() - missing}")
 
     def _read_into(self, into: Tensor, number: int, row: int) -> None:
         """Fills `into` with rows of one chunk, from the chunk's row `row` on."""
@@ -143,6 +165,9 @@ class ChunkedTensor:
         chunk = self._chunks[number]
         packed = bool(chunk.entry.transform_descriptors)
         with self._open(chunk) as file:
+            found = None if packed else self._find_in(file, chunk)
+            if found is not None and (place := self._place_of(chunk, found)) is not None:
+                return place
             saved = self._load(file, chunk, "cpu" if packed else "meta")
             if not packed and not saved.is_contiguous():
                 packed, saved = True, self._load(file, chunk, "cpu")
@@ -151,9 +176,26 @@ class ChunkedTensor:
             return None
         skipped = saved.storage_offset() * self.dtype.itemsize
         at = cast(int, saved.untyped_storage()._checkpoint_offset) + skipped
+        if found is not None and found.at + skipped == at:
+            self._described[found.description] = chunk.shape, int(skipped)
         if at + saved.numel() * self.dtype.itemsize > chunk.entry.length:
             raise self._damaged(f"an archive of {chunk.entry.length} bytes", "a longer one")
         return int(chunk.entry.offset + at)
+
+    def _find_in(self, file: io.BufferedReader, chunk: _Chunk) -> Numbers | None:
+        begin, length = chunk.entry.offset, chunk.entry.length
+        ends = min(length, END_BYTES)
+        file.seek(begin)
+        head = file.read(ends)
+        file.seek(begin + length - ends)
+        return find_numbers(head, file.read(ends), length)
+
+    def _place_of(self, chunk: _Chunk, found: Numbers) -> int | None:
+        """Returns the place of a chunk's rows in the file; None if no archive as described was loaded yet."""
+        shape, skipped = self._described.get(found.description, (None, 0))
+        rows = chunk.shape[0] * chunk.shape[1] * self.dtype.itemsize
+        is_as_described = shape == chunk.shape and skipped + rows <= found.size
+        return int(chunk.entry.offset + found.at + skipped) if is_as_described else None
 
     def _load(self, file: io.BufferedReader, chunk: _Chunk, device: str) -> Tensor:
         entry = chunk.entry
@@ -181,7 +223,7 @@ class ChunkedTensor:
         return saved
 
     def _open(self, chunk: _Chunk) -> io.BufferedReader:
-        return open(os.path.join(Path(self._reader.path), chunk.entry.relative_path), "rb")
+        return open(os.path.join(self._folder, chunk.entry.relative_path), "rb")
 
     def _damaged(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")

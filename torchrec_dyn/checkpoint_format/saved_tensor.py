@@ -61,7 +61,16 @@ class _Held:
         return self._chunks
 
     def check_readable(self) -> None:
-        """Raises RuntimeError between dcp.load and load_state_dict, while the parts read the old contents."""
+        """Raises RuntimeError if the parts are not to be read.
+
+        Between dcp.load and load_state_dict they read the old contents.
+        """
+        if getattr(self.entry, "is_only_to_load", False):
+            raise RuntimeError(
+                "SavedTensor: expected a state dict that is only loaded into, as it was made in a block of "
+                "torchrec_dyn.checkpoint.only_to_load, got a read to save or to copy it. Call state_dict "
+                "outside of the block."
+            )
         if getattr(self.entry, "staged", None) is not None:
             raise RuntimeError(
                 "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "

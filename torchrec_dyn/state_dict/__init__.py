@@ -36,6 +36,7 @@ from torchrec_dyn.state_dict.saving import (
     ModelSource,
     OptimizerSource,
     checksums,
+    only_to_load,
     saved_tensors,
 )
 from torchrec_dyn.state_dict.staged_rows import StagedRows

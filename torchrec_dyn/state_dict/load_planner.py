@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
@@ -31,6 +31,7 @@ from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     ROW_TENSORS,
+    ChunkedTensor,
     SavedTensor,
     compare_sums,
     content_sum,
@@ -40,6 +41,7 @@ from torchrec_dyn.state_dict.awaited_loads import note_begun, note_read_plain, n
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry
 from torchrec_dyn.state_dict.own_places import own_places
+from torchrec_dyn.state_dict.row_reads import RowReads
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -54,8 +56,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         *options: the arguments of DCP's planner.
-        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, and
-            reads no others; without it, it reads some more at either end, as the saved index tells them.
+        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, reads
+            no others, and reads them straight into their places, which is faster. Without it DCP's reader
+            loads them chunk by chunk, and some more at either end, as the saved index tells them.
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
@@ -63,6 +66,7 @@ class LoadPlanner(DefaultLoadPlanner):
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
     _left: int  # items that are not read yet
+    _reads: dict[tuple[int, str], RowReads]  # reads of rows that DCP does not make, by table
 
     def __init__(
         self, *options: Any, path: str | os.PathLike[str] | None = None, **named: Any
@@ -78,7 +82,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Finds the tensors of each table in the checkpoint."""
         assert metadata is not None
-        self._names, self._empty, self._plain = {}, set(), set()
+        self._names, self._empty, self._plain, self._reads = {}, set(), set(), {}
         saved = metadata.state_dict_metadata
         flat, paths = flatten_state_dict(state_dict)
         found: dict[str, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
@@ -121,16 +125,27 @@ class LoadPlanner(DefaultLoadPlanner):
         ours = {*self._names, *self._empty}
         others = {fqn: value for fqn, value in self.state_dict.items() if fqn not in ours}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        files = None if self._path is None else FileSystemReader(self._path)
+        if files is not None:
+            files.set_up_storage_reader(self.metadata, is_coordinator=True)
         for fqn, name in self._names.items():
             of_saved = saved.get(fqn)
             if isinstance(of_saved, TensorStorageMetadata) and name != "cells":
-                chunks = self.state_dict[fqn].entry.wanted(name)
+                entry: TableEntry = self.state_dict[fqn].entry
+                if files is not None and name in entry.names and name != "waiting":
+                    table = id(entry.table.lock), entry.table.name
+                    rows = ChunkedTensor(f"'{fqn}' in {self._path}", files, fqn, of_saved)
+                    self._reads.setdefault(table, RowReads()).add(entry, name, rows)
+                    continue
+                chunks = entry.wanted(name)
                 plan.items += create_read_items_for_chunk_list(fqn, of_saved, chunks)
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Counts the items to read, and returns the plan as DCP's planner does."""
+        """Reads the rows that DCP does not read, and returns the plan as DCP's planner does."""
         self._left = len(new_plan.items)
+        for reads in self._reads.values():
+            reads.read()
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.saving import ShardSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
+from torchrec_dyn.state_dict.sums_as_read import SumsAsRead
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 
 
@@ -46,6 +48,8 @@ class TableEntry(ABC):
         is_left_out: True if a partial load found no tensors of the table.
         step: the last training step recorded in the rows of any rank.
         is_of_state_dict: True if the entry belongs to a state dict, which is to be loaded after it was read.
+        is_only_to_load: True if the tensors of the entry cannot be saved: their rows were not summed.
+        sums_as_read: the content sums of the rows, added up while they are read; None: they are not.
     """
 
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
@@ -66,7 +70,8 @@ class TableEntry(ABC):
         self.session: LoadSession | None = None
         self.is_verified = self.is_left_out = False
         self.step = 0
-        self.is_of_state_dict = False
+        self.is_of_state_dict = self.is_only_to_load = False
+        self.sums_as_read: SumsAsRead | None = None
 
     @property
     def lock(self) -> TableLock:
@@ -124,7 +129,7 @@ class TableEntry(ABC):
             )
         self.saved, self.small, self.unread = saved, {}, set(saved) - self._read
         self.is_verified = self.is_left_out = False
-        self.waiting_places = waiting
+        self.waiting_places, self.sums_as_read = waiting, None
         self._stage_saved(places)
 
     @abstractmethod
@@ -137,7 +142,7 @@ class TableEntry(ABC):
         Raises:
             ValueError: if the tensors do not match each other or the table.
         """
-        self.unread = set(saved) - self._read
+        self.unread, self.sums_as_read = set(saved) - self._read, None
         if self.table.group is None:  # a load of an unsharded table may lack parts
             self.unread |= set(self.order) - set(saved)
         for name in self.small_names:
@@ -173,7 +178,7 @@ class TableEntry(ABC):
         """Returns the blocks of a saved tensor by row that this rank reads."""
 
     @abstractmethod
-    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
+    def stores(self, name: str) -> list[tuple[RowStore, int]]:
         """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
 
     def target(
@@ -187,7 +192,7 @@ class TableEntry(ABC):
             size: size of the block, one number per dimension.
             dtype: dtype of the saved numbers.
         """
-        for store, origin in self._stores(name):
+        for store, origin in self.stores(name):
             place = place_of_block(store, origin, self.places, offset, size)
             if place is not None and store.dtype == dtype:
                 return place
@@ -238,6 +243,14 @@ class TableEntry(ABC):
         Raises:
             ValueError: if the part is damaged, or of another table or optimizer.
         """
+
+    def _are_summed(self, names: Iterable[str]) -> bool:
+        """Returns True if all read rows of these tensors were summed while they were read."""
+        summed = self.sums_as_read
+        return summed is not None and all(
+            summed.numbers.get(name, 0) == self.places.count * prod(self.saved[name].size[1:])
+            for name in names
+        )
 
     def small_sums(self) -> dict[str, int]:
         """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""

@@ -111,7 +111,8 @@ class ModelEntry(TableEntry):
             )
         return list(chunks_to_read(saved, places, None))
 
-    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
+    def stores(self, name: str) -> list[tuple[RowStore, int]]:
+        """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
         staged = self.staged if name == "weight" else None
         return [(one.weights, one.first_column) for one in staged or ()]
 
@@ -172,8 +173,18 @@ class ModelEntry(TableEntry):
         summed = []
         for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
             staged.check_complete()
-            summed.append(staged.summed(shard.first_column == 0))
+            if self.sums_as_read is not None and self.has_sums:
+                summed.append(add_sums(self.sums_as_read.sums, staged.sums))
+            else:
+                summed.append(staged.summed(shard.first_column == 0))
         return add_sums(*summed, self.small_sums())
+
+    @property
+    def has_sums(self) -> bool:
+        """True if all rows were summed while they were read, and all belong here."""
+        kept = all(one.all_are_kept for one in self.staged or ())
+        names = [name for name in self.names if name in self.saved and name != "waiting"]
+        return kept and self._are_summed(names)
 
     def initializer(self) -> Initializer | None:
         """Returns the saved initializer; None if no config was read.
@@ -302,7 +313,8 @@ class OptimizerEntry(TableEntry):
             return shard.first_column
         return 0 if self.has_all_cuts else self.table.cuts.index(shard.first_column)
 
-    def _stores(self, name: str) -> list[tuple[RowStore, int]]:
+    def stores(self, name: str) -> list[tuple[RowStore, int]]:
+        """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
         if name not in self.names:
             return []
         is_rowwise = self._is_rowwise(name)
@@ -310,7 +322,7 @@ class OptimizerEntry(TableEntry):
         return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
 
     def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        for store, origin in self._stores(name):
+        for store, origin in self.stores(name):
             put_block(store, origin, self.places, offset[0], offset[1], block)
 
     def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -344,9 +356,14 @@ class OptimizerEntry(TableEntry):
                 f"{table.where}: expected optimizer state of {model.places.count} rows here, got that of "
                 f"{self.places.count}. {DAMAGED}"
             )
+        self._model = model
+        if model.has_sums and self._are_summed([one for one in self.names if one in self.saved]):
+            assert self.sums_as_read is not None
+            self._sums = add_sums(self.sums_as_read.sums, self.small_sums())
+            return self._sums
         most = rows_summed(4 * table.cuts[-1], table.device)
         by_row = [one.by_row(most) for one in model.staged or ()]
-        self._model, self._sums = model, self.sums_of(by_row)
+        self._sums = self.sums_of(by_row)
         return self._sums
 
     def _model_of(self, others: Sequence[TableEntry], table: Table) -> ModelEntry | None:

@@ -9,7 +9,9 @@ Legend: R rows of the whole table, K times.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,6 +44,25 @@ _Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
 _NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
+_only_to_load: ContextVar[bool] = ContextVar("_only_to_load", default=False)
+
+
+@contextmanager
+def only_to_load() -> Iterator[None]:
+    """State dicts of sharded tables that this thread makes in the block are only to be loaded into.
+
+    Their rows are not summed, which takes most of the time of `state_dict()` of a table with rows. To save or
+    copy such a state dict is a RuntimeError. Every rank makes a state dict in such a block, or none::
+
+        with only_to_load():
+            state = {"model": dmp.state_dict()}
+        dcp.load(state, planner=LoadPlanner(path=path), checkpoint_id=path)
+    """
+    token = _only_to_load.set(True)
+    try:
+        yield
+    finally:
+        _only_to_load.reset(token)
 
 
 class ShardSums(NamedTuple):
@@ -51,11 +72,13 @@ class ShardSums(NamedTuple):
         by_name: content sums of its tensors by row, and of "waiting".
         step: number of training forwards.
         clock: [2, K] int64, from the first rank that holds the table, as all have the same; else None.
+        is_summed: False if the rows were not summed, since the state dict is only to be loaded into.
     """
 
     by_name: dict[str, int]
     step: int
     clock: Tensor | None = None
+    is_summed: bool = True
 
 
 class ShardSummary(NamedTuple):
@@ -126,6 +149,8 @@ class ShardSource(ABC):
         table = self.table
         if table.part is None:
             return None
+        if self._entry is not None and table.group is not None and _only_to_load.get():
+            return self._unsummed(table.part)
         sums: dict[str, int] = {}
         for shard, rows in zip(table.shards, self.canonical, strict=True):
             sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
@@ -139,6 +164,20 @@ class ShardSource(ABC):
             return summary
         cells = CellCounts.of(waiting)
         return summary._replace(waiting=share_of(waiting, table), waiting_cells=cells)
+
+    def _unsummed(self, part: int) -> ShardSummary:
+        """Returns a summary that tells the numbers of rows only."""
+        sums = ShardSums({}, self.table.shards[0].step, is_summed=False)
+        summary = ShardSummary(sums, Share(part, self.canonical[0].count, []))
+        if self._waiting is None or not self.table.has_first_column:
+            return summary
+        return summary._replace(waiting=Share(part, self._waiting.count, []))
+
+    def note(self, summaries: Sequence[ShardSummary | None]) -> None:
+        """Notes in the entry if the tensors cannot be saved: some rank has not summed its rows."""
+        if self._entry is not None:
+            known = (one.sums for one in summaries if one is not None)
+            self._entry.is_only_to_load = not all(one.is_summed for one in known)
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -317,6 +356,8 @@ def saved_tensors(
         return summaries
 
     summaries = list(zip(*gather_results(group, call, summarize), strict=True))
+    for source, by_rank in zip(sources, summaries, strict=True):
+        source.note(by_rank)
     return run_together(
         group,
         call,

@@ -155,8 +155,9 @@ class StagedRows:
         rows = torch.arange(row, row + ids.numel(), device=ids.device)
         if self._owns is not None:
             mine = self._owns(ids)
-            self.others.append(rows[~mine].to(self._device))
-            ids, rows = ids[mine], rows[mine]
+            if not mine.all():
+                self.others.append(rows[~mine].to(self._device))
+                ids, rows = ids[mine], rows[mine]
         self.id_map.insert(ids.to(self._device), rows.to(self._device))
 
     def _receive_scores(self, name: str, values: Tensor, row: int) -> None:
@@ -302,6 +303,11 @@ class StagedRows:
             last_seen, counts = self.scores.read(rows)
             last = max(last, last_step({"last_seen": last_seen, "count": counts}))
         return last
+
+    @property
+    def all_are_kept(self) -> bool:
+        """True if all rows that were staged belong here."""
+        return not self.others
 
     @property
     def has_scores(self) -> bool:

@@ -1,0 +1,176 @@
+"""With its path a checkpoint is read straight into the staged rows, which are summed as they are read."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import workers
+from checkpoint_cases import quietly, save, state_dict_of, tables_of
+from checkpoint_damage import flips_in_numbers
+from checkpoint_small import AGED, COUNTED, case, sharded, step
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torchrec_dyn.checkpoint import LoadPlanner, only_to_load
+from torchrec_dyn.checkpoint_format import saved_tensor
+from torchrec_dyn.state_dict import row_reads
+from torchrec_dyn.state_dict.loading import OptimizerEntry
+from torchrec_dyn.state_dict.staged_rows import StagedRows
+
+IDS = list(range(0, 2700, 3))
+PLANS = ("row_wise", "table_wise", "three_columns")
+
+
+def trained(kind: str, ids: list[int] = IDS, **options: Any) -> Any:
+    model = sharded(case(2, kind, rows=4000, **options))
+    for _ in range(2):
+        step(model, ids)
+    return model
+
+
+def load_into(model: Any, path: str, planner: Any) -> None:
+    with only_to_load():
+        state = state_dict_of(model)
+    quietly(dcp.load, state, checkpoint_id=path, planner=planner)
+    model.load_state_dict(state["model"])
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+
+
+def alike(one: Any, other: Any) -> bool:
+    both = zip(tables_of(one), tables_of(other), strict=True)
+    states = [(a.export_state(), b.export_state()) for a, b in both]
+    return all(a.keys() == b.keys() for a, b in states) and all(
+        a[name].equal(b[name]) for a, b in states for name in a
+    )
+
+
+def small_pieces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(saved_tensor, "CHUNK_BYTES", 1 << 13)
+    patch.setattr(saved_tensor, "_KEPT_BYTES", 1 << 9)
+    patch.setattr(row_reads, "_WINDOW_ROWS", 97)
+    patch.setattr(row_reads, "_PIECE_BYTES", 1 << 9)
+
+
+def loads_every_plan(path: str) -> None:
+    cases = [(saved, kind, None) for saved in PLANS[::2] for kind in PLANS]
+    cases += [("row_wise", "row_wise", AGED), ("row_wise", "table_wise", COUNTED)]
+    with pytest.MonkeyPatch.context() as patch:
+        small_pieces(patch)
+        for saved, kind, config in cases:
+            folder = f"{path}/{saved} {kind} {config}"
+            save(trained(saved, config=config), folder)
+            check_load(folder, kind, config)
+
+
+def check_load(folder: str, kind: str, config: Any) -> None:
+    loaded = [trained(kind, [5, 6, 7], config=config) for _ in range(2)]
+    summed = 0
+    by_row, of_state = StagedRows.summed, OptimizerEntry.sums_of
+
+    def count(real: Any) -> Any:
+        def counted(*options: Any) -> Any:
+            nonlocal summed
+            summed += 1
+            return real(*options)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(StagedRows, "summed", count(by_row))
+        here.setattr(OptimizerEntry, "sums_of", count(of_state))
+        load_into(loaded[0], folder, LoadPlanner(path=folder))
+        # Rows in one column shard are summed while they are read, others afterwards, on the ranks with rows.
+        # Of ids that all wait there are no rows.
+        if loaded[0].module.collection._shards.shards_of("t") and config is not COUNTED:
+            assert (summed == 0) == (kind != "three_columns"), (kind, summed)
+        load_into(loaded[1], folder, LoadPlanner())
+    assert alike(*loaded)
+    step(loaded[0], [IDS[dist.get_rank()]])
+
+
+def test_rows_read_straight_are_those_that_dcp_reads(tmp_path: Path) -> None:
+    workers.run(loads_every_plan, str(tmp_path), world_size=2, timeout=300)
+
+
+def test_a_flipped_bit_of_a_row_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    workers.run(_save, path, world_size=2)
+    chance = random.Random(1)
+    for name in ("weight", "momentum1", "ids"):
+        (damage,) = flips_in_numbers(tmp_path / "saved", chance, 1, f".{name}")[:1]
+        blob = Path(path, damage.file).read_bytes()
+        damage.do(path)
+        workers.run(_refuses, path, world_size=2)
+        Path(path, damage.file).write_bytes(blob)
+
+
+def _save(path: str) -> None:
+    save(trained("row_wise"), path)
+
+
+def _refuses(path: str) -> None:
+    model = trained("row_wise", [5, 6])
+    before = [one.export_state() for one in tables_of(model)]
+    with pytest.raises(
+        (CheckpointException, ValueError, RuntimeError), match=r"damaged|content sum"
+    ):
+        load_into(model, path, LoadPlanner(path=path))
+    after = [one.export_state() for one in tables_of(model)]
+    assert all(a[name].equal(b[name]) for a, b in zip(before, after, strict=True) for name in a)
+
+
+def only_loads(path: str) -> None:
+    model = trained("row_wise", config=COUNTED)
+    step(model, [3001 + dist.get_rank()])
+    save(model, path)
+    read_by_dcp = []
+    real = FileSystemReader.read_data
+
+    def read_data(reader: Any, plan: Any, planner: Any) -> Any:
+        read_by_dcp.extend(item.dest_index.fqn.rpartition(".")[2] for item in plan.items)
+        return real(reader, plan, planner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_data", read_data)
+        patch.setattr("torchrec_dyn.state_dict.saving.sums_of_shard", None)  # no row is summed
+        with only_to_load():
+            state = state_dict_of(model)
+        for use in (lambda: dcp.save(state, checkpoint_id=f"{path}_no"), lambda: read_all(state)):
+            with pytest.raises(
+                (CheckpointException, ValueError, RuntimeError), match="only_to_load"
+            ):
+                quietly(use)
+        quietly(dcp.load, state, checkpoint_id=path, planner=LoadPlanner(path=path))
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+    assert not {"ids", "weight", "momentum1"} & {*read_by_dcp} and "waiting" in read_by_dcp
+    save(model, f"{path} again")
+
+
+def read_all(state: dict[str, Any]) -> None:
+    for value in state["model"].values():
+        value.local()
+
+
+def test_a_state_dict_to_load_into_sums_nothing_and_is_not_saved(tmp_path: Path) -> None:
+    workers.run(only_loads, str(tmp_path / "saved"), world_size=2)
+
+
+def one_rank_alone(path: str) -> None:
+    model = trained("row_wise")
+    if dist.get_rank() == 1:
+        with only_to_load():
+            state = state_dict_of(model)
+    else:
+        state = state_dict_of(model)
+    with pytest.raises((CheckpointException, ValueError, RuntimeError), match="only_to_load"):
+        quietly(dcp.save, state, checkpoint_id=path)
+
+
+def test_a_rank_that_sums_nothing_is_an_error_of_a_save_on_every_rank(tmp_path: Path) -> None:
+    workers.run(one_rank_alone, str(tmp_path / "saved"), world_size=2)
