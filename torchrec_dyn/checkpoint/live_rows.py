@@ -19,7 +19,6 @@ from torchrec_dyn.table import TableShard, read_tensor, stamp_of
 from torchrec_dyn.whole_model import tables_in
 
 _OF_FIRST = ("last_seen", "count")  # tensors that are the same in every column shard
-_NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _Part = dict[str, Tensor]
 
 
@@ -46,7 +45,7 @@ class LiveRows(RowSource):
         self.share = (ranks.index(held.rank), len(ranks)) if held.has_first_column else None
         self.facts = TableFacts(held.name, held.embedding_dim, held.dtype, int(held.config["seed"]))
         clocks = gather_results(group, self.where, self._clock_here)
-        self._clock = next((one for one in clocks if one is not None), _NO_CLOCK)
+        self._clock: list[list[int]] = next((one for one in clocks if one is not None), [[], []])
         self._stamps = [stamp_of(shard) for shard in held.shards]
 
     @property
@@ -159,11 +158,11 @@ class LiveRows(RowSource):
 
     def clock(self) -> Tensor:
         """Returns steps and the time that begins at each, [2, K] int64."""
-        return self._clock
+        return torch.tensor(self._clock, dtype=torch.int64, device="cpu")
 
-    def _clock_here(self) -> Tensor | None:
+    def _clock_here(self) -> list[list[int]] | None:
         lives = [shard.life for shard in self._table.shards]
-        return None if not lives or lives[0] is None else lives[0].clock.export()
+        return None if not lives or lives[0] is None else lives[0].clock.export().tolist()
 
     def _canonical(
         self, read: Callable[[TableShard], CanonicalRows | None]

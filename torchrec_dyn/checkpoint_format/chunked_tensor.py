@@ -57,7 +57,7 @@ class ChunkedTensor:
     def __init__(
         self, where: str, reader: FileSystemReader, key: str, saved: TensorStorageMetadata
     ) -> None:
-        self._where = where
+        self._where, self.key = where, key
         self._reader = reader
         self._folder = os.fspath(reader.path)
         self.shape = tuple(saved.size)

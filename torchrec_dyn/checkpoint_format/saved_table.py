@@ -99,6 +99,11 @@ class SavedTable:
         """Names of the saved tensors by row: these have one row for each id."""
         return tuple(name for name in ROW_TENSORS if name in self._tensors)
 
+    @property
+    def row_keys(self) -> set[str]:
+        """Keys of the tensors by row in the checkpoint, also of optimizer state."""
+        return {self._tensors[name].key for name in self.row_names}
+
     def row_bytes_of(self, names: Sequence[str]) -> int:
         """Returns the number of bytes of a row in these tensors together."""
         return sum(self._tensors[name].row_bytes for name in names)

@@ -42,7 +42,6 @@ from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
 _Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
-_NO_CLOCK = torch.empty(2, 0, dtype=torch.int64, device="cpu")
 _WAITING_ROWS = CHUNK_BYTES // 24
 _only_to_load: ContextVar[bool] = ContextVar("_only_to_load", default=False)
 
@@ -71,13 +70,14 @@ class ShardSums(NamedTuple):
     Attributes:
         by_name: content sums of its tensors by row, and of "waiting".
         step: number of training forwards.
-        clock: [2, K] int64, from the first rank that holds the table, as all have the same; else None.
+        clock: numbers [2, K], from the first rank that holds the table, as all have the same; else None. Not
+            a tensor: those who got it would make it alone, and another rank would wait if one cannot.
         is_summed: False if the rows were not summed, since the state dict is only to be loaded into.
     """
 
     by_name: dict[str, int]
     step: int
-    clock: Tensor | None = None
+    clock: list[list[int]] | None = None
     is_summed: bool = True
 
 
@@ -230,7 +230,7 @@ class ModelSource(ShardSource):
         if life is None:
             return sums
         if table.has_first_column and table.part == 0:
-            sums = sums._replace(clock=life.clock.export())
+            sums = sums._replace(clock=life.clock.export().tolist())
         waiting = self._waiting
         if waiting is None or not table.has_first_column:
             return sums
@@ -243,7 +243,10 @@ class ModelSource(ShardSource):
     def _small(self, known: Sequence[ShardSums]) -> dict[str, Tensor]:
         small = {"config": to_bytes(self.table.config)}
         if self.table.options.has_life:
-            small["clock"] = next((one.clock for one in known if one.clock is not None), _NO_CLOCK)
+            clock: list[list[int]] = next(
+                (one.clock for one in known if one.clock is not None), [[], []]
+            )
+            small["clock"] = torch.tensor(clock, dtype=torch.int64, device="cpu")
         return small
 
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
