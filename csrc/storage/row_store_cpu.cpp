@@ -16,8 +16,8 @@ namespace {
 
 constexpr int64_t kGrain = 512;
 constexpr int64_t kMostCached = 8 << 20;  // larger outputs are written past the caches
-constexpr int64_t kBurst = 32;     // rows prefetched together, before their values are computed
-constexpr int64_t kAtOnce = 1024;  // columns computed together, a multiple of kMostRandomWords
+constexpr int64_t kBurst = 32;            // rows prefetched together, before their values are computed
+constexpr int64_t kAtOnce = 1024;         // columns computed together, a multiple of kMostRandomWords
 
 TORCHREC_DYN_SIMD bool are_between(const int64_t* rows, int64_t count, int64_t lowest, int64_t end) noexcept {
   int64_t outside = 0;  // a sum, not a branch: the compiler makes vectors of it
