@@ -183,7 +183,7 @@ def cubins(object_file: bytes, architecture: int) -> Iterator[bytes]:
 
 
 def listing(cubin: Path, *names: str) -> str:
-    """What nvdisasm says of machine code: of all functions, or of those with one of these parts of names."""
+    """Returns the listing of nvdisasm: of all functions, or of those with one of these parts of names."""
     files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
     [tool] = [file.locate() for file in files if file.name == "nvdisasm"]
     command = [str(tool), "--print-instruction-encoding", str(cubin)]

@@ -59,9 +59,7 @@ class Decay:
         Each count is rounded once, whatever the number of halvings, a half up. `begins` as `begins` returns
         them for the present step.
         """
-        halvings = _halvings(last_seen, begins)
-        half = torch.ones_like(halvings).bitwise_left_shift_(halvings).bitwise_right_shift_(1)
-        return half.add_(counts).bitwise_right_shift_(halvings)
+        return _halved(counts, _halvings(last_seen, begins))
 
     def as_of(self, steps: Tensor, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
         """Returns the counts of scores at steps [M] int64, not before last_seen [M], [M] int64.
@@ -69,8 +67,7 @@ class Decay:
         Of counts [M], rounded as in `present`, with its `begins`.
         """
         halvings = (_halvings(last_seen, begins) - _halvings(steps, begins)).clamp_(min=0)
-        half = torch.ones_like(halvings).bitwise_left_shift_(halvings).bitwise_right_shift_(1)
-        return half.add_(counts).bitwise_right_shift_(halvings)
+        return _halved(counts, halvings)
 
     def keys(self, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
         """Returns the order keys, [M] int64: present counts in 256ths, rounded down, below 2^32.
@@ -99,6 +96,12 @@ class Decay:
 
 
 _AGES = range(_MOST_HALVINGS - 1, -1, -1)
+
+
+def _halved(counts: Tensor, halvings: Tensor) -> Tensor:
+    """Returns counts [M] after as many halvings [M] each, [M] int64, rounded once, a half up."""
+    half = torch.ones_like(halvings).bitwise_left_shift_(halvings).bitwise_right_shift_(1)
+    return half.add_(counts).bitwise_right_shift_(halvings)
 
 
 def _halvings(last_seen: Tensor, begins: list[int]) -> Tensor:

@@ -39,7 +39,7 @@ def unpacked(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Told(NamedTuple):
-    """What the sides tell of K ids.
+    """K ids as the sides describe them.
 
     Attributes:
         flags: [R, K] uint8.
@@ -53,7 +53,7 @@ class Told(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What becomes of K ids.
+    """The decision on K ids.
 
     Attributes:
         kinds: [K] uint8.

@@ -23,7 +23,7 @@ CALL = "Replicas"
 
 
 class Described(NamedTuple):
-    """What a rank tells of itself.
+    """A rank as it describes itself to the others.
 
     Attributes:
         ranks: the ranks of its sharding group, as ranks of the job.

@@ -24,7 +24,7 @@ _SYNC = "Replicas.sync"
 
 
 class Synced(NamedTuple):
-    """What a sync has merged on this rank.
+    """Numbers of what a sync has merged on this rank.
 
     Attributes:
         ids: number of ids that had changed on some replica, over the tables of this rank.
