@@ -13,6 +13,7 @@ tensors of two devices in one op, and ops of ours that have no kernel for CUDA.
 import ctypes
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -510,3 +511,7 @@ def run_lookups_backward(output, seed=0, grad=None):
             given = drawn if grad is None else grad.flatten()
             returned.append(node.apply(given.to(node.lookup.ids.device))[1])
     return returned
+
+
+if os.environ.get("TORCHREC_DYN_REAL_DEVICE"):
+    from real_device import RealDevice as MockDevice  # noqa: F811

@@ -1,0 +1,59 @@
+"""A GPU in place of the mock device: the same tests of host code, on real kernels, streams and memory.
+
+    TORCHREC_DYN_REAL_DEVICE=1 python -m pytest tests/modules/test_on_a_device.py
+
+What only the mock device can note stays empty here: tests that look at it are marked `mock_only`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+CUDA = torch.device("cuda:0")
+
+
+class RealDevice:
+    """Has the methods of `MockDevice` that tests call; its lists of notes stay empty.
+
+    Args:
+        streams: of the mock device; not installed.
+    """
+
+    def __init__(self, streams: Any = None) -> None:
+        self.streams = streams
+        self.reads: list[Any] = []
+        self.mixed: list[Any] = []
+        self.without_kernel: list[Any] = []
+        self.recorded: list[Any] = []
+        self.order: list[Any] = []
+
+    def __enter__(self) -> RealDevice:
+        # Tests ask tensors of the mock device for their memory, which is on the CPU.
+        torch.Tensor.memory = property(lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.synchronize()
+        try:  # an error of this device must not be raised by the next test
+            torch.ops.torchrec_dyn.raise_errors(torch.empty(0, device=CUDA))
+        except RuntimeError:
+            if error[0] is None:
+                raise
+
+    def of(self, memory: torch.Tensor, is_awaited: bool = False) -> torch.Tensor:
+        """Returns a copy on the GPU."""
+        return memory.to(CUDA)
+
+    def here(self) -> Any:
+        """Returns a context for another thread, which needs none."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """Does nothing: nothing was noted."""
+
+    def finish_copies(self) -> None:
+        """Waits for the GPU."""
+        torch.cuda.synchronize()
