@@ -187,7 +187,7 @@ class BagLayout:
     def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
         """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
         begins = list(accumulate(counts, initial=0))
-        return torch.tensor([begins[f] for f in self._first_feature], device="cpu")
+        return host_numbers([begins[f] for f in self._first_feature])
 
     def describe(
         self,

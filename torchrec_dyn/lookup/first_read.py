@@ -171,11 +171,9 @@ def read_first(
     """
     rows, absent = ops.lookup(ids, table_offsets, *lists.maps.arrays())
     due = {} if trained is None else {number: trained.tables[number] for number in trained.due()}
-    parts: list[HostRead[Any]] = [
-        read_absent(absent, ids),
-        gather_reads([expired_of(table) for table in due.values()]),
-        beside,
-    ]
+    of_due: list[HostRead[Any]] = [expired_of(table) for table in due.values()]
     meanwhile = None if early is None else partial(early.pool, rows)
-    absent, expired, result = read(gather_reads(parts), meanwhile)
+    absent, result, *expired = read(
+        gather_reads([read_absent(absent, ids), beside, *of_due]), meanwhile
+    )
     return FirstRead(rows, absent, dict(zip(due, expired, strict=True)), result, early)

@@ -91,8 +91,8 @@ class FeatureIds:
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
-    torch.cumsum(lengths, 0, out=offsets[1:])
+    # As torch.cumsum behind a zero, in one call.
+    offsets: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long().contiguous())
     return offsets
 
 
@@ -271,5 +271,5 @@ def _unread_counts(
     else:
         bags = torch.tensor([0, *accumulate(batch_sizes)], device="cpu")
         begins = offsets[bags.to(offsets.device, non_blocking=True)]
-    words = torch.cat([begins, lengths.min().view(1), lengths.max().view(1)])
+    words = torch.hstack([begins, *torch.aminmax(lengths)])
     return UnreadCounts(words, features, partial(_check_sums, where, ids))

@@ -17,6 +17,7 @@ from torchrec_dyn.storage import (
     Allocation,
     HostRead,
     MapList,
+    host_numbers,
     put_all,
     read,
     run_to_end,
@@ -51,7 +52,8 @@ def read_absent(absent: Tensor, ids: Tensor) -> HostRead[Tensor]:
     numbers = yield [absent]
     if min(numbers, default=0) < 0:
         ops.raise_errors(ids)  # if another thread has raised the error, nothing is raised
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu") & _COUNT_BITS
+        numbers = [number & _COUNT_BITS for number in numbers]
+    return host_numbers(numbers)
 
 
 def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
