@@ -100,6 +100,7 @@ def one_batch_after_the_other(case: Case, form: str) -> None:
 TABLE = Table("t", ["a"], usual_plan("row_wise", 8, 2, 2), config=LIFE)
 CASES = {
     "pooled": Case([TABLE]),
+    "without a policy": Case([Table("t", ["a"], usual_plan("row_wise", 8, 2, 2))]),
     "processed": Case([TABLE], weighted=True),
     "sequences": Case(
         [Table("t", ["a"], usual_plan("column_wise", 8, 2, 2), config=LIFE)],

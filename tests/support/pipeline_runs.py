@@ -216,7 +216,7 @@ def train_with_steps_ahead(run: Run) -> dict[str, Any]:
 
 
 def prefetched_steps() -> Any:
-    """Returns a context in which prefetching takes the steps of tables with a life on the CPU, too."""
+    """Returns a context in which prefetching takes steps on the CPU, too."""
     return mock.patch.object(compute_kernel, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
 
 

@@ -102,7 +102,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         forward_stream: torch.Stream | None = None,
         ctx: BatchContext | None = None,
     ) -> None:
-        """Inserts rows for the ids that arrived, or takes the step of tables with a life, before the forward.
+        """Takes the training step of the ids that arrived, or inserts their rows, before the forward.
 
         The context keeps the steps; without one no steps are taken. The stream is not used: the forward keeps
         what it uses.

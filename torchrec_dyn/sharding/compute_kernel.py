@@ -214,22 +214,20 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> PrefetchedStep | None:
-        """Prepares the forward of a batch: inserts rows for unseen ids, or takes the training step.
+        """Prepares the forward of a batch: takes its training step, or inserts rows for unseen ids.
 
-        If a table has a life or a feature does not insert, the step of the batch decides which ids get rows.
-        Where this gains time, it is taken now and returned, if the caller keeps it for the forward
-        (`keeps_step`); else the forward takes it.
+        Where this gains time, the step is taken now and returned, if the caller keeps it for the forward
+        (`keeps_step`). Else the forward takes it, and ids get rows now if steps do not decide which ids do.
         """
         if not self.training:
             return None
-        counts = features.length_per_key()
-        if not self._group.steps_decide:
+        counts, step = features.length_per_key(), None
+        if keeps_step and self._group.device.type in PREFETCHED_STEPS_ON:
+            times, scores = self._times(features), self._scores(features)
+            step = self._group.prefetch_step(features.values(), counts, times, scores)
+        if step is None and not self._group.steps_decide:
             self._group.prefetch(features.values(), features.offsets(), counts=counts)
-            return None
-        if not keeps_step or self._group.device.type not in PREFETCHED_STEPS_ON:
-            return None
-        times, scores = self._times(features), self._scores(features)
-        return self._group.prefetch_step(features.values(), counts, times, scores)
+        return step
 
     def ask_ahead(self, features: KeyedJaggedTensor) -> None:
         """Asks for the rows in mapped files of the ids in `features` that have a row here."""
