@@ -145,7 +145,7 @@ class Sides:
 def memory_in_use(device: str) -> int:
     """Returns the bytes of a GPU that are in use, without what torch keeps for later; 0 on the CPU.
 
-    The driver counts all of torch's segments, and `empty_cache` returns only those without any tensor. What is
+    The driver counts all segments of torch; `empty_cache` returns only those without any tensor. What is
     free in the others is subtracted: small tables would be charged for it.
     """
     if device == "cpu":

@@ -256,7 +256,7 @@ def check_evaluation(run: Run, name: str, model: Any, source: list[Clicks]) -> i
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns True for the same bits; of a GPU, whose `index_add` has no order, for about the same numbers."""
+    """Returns True for the same bits; of a GPU, whose `index_add` has no order, for close numbers."""
     if type(one) is torch.Tensor and one.is_cuda:
         return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
     return torch.equal(one, other)
