@@ -180,8 +180,7 @@ def on_cpu(run: str, ahead: bool) -> Any:
     return workers.run(train_on_cpu, made, ahead, world_size=world)
 
 
-EVERYDAY = {("sparse_dist", "processed"), ("semi_sync", "with policies")}
-EVERYDAY |= {("prefetch", "with policies"), ("prefetch", "one rank")}
+EVERYDAY = {("semi_sync", "with policies"), ("prefetch", "one rank")}
 BY_RUN = {
     "plain": TRAINING,
     "with policies": [*TRAINING, *EXPERIMENTAL],
@@ -196,7 +195,6 @@ CASES = [
 ]
 
 
-@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("pipeline", "run"), CASES)
 def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     made, world = RUNS[run]
