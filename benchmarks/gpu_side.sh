@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
-#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests memcheck memcheck_tables initcheck train bench bench_train]
+#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck train bench bench_train]
 # BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
 # packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
 # OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
-every=(build golden first tests memcheck memcheck_tables initcheck train bench bench_train)
+every=(build golden first tests real memcheck memcheck_tables initcheck train bench bench_train)
 [ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
 bundle=$1
 [ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
@@ -26,7 +26,8 @@ if [ "$bundle" != installed ]; then
 fi
 rooms=(tests/ops tests/storage tests/life tests/table tests/lookup tests/modules tests/layers)
 rooms+=(tests/ranks tests/sharding tests/distributed tests/state_dict tests/checkpoint tests/migration)
-pytest=(python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= --continue-on-collection-errors -m needs_cuda)
+every_test=(python3 -m pytest -q -p no:cacheprovider --override-ini=addopts= --continue-on-collection-errors)
+pytest=("${every_test[@]}" -m needs_cuda)
 
 # Without a GPU, or kernels for it, all tests that need them would be skipped.
 has_kernels() {
@@ -46,7 +47,7 @@ build() {
 # The bits that are pinned for all devices.
 golden() {
   has_kernels && "${pytest[@]}" -n 4 tests/ops/test_hash_golden.py tests/storage/test_initializers.py \
-    tests/ops/test_admission_ops.py tests/ops/test_content_ops.py tests/ops/test_row_rounding.py tests/ops/test_row_update.py
+    tests/life/test_admission_chance.py tests/ops/test_content_ops.py tests/ops/test_row_rounding.py tests/ops/test_row_update.py
 }
 # What other tests rely on, and only a GPU can show (docs/gpu.md).
 first() { has_kernels && "${pytest[@]}" tests/sharding/test_first_on_a_gpu.py; }
@@ -58,6 +59,13 @@ tests() {
   "${pytest[@]}" -n 8 -k "not block_of_a_gpu" "${rooms[@]}" || failed=1
   "${pytest[@]}" -k block_of_a_gpu tests/storage || failed=1
   return "$failed"
+}
+# The tests of the mock device, on the GPU in its place: host code on real kernels, streams and memory.
+real() {
+  local files limit=()
+  mapfile -t files < <(grep -rlE "mock_device|device_twins|sharded_twins" --include="test_*.py" tests)
+  if python3 -c "import pytest_timeout" 2>/dev/null; then limit=(--timeout=120); fi
+  has_kernels && TORCHREC_DYN_REAL_DEVICE=1 "${every_test[@]}" -n 4 -m "not needs_cuda" "${limit[@]}" "${files[@]}"
 }
 # Each tensor has memory of its own, so that no access beyond a tensor hits the next one unseen. Shared memory is CUB's
 # alone, so racecheck has nothing to see; races in global memory are ThreadSanitizer's (csrc/sanitize/run).

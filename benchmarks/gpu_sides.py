@@ -143,14 +143,19 @@ class Sides:
 
 
 def memory_in_use(device: str) -> int:
-    """Returns the bytes of a GPU that are in use, without what torch keeps for later; 0 on the CPU."""
+    """Returns the bytes of a GPU that are in use, without what torch keeps for later; 0 on the CPU.
+
+    The driver counts all segments of torch; `empty_cache` returns only those without any tensor. What is
+    free in the others is subtracted: small tables would be charged for it.
+    """
     if device == "cpu":
         return 0
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return total - free
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return total - free - kept
 
 
 def needed_bytes(workload: Workload, dtype: torch.dtype) -> int:

@@ -75,6 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reasons = {}
     if not _has_cuda_kernels():
         reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
+    if os.environ.get("TORCHREC_DYN_REAL_DEVICE"):
+        reasons["mock_only"] = "a GPU in place of the mock device notes nothing"
     if not config.getoption("--simt"):
         _draw_cases(items)
     chosen = list(items)
@@ -104,6 +106,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack: 1 ms
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures
+def pytest_runtest_teardown() -> None:
+    """Ends a worker of xdist after the test that broke its GPU, on which all later tests would fail."""
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
 
 
 def pytest_sessionfinish() -> None:

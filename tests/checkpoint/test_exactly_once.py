@@ -18,7 +18,6 @@ import torch.distributed as dist
 from checkpoint_cases import contents, quietly
 from forked import run_ranks
 from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -29,6 +28,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints, Positions
 from torchrec_dyn.checkpoint_format import read_chain
 
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 STEPS, SAVED = 14, 3
 FEATURES = ["user", "item"]
 DYNAMIC = dyn.DynamicTableConfig(

@@ -5,9 +5,10 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchrec_dyn.checkpoint import Positions
+
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 
 class Stateful:

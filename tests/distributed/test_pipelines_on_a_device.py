@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -77,9 +77,14 @@ def device_with_streams() -> Iterator[MockDevice]:
     overwrites = mock.patch.object(
         torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True
     )
-    # Storages of the device cannot be resized.
+    # Storages of a mock device cannot be resized.
     clears = mock.patch.object(KeyedJaggedTensor, "clear_storage", _overwrite)
-    with MockDevice(Streams()) as device, overwrites, clears, no_fallback():
+    with (
+        MockDevice(Streams()) as device,
+        overwrites,
+        clears if device.is_mock else nullcontext(),
+        no_fallback(),
+    ):
         yield device
 
 
@@ -163,6 +168,8 @@ RUNS = {
     ),
 }  # fmt: skip
 TRAINING = [name for name in PIPELINES if "eval" not in name]
+# The dense part of a GPU rounds otherwise than that of a CPU.
+ROUNDING = 0 if MockDevice.is_mock else 1e-3
 # The number of streams that use the tensors of others, where it is not two.
 USERS = {"base": 1, "lite": 1, "prefetch": 4}
 
@@ -173,8 +180,7 @@ def on_cpu(run: str, ahead: bool) -> Any:
     return workers.run(train_on_cpu, made, ahead, world_size=world)
 
 
-EVERYDAY = {("sparse_dist", "processed"), ("semi_sync", "with policies")}
-EVERYDAY |= {("prefetch", "with policies"), ("prefetch", "one rank")}
+EVERYDAY = {("semi_sync", "with policies"), ("prefetch", "one rank")}
 BY_RUN = {
     "plain": TRAINING,
     "with policies": [*TRAINING, *EXPERIMENTAL],
@@ -189,21 +195,20 @@ CASES = [
 ]
 
 
-@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("pipeline", "run"), CASES)
 def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
     made, world = RUNS[run]
     results = workers.run(train_on_device, made, pipeline, world_size=world)
     late = 0
     for got, expected in zip(results, on_cpu(run, pipeline == "semi_sync"), strict=True):
-        assert got["losses"] == expected["losses"]
-        check_same_states(got["states"], expected["states"])
+        assert got["losses"] == pytest.approx(expected["losses"], rel=ROUNDING, abs=0)
+        check_same_states(got["states"], expected["states"], ROUNDING)
         for table, counts in expected["stats"].items():
             for key in counts.keys() - NOT_OF_THE_STREAM:
                 assert got["stats"][table][key] == counts[key], f"{table} {key}"
             late += got["stats"][table]["late_grads"]
         assert got["mixed"] == got["without_kernel"] == got["unordered"] == []
-        assert got["users"] == USERS.get(pipeline, 2)
+        assert got["users"] == USERS.get(pipeline, 2) or not MockDevice.is_mock
     # Step i + 1 removes rows before backward i.
     is_ahead = pipeline in ("prefetch", "prefetch_ems", "semi_sync")
     assert (late > 0) == (run != "plain" and is_ahead)

@@ -246,6 +246,7 @@ def waits_of_step(case):
         ]
 
 
+@pytest.mark.mock_only
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_the_host_waits_for_the_lengths_for_torchrec_and_for_new_ids(kind):
     for places in workers.run(waits_of_step, case_of([kind]), world_size=2):

@@ -11,6 +11,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.life.admission_chance import AdmissionChance
 from torchrec_dyn.storage.row_marks import RowMarks
 
+pytestmark = pytest.mark.mock_only
 OPS = (
     "touch_scores_",
     "write_scores_",

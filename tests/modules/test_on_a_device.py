@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from mock_device import CUDA, MockDevice, MockTensor, run_lookups_backward
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from table_cases import without_probes
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
@@ -146,7 +146,7 @@ def values_of(output):
 
 
 def on_cpu(tensor):
-    return (tensor.memory if isinstance(tensor, MockTensor) else tensor).detach()
+    return getattr(tensor, "memory", tensor).detach()
 
 
 def train(module, device, steps=6, varies=False):
@@ -218,6 +218,7 @@ def step_of(module, ids):
     return step
 
 
+@pytest.mark.mock_only
 @pytest.mark.parametrize("count", [1, SEVERAL])
 @pytest.mark.parametrize("kind", ["pooled", "sequence"])
 def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, count):
@@ -249,6 +250,7 @@ RARE = ("life/eviction_candidates.py", "life/scores.py", "storage/id_map.py")
 TABLES = [(policy, 1) for policy in POLICIES] + [("both", SEVERAL), ("expires", SEVERAL)]
 
 
+@pytest.mark.mock_only
 @pytest.mark.everyday(3)
 @pytest.mark.parametrize(("policy", "count"), TABLES)
 def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
@@ -272,6 +274,7 @@ def test_the_host_waits_four_times_at_most_with_a_policy(device, policy, count):
 ACTS = ("evicted_expired", "evicted_full", "counters_dropped", "inserted", "refused")
 
 
+@pytest.mark.mock_only
 def test_the_host_waits_four_times_at_most_with_several_policies(device):
     """In steps where each of them acts, also while changes are recorded."""
     options = dyn.DynamicTableConfig(
@@ -329,8 +332,8 @@ class PicklerTo(pickle.Pickler):
     def reducer_override(self, value):
         if self.place == "cpu" and isinstance(value, torch.nn.Parameter):
             return (torch.nn.Parameter, (on_cpu(value), value.requires_grad))
-        if self.place == "cpu" and isinstance(value, MockTensor):
-            return value.memory.__reduce_ex__(4)
+        if self.place == "cpu" and isinstance(value, torch.Tensor) and value.is_cuda:
+            return on_cpu(value).__reduce_ex__(4)
         if self.place == CUDA and type(value) is torch.Tensor and not value.is_meta:
             return (there_again, value.__reduce_ex__(4)[:2])
         return NotImplemented

@@ -262,6 +262,7 @@ def test_many_ids_are_sorted_exactly_on_any_number_of_threads(
         assert torch.equal(ops.count_cells(slots, moved, 16), cells)
 
 
+@pytest.mark.mock_only
 def test_the_host_waits_for_the_size_of_a_range_only():
     slots, moved = a_map(random_ids(100), torch.arange(100))
     values = random_values(100, 4, torch.float32)

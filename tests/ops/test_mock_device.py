@@ -6,6 +6,7 @@ from mock_device import CUDA, MockDevice, MockTensor
 
 from torchrec_dyn import ops
 
+pytestmark = pytest.mark.mock_only
 I64 = torch.int64
 
 

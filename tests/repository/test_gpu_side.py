@@ -147,7 +147,16 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(": all steps passed")
     logs = {path.stem: path.read_text() for path in (tmp_path / "out").iterdir()}
-    steps = {"build", "golden", "first", "tests", "memcheck", "memcheck_tables", "initcheck"}
+    steps = {
+        "build",
+        "golden",
+        "first",
+        "tests",
+        "real",
+        "memcheck",
+        "memcheck_tables",
+        "initcheck",
+    }
     assert set(logs) == steps | {"train", "bench", "bench_train"}
     assert logs["tests"].count("-m needs_cuda") == 2 and "--tool initcheck" in logs["initcheck"]
     assert "--tool memcheck" in logs["memcheck_tables"]
@@ -157,10 +166,15 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
     done = side(refused='"-m pytest"')
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith(
-        ": failed: golden first tests memcheck memcheck_tables initcheck"
+        ": failed: golden first tests real memcheck memcheck_tables initcheck"
     )
     assert "bench_gpu.py" in (tmp_path / "out/bench.log").read_text()
     assert "bench_gpu_train.py" in (tmp_path / "out/bench_train.log").read_text()
+
+
+def test_the_script_names_files_that_exist():
+    named = set(re.findall(r"(?:tests|examples|benchmarks)/[\w/]+(?:\.\w+)?", SCRIPT.read_text()))
+    assert len(named) > 20 and {name for name in named if not (ROOT / name).exists()} == set()
 
 
 def test_the_script_compares_training_on_both_devices(side):

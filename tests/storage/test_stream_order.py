@@ -22,6 +22,7 @@ from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.stream_order import StreamOrder
 
+pytestmark = pytest.mark.mock_only  # tensors of a GPU take no fakes
 OTHER_GPU = torch.device("cuda:1")
 
 

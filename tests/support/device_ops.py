@@ -1,7 +1,7 @@
 """Runs tests that were written for the CPU's kernels on the kernels of another device.
 
 `simt`: the CUDA kernels, compiled by a C++ compiler (csrc/simt.h); their tensors are on the CPU.
-`cuda`: a GPU; arguments are copied there, and what a call returns or writes is copied back.
+`cuda`: a GPU; the memory of arguments is copied there, and what a call returns or writes is copied back.
 An op without such a kernel runs on the CPU.
 """
 
@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from nested_values import leaves_of, mapped
 from torch import Tensor
 
 from torchrec_dyn import ops
@@ -23,6 +24,7 @@ LIBRARY = Path(
 DESCRIPTIONS = {"table_offsets", "new_offsets", "moved", "layout", "segments", "streams"}
 DESCRIPTIONS |= {"steps", "versions", "mark_layout"}
 CPU = torch.ops.torchrec_dyn
+ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512
 
 
 @functools.cache
@@ -44,45 +46,105 @@ def kernels_of(device):
 
 
 class CudaOp:
-    """An op on a GPU, for tensors on the CPU."""
+    """An op on a GPU, for tensors on the CPU.
 
-    def __init__(self, op):
-        self._op = op
+    Arguments lie there as they do here: they share memory, or begin between elements, where they do so here.
+
+    Args:
+        op: an overload of an op.
+        device: the device of the kernels.
+    """
+
+    def __init__(self, op, device="cuda"):
+        self._op, self._device = op, device
         self._schema = op._schema
 
     def __call__(self, *args, **kwargs):
         names = [argument.name for argument in self._schema.arguments]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        sent = {
-            name: value if name in DESCRIPTIONS else _moved(value, "cuda")
-            for name, value in given.items()
-        }
+        moved = {name: value for name, value in given.items() if name not in DESCRIPTIONS}
+        memories = _memories_of(moved, self._device)
+        sent = mapped(lambda value: _sent(value, memories, self._device), moved)
         try:
-            result = self._op(**sent)
+            result = self._op(**{**given, **sent})
         finally:
             for argument in self._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    _copy_back(sent[argument.name], given[argument.name])
-        return _moved(result, "cpu")
+                    for value in filter(_has_memory, leaves_of(given[argument.name])):
+                        _memory_of(value, memories).copy_back()
+        return mapped(lambda value: value.cpu() if isinstance(value, Tensor) else value, result)
 
 
-def _moved(value, device):
-    if isinstance(value, Tensor):
-        if value.is_contiguous() or value.layout != torch.strided:
-            return value.to(device)
-        moved = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return moved.copy_(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(one, device) for one in value)
-    return value
+class _Memory:
+    """Bytes on the CPU, and their copy on another device, at an address with the same remainder.
+
+    Args:
+        begin: the address of the first byte.
+        end: the address behind the last byte.
+        device: the other device.
+    """
+
+    def __init__(self, begin, end, device):
+        self.begin, self.end = begin, end
+        self._here = _bytes_at(begin, end - begin, torch.device("cpu"))
+        past = begin % ALIGNMENT
+        whole = torch.empty(past + end - begin, dtype=torch.uint8, device=device)
+        assert whole.data_ptr() % ALIGNMENT == 0
+        self._there = whole[past:].copy_(self._here)
+
+    def moved(self, tensor):
+        """Returns the copy of a tensor that lies in these bytes."""
+        address = self._there.data_ptr() + tensor.data_ptr() - self.begin
+        device, count = self._there.device, _byte_count(tensor)
+        like = torch.empty(0, dtype=tensor.dtype, device=device)
+        return like.set_(_storage_at(address, count, device), 0, tensor.shape, tensor.stride())
+
+    def copy_back(self):
+        self._here.copy_(self._there)
 
 
-def _copy_back(sent, given):
-    if isinstance(given, Tensor):
-        given.copy_(sent)
-    elif isinstance(given, (list, tuple)):
-        for one, other in zip(sent, given, strict=True):
-            _copy_back(one, other)
+def _storage_at(address, count, device):
+    """Returns a storage of `count` bytes at any address, also between two elements of a tensor."""
+    return torch._C._construct_storage_from_data_pointer(address, device, count)
+
+
+def _bytes_at(address, count, device):
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(_storage_at(address, count, device), 0, (count,), (1,))
+
+
+def _byte_count(tensor):
+    """Returns the number of bytes from the first element of a tensor to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+
+
+def _has_memory(value):
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+
+
+def _memories_of(values, device):
+    """Returns the memories of all tensors among values: one for those that overlap, so that they still do."""
+    spans = []
+    for value in sorted(filter(_has_memory, leaves_of(values)), key=Tensor.data_ptr):
+        begin, end = value.data_ptr(), value.data_ptr() + _byte_count(value)
+        if spans and begin < spans[-1][1]:
+            begin, end = spans[-1][0], max(end, spans.pop()[1])
+        spans.append((begin, end))
+    return [_Memory(*span, device) for span in spans]
+
+
+def _memory_of(tensor, memories):
+    return next(one for one in memories if one.begin <= tensor.data_ptr() < one.end)
+
+
+def _sent(value, memories, device):
+    """Returns the copy of a tensor on the device; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    if _has_memory(value):
+        return _memory_of(value, memories).moved(value)
+    return value.to(device)
 
 
 def use_kernels(patch, device):

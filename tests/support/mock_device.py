@@ -182,6 +182,7 @@ class MockDevice(TorchFunctionMode):
     """While entered, tensors for CUDA are mock ones; notes what the device's owner should know.
 
     Attributes:
+        is_mock: False for a GPU in its place (real_device.py), which notes nothing.
         reads: waits of the host for the device, in order.
         order: names of our ops that were called, and "wait" for each of `reads`, in order.
         mixed: calls with tensors of both devices.
@@ -191,6 +192,8 @@ class MockDevice(TorchFunctionMode):
     Args:
         streams: stand-ins for streams (mock_streams.py); None: one stream for everything.
     """
+
+    is_mock = True
 
     def __init__(self, streams=None):
         super().__init__()
@@ -514,4 +517,6 @@ def run_lookups_backward(output, seed=0, grad=None):
 
 
 if os.environ.get("TORCHREC_DYN_REAL_DEVICE"):
-    from real_device import RealDevice as MockDevice  # noqa: F811
+    import real_device
+
+    MockDevice = real_device.RealDevice

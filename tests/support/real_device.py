@@ -2,13 +2,15 @@
 
     TORCHREC_DYN_REAL_DEVICE=1 python -m pytest tests/modules/test_on_a_device.py
 
-What only the mock device can note stays empty here: tests that look at it are marked `mock_only`.
+What only the mock device can note stays empty here. A test that looks at nothing else is marked `mock_only`;
+one that compares results, too, asks `device.is_mock` before it looks at notes.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -22,6 +24,8 @@ class RealDevice:
         streams: of the mock device; not installed.
     """
 
+    is_mock = False
+
     def __init__(self, streams: Any = None) -> None:
         self.streams = streams
         self.reads: list[Any] = []
@@ -29,13 +33,17 @@ class RealDevice:
         self.without_kernel: list[Any] = []
         self.recorded: list[Any] = []
         self.order: list[Any] = []
+        # torch gives each process of a node the GPU of its local rank. All share the first one here.
+        self._patch = mock.patch.object(torch.cuda, "set_device", lambda device: None)
 
     def __enter__(self) -> RealDevice:
         # Tests ask tensors of the mock device for their memory, which is on the CPU.
         torch.Tensor.memory = property(lambda tensor: tensor.cpu())  # type: ignore[attr-defined]
+        self._patch.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._patch.stop()
         torch.cuda.synchronize()
         try:  # an error of this device must not be raised by the next test
             torch.ops.torchrec_dyn.raise_errors(torch.empty(0, device=CUDA))
