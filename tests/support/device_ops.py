@@ -120,7 +120,9 @@ def _byte_count(tensor):
 
 
 def _has_memory(value):
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+    """Returns True for a tensor that has bytes on the CPU."""
+    is_strided = isinstance(value, Tensor) and value.layout == torch.strided
+    return is_strided and value.is_cpu and value.numel() > 0
 
 
 def _memories_of(values, device):
