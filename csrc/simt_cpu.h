@@ -45,7 +45,12 @@ void launch(const Stream&, int64_t n, const Kernel& kernel) {
 
 template <typename Kernel>
 void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
-  launch(stream, n, kernel);
+  if constexpr (requires { kernel.is_item(n); })
+    launch(stream, n, [&kernel](int64_t i) {
+      if (kernel.is_item(i)) kernel(i);
+    });
+  else
+    launch(stream, n, kernel);
 }
 
 inline void exclusive_sum(const Stream&, int64_t* words, int64_t n) {

@@ -39,6 +39,36 @@ __global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
   if (i < n) kernel(i);
 }
 
+// Kernels that choose their items: a block lists those among its kTileThreads numbers, and its tiles take them in turn.
+// So all tiles of a warp are busy also where few numbers are items.
+template <typename Kernel>
+__global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
+    run_chosen_tiles(int64_t n, const __grid_constant__ Kernel kernel) {
+  constexpr int kWarps = kTileThreads / 32;
+  __shared__ uint8_t chosen[kTileThreads];
+  __shared__ int counts[kWarps];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileThreads;
+  const int own = static_cast<int>(threadIdx.x), warp = own / 32;
+  const bool is_item = first + own < n && kernel.is_item(first + own);
+  const unsigned items = __ballot_sync(~0u, is_item);
+  if (own % 32 == 0) counts[warp] = __popc(items);
+  __syncthreads();
+  if (is_item) {
+    int place = __popc(items & ((1u << own % 32) - 1));
+    for (int w = 0; w < warp; ++w) place += counts[w];
+    chosen[place] = static_cast<uint8_t>(own);
+  }
+  int count = 0;
+  for (int w = 0; w < kWarps; ++w) count += counts[w];
+  __syncthreads();
+#pragma unroll 1
+  for (int place = own / Kernel::kLanes; place < count; place += kTilesABlock<Kernel>) kernel(first + chosen[place]);
+}
+
+// A kernel of tiles that has is_item(i) runs for those i only.
+template <typename Kernel>
+concept ChoosesItems = requires(const Kernel& kernel, int64_t i) { kernel.is_item(i); };
+
 inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
   constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
   return static_cast<unsigned>(lesser_of((n + items_a_block - 1) / items_a_block, kMostBlocks));
@@ -54,7 +84,10 @@ void launch(const Stream& stream, int64_t n, const Kernel& kernel) {
 template <typename Kernel>
 void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
   if (n <= 0) return;
-  run_tiles<<<blocks_for(n, kTilesABlock<Kernel>), kTileThreads, 0, cuda_stream(stream)>>>(n, kernel);
+  if constexpr (ChoosesItems<Kernel>)
+    run_chosen_tiles<<<blocks_for(n, kTileThreads), kTileThreads, 0, cuda_stream(stream)>>>(n, kernel);
+  else
+    run_tiles<<<blocks_for(n, kTilesABlock<Kernel>), kTileThreads, 0, cuda_stream(stream)>>>(n, kernel);
   check_cuda(cudaGetLastError(), "a launch");
 }
 

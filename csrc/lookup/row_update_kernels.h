@@ -312,7 +312,7 @@ template <typename T, typename Key, typename Shape, Visit kVisit>
 struct UpdateRows {
   static constexpr int kLanes = Shape::kLanes;
   static constexpr int kBlocksAtOnce =
-      (Shape::kHasSlices ? 5 : 8) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
+      (Shape::kHasSlices ? 5 : 6) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
   static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
   static constexpr int kStates = kVisit == Visit::kUpdate ? kMostCommonStates : kMostStates;
   using Columns = TileColumns<Shape>;
@@ -330,15 +330,21 @@ struct UpdateRows {
   int64_t* tried;           // divisors that a trial writes
   float* ratios;            // by the same places; null: 1 for all rows. Measuring writes them
 
+  TORCHREC_DYN_BOTH bool is_item(int64_t k) const {
+    const UpdatedIds& batch = grads.sorted.ids;
+    const Key* const at = grads.sorted.keys + k;
+    const int64_t any = batch.wrong->any;
+    const Key key = at[0], before = at[k > 0 ? -1 : 0];
+    return (any == 0) & (key != static_cast<Key>(batch.absent)) & ((k == 0) | (before != key));
+  }
+
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
     const UpdatedIds& batch = grads.sorted.ids;
     const int64_t past = batch.count - 1 - k;  // places behind this
     const Key* const at = grads.sorted.keys + k;
-    const int64_t any = batch.wrong->any;
-    const Key key = at[0], before = at[k > 0 ? -1 : 0], next = at[past > 0 ? 1 : 0];
+    const Key key = at[0], next = at[past > 0 ? 1 : 0];
     const ValueOf<Key> value = grads.sorted.values[k];
     const int t = grads.table_of_key(key);
-    if ((any != 0) | (key == static_cast<Key>(batch.absent)) | ((k > 0) & (before == key))) return;
     const bool is_alone = (next != key) | (past == 0);
     const TileTable<T>& table = tables[t];
     const TableHead<T> head = TileTable<T>::head_of(&table);
