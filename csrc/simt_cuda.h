@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
   if (i < n) kernel(i);
 }
 
-// Kernels that choose their items: a block lists those among its kTileThreads numbers, and its tiles take them in turn.
-// So all tiles of a warp are busy also where few numbers are items.
+// For kernels with is_item: a block lists the items among kTileThreads numbers, and its tiles take them in turn. So all
+// tiles of a warp are busy also where few numbers are items.
 template <typename Kernel>
 __global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
     run_chosen_tiles(int64_t n, const __grid_constant__ Kernel kernel) {
@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
   for (int place = own / Kernel::kLanes; place < count; place += kTilesABlock<Kernel>) kernel(first + chosen[place]);
 }
 
-// A kernel of tiles that has is_item(i) runs for those i only.
 template <typename Kernel>
 concept ChoosesItems = requires(const Kernel& kernel, int64_t i) { kernel.is_item(i); };
 

@@ -84,6 +84,7 @@ void with_tile(const WidthOfRows& width, const Run& run) {
     if (width.is_whole && width.most <= Tile32::kColumns) return run(Tile32{});
     if (width.is_whole && width.most <= Tile64::kColumns) return run(Tile64{});
     if (width.is_whole && width.most <= Tile128::kColumns) return run(Tile128{});
+    if (width.is_whole && width.most <= Tile256::kColumns) return run(Tile256{});
     if (width.is_whole) return run(WideTile{});
   }
   run(AnyTile{});

@@ -12,8 +12,8 @@
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
 //
 // Memory is read in three rounds, since a GPU waits some hundred cycles for each: keys, values and errors; then the
-// table; then row, state and gradient together. A loop over gradients has four loads of 16 bytes in flight, or eight.
-// What the compiler makes of it is tested (tests/repository/test_sass.py).
+// table; then row, state and gradient together. A loop over gradients has four to sixteen loads of 16 bytes in
+// flight. What the compiler makes of it is tested (tests/repository/test_sass.py).
 #pragma once
 
 #include <cstdint>
@@ -186,7 +186,7 @@ struct SortedGrads {
 // An item is a line of the sums of pieces: of the piece that begins in its kPieceIds places, if there is one.
 template <typename Key, typename Shape>
 struct SumPieces {
-  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = 7;
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = Shape::kUnits > 2 ? 4 : 7;
 
   SortedGrads<Key, Shape> grads;
 
@@ -300,20 +300,27 @@ struct Verdict<Shape, Visit::kTry> {
   }
 };
 
-// At eight blocks nvcc 13.0 spills two registers of UpdateRows for compute capability 10.0, and for no other.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 1000
-constexpr bool kSpillsAtEight = true;
+#if defined(__CUDA_ARCH__)
+constexpr int kComputeCapability = __CUDA_ARCH__ / 10;
 #else
-constexpr bool kSpillsAtEight = false;
+constexpr int kComputeCapability = 0;
 #endif
 
-// An item is a place of the sorted ids: the tile of the first place of a row updates the row.
+// The most blocks of UpdateRows for which nvcc 13.0 spills no register on any GPU; one less where it spills one or two
+// for a single compute capability.
+template <typename T, typename Shape>
+constexpr int blocks_of_update() {
+  constexpr bool kIsHalf = sizeof(T) == 2;
+  if (Shape::kUnits > 2) return 4 - (kIsHalf && kComputeCapability == 120);
+  if (Shape::kHasSlices) return 5 - kIsHalf;
+  return 6 - kIsHalf;
+}
+
+// An item is a place of the sorted ids where a row begins.
 template <typename T, typename Key, typename Shape, Visit kVisit>
 struct UpdateRows {
-  static constexpr int kLanes = Shape::kLanes;
-  static constexpr int kBlocksAtOnce =
-      (Shape::kHasSlices ? 5 : 6) - (sizeof(T) == 2 || (kSpillsAtEight && !Shape::kHasSlices));
-  static constexpr int kAhead = 4 / Shape::kUnits;  // more would cost registers, hence rows at once
+  static constexpr int kLanes = Shape::kLanes, kBlocksAtOnce = blocks_of_update<T, Shape>();
+  static constexpr int kAhead = Shape::kUnits > 1 ? 2 : 4;  // more would cost registers, hence rows at once
   static constexpr int kStates = kVisit == Visit::kUpdate ? kMostCommonStates : kMostStates;
   using Columns = TileColumns<Shape>;
   using Looked = Verdict<Shape, kVisit>;

@@ -25,11 +25,12 @@ struct TileShape {
   static constexpr uint32_t kColumns = kLanes * kLaneColumns;
 };
 
-// By the columns of the widest row: at most 16, 32, 64, 128, any number; any rows.
+// By the columns of the widest row: at most 16, 32, 64, 128, 256, any number; any rows.
 using Tile16 = TileShape<4, 1, true, false>;
 using Tile32 = TileShape<4, 2, true, false>;
 using Tile64 = TileShape<8, 2, true, false>;
 using Tile128 = TileShape<16, 2, true, false>;
+using Tile256 = TileShape<16, 4, true, false>;
 using WideTile = TileShape<16, 2, true, true>;
 using AnyTile = TileShape<16, 1, false, true>;
 

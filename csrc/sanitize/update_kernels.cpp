@@ -147,6 +147,7 @@ int main() {
   using namespace torchrec_dyn;
   update_rows<uint32_t, Tile16>(8);
   update_rows<uint32_t, Tile64>(64);
+  update_rows<uint32_t, Tile256>(192);
   update_rows<uint32_t, WideTile>(132);
   update_rows<uint32_t, AnyTile>(5);
   for (const int64_t ids : {16, 48}) {  // all lanes of a tile read ids in each round: none is left for another

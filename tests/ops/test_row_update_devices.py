@@ -31,7 +31,7 @@ def test_valid_calls_of_the_fuzzer():
 @pytest.mark.parametrize("optimizer", range(5))
 def test_bits_are_the_cpus_at_all_widths(optimizer, dtype):
     """One to three slices of columns a row; pieces that begin anywhere in the sorted ids."""
-    for seed, widths in enumerate([[1, 64], [15, 17], [63, 65], [130, 3], [16, 128]]):
+    for seed, widths in enumerate([[1, 64], [15, 17], [63, 65], [130, 3], [16, 128], [8, 256]]):
         given = drawn_update(seed, optimizer, dtype, widths, ids=1200)
         expected = copies(given)
         CPU.update_rows_.default(**expected)

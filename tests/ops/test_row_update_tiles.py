@@ -17,7 +17,8 @@ from torchrec_dyn import ops
 
 CPU = torch.ops.torchrec_dyn
 ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, FTRL, LAMB, PARTIAL_ROWWISE_LAMB = range(2, 8)
-EDGES = (63, 64, 65, 124, 127, 128, 129, 132, 256)  # of tiles, of units, of slices
+# Of tiles, of units, of slices.
+EDGES = (63, 64, 65, 124, 127, 128, 129, 132, 192, 252, 255, 256, 257, 260, 384, 388)
 
 
 def assert_bits_are_the_cpus(given):
@@ -39,7 +40,9 @@ def test_rows_of_each_width(columns):
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("widths", [[16], [32, 4], [64, 20, 8], [128], [256, 16]])
+@pytest.mark.parametrize(
+    "widths", [[16], [32, 4], [64, 20, 8], [128], [132, 192, 252], [256, 16], [260, 16]]
+)
 @pytest.mark.parametrize(
     "optimizer",
     [ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, FTRL, LAMB, PARTIAL_ROWWISE_LAMB],
@@ -47,6 +50,13 @@ def test_rows_of_each_width(columns):
 def test_each_tile_has_each_rule_and_pieces(optimizer, widths, dtype):
     """Two rows of a table have a fifth of its ids each: two pieces."""
     assert_bits_are_the_cpus(drawn_update(7, optimizer, dtype, widths, ids=1600))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("columns", [64, 252])
+def test_a_row_of_more_pieces_than_lanes(columns):
+    """Two rows of 4,800 ids each: 18 pieces behind the first, for 8 and 16 lanes."""
+    assert_bits_are_the_cpus(drawn_update(1, ROWWISE_ADAGRAD, torch.float32, [columns], ids=24_000))
 
 
 @pytest.mark.usefixtures("device")
