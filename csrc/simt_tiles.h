@@ -1,11 +1,11 @@
 // Tiles for kernels (simt.h): the 4, 8 or 16 lanes that serve one item together, such as a row. On a GPU the lanes are
 // threads of one warp; in the simt build one thread runs all of them, lane after lane.
 //
-// launch_tiles(stream, n, kernel) runs kernel(i) for the items i in [0, n), on tiles of Kernel::kLanes lanes; if the
-// kernel has is_item(i), which one thread runs, for those i only for which it is true. What a
-// kernel does outside of each_lane is done for the item as a whole: every thread of the tile does the same, and takes
-// the same branches. Numbers that differ from lane to lane are PerLane, and pass from lane to lane by the functions
-// below only. Memory that all lanes have read before sync_lanes may be written by one of them after it.
+// launch_tiles(stream, n, kernel) runs kernel(i) for the items i in [0, n), on tiles of Kernel::kLanes lanes. A kernel
+// may have is_item(i), which one thread runs: then it runs for those numbers only. What a kernel does outside of
+// each_lane is done for the item as a whole: every thread of the tile does the same, and takes the same branches.
+// Numbers that differ from lane to lane are PerLane, and pass from lane to lane by the functions below only. Memory
+// that all lanes have read before sync_lanes may be written by one of them after it.
 #pragma once
 
 #include <cstdint>
