@@ -35,6 +35,7 @@ TBE_LOADED = (
     "fbgemm_gpu_tbe_training_backward",
     "fbgemm_gpu_tbe_training_backward_pt2",
     "fbgemm_gpu_tbe_training_backward_split_host",
+    "fbgemm_gpu_tbe_index_select",
 )
 # Takes the place of fbgemm_gpu/__init__.py, which would load all libraries. sparse_ops names ops of those
 # that are left out, which nothing here calls: they get a schema.

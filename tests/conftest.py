@@ -59,10 +59,11 @@ def _runs_simt(item: pytest.Item) -> bool:
 
 
 def _draw_cases(items: list[pytest.Item]) -> None:
-    """Marks the cases of a test as deep that its mark `everyday` leaves out."""
+    """Marks the cases of a test as deep that its mark `everyday` leaves out; it draws among the others."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("everyday") and not item.get_closest_marker("needs_cuda"):
+        is_drawn = not item.get_closest_marker("needs_cuda") and not item.get_closest_marker("deep")
+        if item.get_closest_marker("everyday") and is_drawn:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, of_test in cases.items():
         (count,) = of_test[0].get_closest_marker("everyday").args

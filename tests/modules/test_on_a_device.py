@@ -176,11 +176,15 @@ def states(module):
     return found
 
 
-def assert_same(got, expected):
+def assert_same(got, expected, rounds=False):
+    """Asserts equal bits; `rounds`: numbers that differ by the order of a GPU's products of matrices."""
     assert len(got) == len(expected)
     keys = expected if isinstance(expected, dict) else range(len(expected))
     for key in keys:
-        assert torch.equal(got[key], expected[key]), key
+        if rounds:
+            torch.testing.assert_close(got[key], expected[key], rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(got[key], expected[key]), key
 
 
 @pytest.mark.everyday(4)
@@ -191,10 +195,12 @@ def test_a_device_trains_as_the_cpu_does(device, name):
     torch.manual_seed(0)
     here = MODULES[name]()
     there = copy.deepcopy(here).to("cuda")
+    rounds = name == "block" and not device.is_mock
     for varies in (False, name in ("pooled", "two groups")):
-        assert_same(train(there, CUDA, varies=varies), train(here, "cpu", varies=varies))
+        outputs = train(there, CUDA, varies=varies)
+        assert_same(outputs, train(here, "cpu", varies=varies), rounds)
     assert device.mixed == []
-    assert_same(states(there), states(here))
+    assert_same(states(there), states(here), rounds)
 
 
 def waits(device, call):
@@ -364,8 +370,9 @@ def test_a_module_lives_where_it_was_unpickled(device, name):
         for module in one.modules():
             if isinstance(module, UnshardedTable):
                 assert module.device == module.rows().device == torch.device(place)
-        assert_same(train(one, place, steps=2), expected[0])
-        assert_same(states(one), expected[1])
+        rounds = name == "block" and place == CUDA and not device.is_mock
+        assert_same(train(one, place, steps=2), expected[0], rounds)
+        assert_same(states(one), expected[1], rounds)
     assert device.mixed == []
 
 

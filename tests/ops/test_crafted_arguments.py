@@ -475,16 +475,16 @@ def test_tensors_that_are_written_share_no_memory(device, op):
 def refuses_shared_memory(op, target, other):
     sample, found = tensors(op)
     together = torch.zeros(1 << 10, dtype=torch.uint8)
-    for place, name in enumerate((target, other)):  # the second begins 8 bytes after the first
+    for place, name in enumerate((target, other)):  # the second begins 16 bytes after the first
         tensor = found[name]
-        piece = together[8 * place : 8 * place + tensor.numel() * tensor.itemsize]
+        piece = together[16 * place : 16 * place + tensor.numel() * tensor.itemsize]
         shared = piece.view(tensor.dtype).view(tensor.shape)
         if place:
             shared = shared.copy_(tensor)
         value = sample[name]
         sample[name] = [shared, *value[1:]] if isinstance(value, list) else shared
     first, second = first_of(sample[target]), first_of(sample[other])
-    if first.numel() * first.itemsize <= 8:  # they do not overlap then: put one on the other
+    if first.numel() * first.itemsize <= 16:  # they do not overlap then: put one on the other
         sample[other] = (
             together[: second.numel() * second.itemsize].view(second.dtype).view(second.shape)
         )
