@@ -311,7 +311,7 @@ constexpr int kComputeCapability = 0;
 template <typename T, typename Shape>
 constexpr int blocks_of_update() {
   constexpr bool kIsHalf = sizeof(T) == 2;
-  if (Shape::kUnits > 2) return 4 - (kIsHalf && kComputeCapability == 120);
+  if (Shape::kUnits > 2) return 4 - kIsHalf;
   if (Shape::kHasSlices) return 5 - kIsHalf;
   return 6 - kIsHalf;
 }
