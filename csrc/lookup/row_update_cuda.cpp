@@ -102,7 +102,7 @@ const int64_t* count_senders(DeviceCall& call, const SortedIds<Key>& sorted) {
   const int64_t n = sorted.ids.count;
   auto* distinct = call.zeros<int64_t>(n);
   simt::Pairs pairs{call.allocate_for<uint64_t>(n), call.allocate_for<int64_t>(n)};
-  simt::launch(call.stream(), n, KeySenders<Key>{sorted, pairs.keys});
+  simt::launch(call.stream(), n, KeySenders<Key>{sorted, pairs});
   pairs = simt::sort_pairs(call.stream(), pairs, n, 0, kSenderBits + std::bit_width(static_cast<uint64_t>(n)));
   simt::launch(call.stream(), n, CountSenders{pairs.keys, distinct});
   return distinct;

@@ -306,14 +306,11 @@ constexpr int kComputeCapability = __CUDA_ARCH__ / 10;
 constexpr int kComputeCapability = 0;
 #endif
 
-// The most blocks of UpdateRows for which nvcc 13.0 spills no register on any GPU; one less where it spills one or two
-// for a single compute capability.
+// The most blocks of UpdateRows for which nvcc 13.0 spills no register.
 template <typename T, typename Shape>
 constexpr int blocks_of_update() {
-  constexpr bool kIsHalf = sizeof(T) == 2;
-  if (Shape::kUnits > 2) return 4 - kIsHalf;
-  if (Shape::kHasSlices) return 5 - kIsHalf;
-  return 6 - kIsHalf;
+  const int most = Shape::kUnits > 2 ? 4 : Shape::kHasSlices ? 5 : 6;
+  return most - (sizeof(T) == 2 || kComputeCapability >= 100);
 }
 
 // An item is a place of the sorted ids where a row begins.

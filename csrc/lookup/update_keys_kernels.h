@@ -196,7 +196,7 @@ static_assert(kMostSenders < int64_t{1} << kSenderBits);
 template <typename Key>
 struct KeySenders {
   SortedIds<Key> sorted;
-  uint64_t* keys;
+  simt::Pairs pairs;  // nobody looks at the values, but the sort moves them
 
   TORCHREC_DYN_BOTH void operator()(int64_t k) const {
     const UpdatedIds& ids = sorted.ids;
@@ -205,8 +205,9 @@ struct KeySenders {
       simt::atomic_max(&ids.wrong->highest_sender, int64_t{sender} + 1);
       simt::atomic_min(&ids.wrong->lowest_sender, int64_t{sender} + 1);
     }
-    keys[k] =
+    pairs.keys[k] =
         static_cast<uint64_t>(sorted.begin_of(k)) << kSenderBits | (sender_number(sender) & ((1u << kSenderBits) - 1));
+    pairs.values[k] = k;
   }
 };
 
