@@ -71,7 +71,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
   std::vector<Key> keys(kIds);
   std::vector<ValueOf<Key>> values(kIds), places(kIds);
   std::vector<uint64_t> sender_keys(kIds);
-  std::vector<int64_t> unused(kIds), distinct(kIds);
+  std::vector<int64_t> moved(kIds), distinct(kIds);
   constexpr int64_t kLines = (kIds - 1) / kPieceIds;
   std::vector<float> pieces(static_cast<size_t>(kLines) * width);
   const IdTerms<Key> terms{places.data(), mean_factors.data()};
@@ -80,10 +80,11 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
   const auto run = [&] {
     error[0] = 0;
     const KeyPairs<Key> pairs{keys.data(), values.data()};
+    const simt::Pairs by_sender{sender_keys.data(), moved.data()};
     simt::launch(kStream, kIds, KeyIds<Key>{ids, pairs, terms, nullptr, mean_factors.data()});
     simt::sort_pairs(kStream, pairs, kIds);
-    simt::launch(kStream, kIds, KeySenders<Key>{grads.sorted, sender_keys.data()});
-    simt::sort_pairs(kStream, simt::Pairs{sender_keys.data(), unused.data()}, kIds);
+    simt::launch(kStream, kIds, KeySenders<Key>{grads.sorted, by_sender});
+    simt::sort_pairs(kStream, by_sender, kIds);
     simt::launch(kStream, kIds, CountSenders{sender_keys.data(), distinct.data()});
     simt::launch_tiles(kStream, kLines, SumPieces<Key, Shape>{grads});
     simt::launch_tiles(
