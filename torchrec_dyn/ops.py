@@ -44,6 +44,12 @@ def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
     return like.new_empty(found), like.new_empty(found)
 
 
+def complete_cumsum(lengths: Tensor) -> Tensor:
+    """Returns 0 and the cumulative sums of lengths: [M] int64 -> [M + 1] int64. An op of FBGEMM."""
+    sums: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    return sums
+
+
 def has_cuda_kernels() -> bool:
     """Returns True if this build of the extension has kernels for CUDA."""
     has: bool = torch._C._dispatch_has_kernel_for_dispatch_key("torchrec_dyn::lookup", "CUDA")

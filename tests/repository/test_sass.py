@@ -107,7 +107,7 @@ def test_weighted_bags_and_rows_of_several_blocks_are_read_four_at_once(rows, ou
 
 @pytest.mark.parametrize(
     ("lanes", "units", "warps", "most"),
-    [(4, 1, 28, 245), (4, 2, 24, 285), (8, 2, 24, 305), (16, 2, 24, 320), (16, 4, 16, 430)],
+    [(4, 1, 28, 275), (4, 2, 24, 315), (8, 2, 24, 330), (16, 2, 24, 330), (16, 4, 16, 430)],
 )
 def test_an_update_reads_row_state_and_gradient_at_once(lanes, units, warps, most, folder):
     """`most`: instructions of a warp, for 32 / lanes rows of one id each, by row-wise Adagrad."""

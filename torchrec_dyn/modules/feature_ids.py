@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import UnreadCounts
+from torchrec_dyn.ops import complete_cumsum
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class FeatureIds:
             return self.given_offsets
         if self.bag is not None:
             return _equal_offsets(self.lengths.numel(), self.bag, self.lengths.device)
-        return _offsets_of(self.lengths)
+        return complete_cumsum(self.lengths.long().contiguous())
 
     def feature_offsets(self) -> Tensor:
         """Returns the begin of each feature and the end of the last feature, [F + 1] int64."""
@@ -88,12 +89,6 @@ class FeatureIds:
             bag=self.bag,
             scores=None if self.scores is None else _picked(self.scores, self.counts, positions),
         )
-
-
-def _offsets_of(lengths: Tensor) -> Tensor:
-    # As torch.cumsum behind a zero, in one call.
-    offsets: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long().contiguous())
-    return offsets
 
 
 @lru_cache(maxsize=8)
@@ -213,7 +208,7 @@ def _read_features(
     scores = weights.detach() if weights is not None and scored else None
     weights = weights if weighted else None
     if lengths.numel() and not lengths.is_cpu:
-        offsets = _offsets_of(lengths)
+        offsets = complete_cumsum(lengths.long().contiguous())
         unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel())
         return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets, scores)
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
