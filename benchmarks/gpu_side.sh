@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The tests and benchmarks of a machine with a GPU, in the root of this repository (docs/gpu.md):
-#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck train bench bench_train]
+#   benchmarks/gpu_side.sh BUNDLE OUT [build golden first tests real memcheck memcheck_tables initcheck racecheck train bench bench_train]
 # BUNDLE: the folder that benchmarks/gpu_bundle.py wrote, for a machine without a network; "installed": python3 has the
 # packages. OUT: folder for logs and results. The last words choose steps; without them all run. Each step writes
 # OUT/<step>.log; a step that fails does not stop the others. The last line names those that failed.
 set -uo pipefail
-every=(build golden first tests real memcheck memcheck_tables initcheck train bench bench_train)
+every=(build golden first tests real memcheck memcheck_tables initcheck racecheck train bench bench_train)
 [ $# -ge 2 ] || { echo "gpu_side: expected BUNDLE OUT [${every[*]}], got: $*" >&2; exit 2; }
 bundle=$1
 [ "$bundle" = installed ] || bundle=$(realpath "$bundle") || exit 2
@@ -67,14 +67,15 @@ real() {
   if python3 -c "import pytest_timeout" 2>/dev/null; then limit=(--timeout=120); fi
   has_kernels && TORCHREC_DYN_REAL_DEVICE=1 "${every_test[@]}" -n 4 -m "not needs_cuda" "${limit[@]}" "${files[@]}"
 }
-# Each tensor has memory of its own, so that no access beyond a tensor hits the next one unseen. Shared memory is CUB's
-# alone, so racecheck has nothing to see; races in global memory are ThreadSanitizer's (csrc/sanitize/run).
+# Each tensor has memory of its own, so that no access beyond a tensor hits the next one unseen. racecheck sees shared
+# memory, which beside CUB only the update uses; races in global memory are ThreadSanitizer's (csrc/sanitize/run).
 sanitized() {
   has_kernels && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 1 \
     "${pytest[@]}" -x -k "$2" "${@:3}"
 }
 ops=(tests/ops tests/storage)
 memcheck() { sanitized memcheck "id_map or contract or rows or row_update or scores" "${ops[@]}"; }
+racecheck() { sanitized racecheck "row_update" tests/ops; }
 initcheck() { sanitized initcheck "id_map or contract or rows or row_update or scores" "${ops[@]}"; }
 # Training of a table, whose blocks are in ranges and then are not. The last page of a range is 2 MiB, whatever the rows
 # in it: memcheck sees what is behind the rows only without ranges.

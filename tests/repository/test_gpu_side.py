@@ -156,6 +156,7 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
         "memcheck",
         "memcheck_tables",
         "initcheck",
+        "racecheck",
     }
     assert set(logs) == steps | {"train", "bench", "bench_train"}
     assert logs["tests"].count("-m needs_cuda") == 2 and "--tool initcheck" in logs["initcheck"]
@@ -166,7 +167,7 @@ def test_the_script_runs_every_step_and_names_those_that_failed(side, tmp_path):
     done = side(refused='"-m pytest"')
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].endswith(
-        ": failed: golden first tests real memcheck memcheck_tables initcheck"
+        ": failed: golden first tests real memcheck memcheck_tables initcheck racecheck"
     )
     assert "bench_gpu.py" in (tmp_path / "out/bench.log").read_text()
     assert "bench_gpu_train.py" in (tmp_path / "out/bench_train.log").read_text()
