@@ -28,9 +28,9 @@ from torchrec_dyn.sharding.send_once import counts_of
 from torchrec_dyn.table import TableShard
 
 OPTIONS_KEY = "torchrec_dyn"
-# Types of devices on which prefetching takes the steps of tables: there the host waits where it
-# reads. On the CPU nothing is gained, and without prefetched steps the calls between two batches (erase,
-# freeze, save) find the tables as after the first of the two.
+# Types of devices on which prefetching takes the steps of tables: there the host waits where it reads. On the
+# CPU nothing is gained, and without prefetched steps the calls between two batches (erase, freeze, save) find
+# the tables as after the first of the two.
 PREFETCHED_STEPS_ON = {"cuda"}
 
 
