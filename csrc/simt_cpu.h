@@ -45,7 +45,7 @@ void launch(const Stream&, int64_t n, const Kernel& kernel) {
 
 template <typename Kernel>
 void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel) {
-  if constexpr (requires { kernel.is_item(n); })
+  if constexpr (ChoosesItems<Kernel>)
     launch(stream, n, [&kernel](int64_t i) {
       if (kernel.is_item(i)) kernel(i);
     });

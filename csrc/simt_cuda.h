@@ -65,9 +65,6 @@ __global__ void __launch_bounds__(kTileThreads, blocks_at_once<Kernel>())
   for (int place = own / Kernel::kLanes; place < count; place += kTilesABlock<Kernel>) kernel(first + chosen[place]);
 }
 
-template <typename Kernel>
-concept ChoosesItems = requires(const Kernel& kernel, int64_t i) { kernel.is_item(i); };
-
 inline unsigned blocks_for(int64_t n, int64_t items_a_block) {
   constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
   return static_cast<unsigned>(lesser_of((n + items_a_block - 1) / items_a_block, kMostBlocks));

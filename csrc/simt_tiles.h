@@ -99,6 +99,9 @@ TORCHREC_DYN_BOTH inline int ballot_count(const PerLane<bool, kLanes>& flags) {
 #endif
 }
 
+template <typename Kernel>
+concept ChoosesItems = requires(const Kernel& kernel, int64_t i) { kernel.is_item(i); };
+
 // Runs kernel(i) for the items i in [0, n), each on a tile.
 template <typename Kernel>
 void launch_tiles(const Stream& stream, int64_t n, const Kernel& kernel);

@@ -45,8 +45,15 @@ def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
-    """Returns 0 and the cumulative sums of lengths: [M] int64 -> [M + 1] int64. An op of FBGEMM."""
-    sums: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    """Returns 0 and the cumulative sums of lengths, by an op of FBGEMM.
+
+    Args:
+        lengths: [M] integer.
+
+    Returns:
+        [M + 1] int64.
+    """
+    sums: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long().contiguous())
     return sums
 
 

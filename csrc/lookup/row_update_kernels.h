@@ -11,9 +11,10 @@
 //
 // Most rows have one id in a batch: the gradient of its bag then goes to registers, not through memory of the call.
 //
-// Memory is read in three rounds, since a GPU waits some hundred cycles for each: keys, values and errors; then the
-// table; then row, state and gradient together. A loop over gradients has four to sixteen loads of 16 bytes in
-// flight. What the compiler makes of it is tested (tests/repository/test_sass.py).
+// Memory is read in few rounds, since a GPU waits some hundred cycles for each: keys and errors, by which a block lists
+// its rows; then, of a row, key and value; then the table; then row, state and gradient together. A loop over gradients
+// has four to sixteen loads of 16 bytes in flight. What the compiler makes of it is tested
+// (tests/repository/test_sass.py).
 #pragma once
 
 #include <cstdint>

@@ -51,9 +51,8 @@ def test_what_is_not_as_expected_is_not_found() -> None:
         archive.writestr("archive/data.pkl", bytes(100))
         archive.writestr("archive/byteorder", "little")
         archive.writestr("archive/data/0", random.randbytes(500) + bytes(500), zipfile.ZIP_DEFLATED)
-        archive.writestr(
-            "archive/version", bytes(1000)
-        )  # so long that the numbers would end inside
+        # So long that the numbers would end inside.
+        archive.writestr("archive/version", bytes(1000))
     assert found(packed.getvalue()) is None
     assert found(blob.replace(b"little", b"bigger")) is None
 

@@ -44,11 +44,10 @@ def verify_checkpoint(folder: Path, pace: Pace) -> str:
             others += 1
             total += entry.length
     kind = "delta" if checkpoint.is_delta else "checkpoint"
+    gap = f", but {unchecked} entries have no CRC" if unchecked else ""
     return (
         f"{kind} {folder}: {len(checkpoint.tables)} dynamic tables, {others} other entries, "
-        f"{readable(total)} read and checked: no damage"
-        + f", but {unchecked} entries have no CRC"
-        * bool(unchecked)
+        f"{readable(total)} read and checked: no damage{gap}"
     )
 
 

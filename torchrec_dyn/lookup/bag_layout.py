@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchrec_dyn.ops import complete_cumsum
 from torchrec_dyn.storage import host_numbers
 
 Pooling = Literal["sum", "mean", "none"]
@@ -180,7 +181,7 @@ class BagLayout:
         lengths = torch.cat([one.offsets.diff() for one in batches if one.offsets is not None])
         firsts = (counts.cumsum(1) - counts) + (counts.sum(1).cumsum(0) - counts.sum(1))[:, None]
         order = _places_of_runs(firsts, counts, bags).to(lengths.device, non_blocking=True)
-        offsets = torch.cat([lengths.new_zeros(1), lengths[order].cumsum(0)])
+        offsets = complete_cumsum(lengths[order])
         all_lines = torch.cat(lines)
         return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
 

@@ -221,7 +221,7 @@ def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
             f"take_step: expected {list(ids.shape)} int64 times, one for each id, got {got}."
         )
     bounds = times.aminmax() if ids.numel() else (times.new_ones(()), times.new_ones(()))
-    of_ids = torch.cat([times.new_zeros(1), times.cumsum(0)])
+    of_ids = ops.complete_cumsum(times)
     of_tables = of_ids[table_offsets.to(times.device, non_blocking=True)].diff()
     least, most, *numbers = yield [*bounds, of_tables]
     if least < 1 or most > MOST_COUNT:

@@ -69,7 +69,7 @@ class FeatureIds:
             return self.given_offsets
         if self.bag is not None:
             return _equal_offsets(self.lengths.numel(), self.bag, self.lengths.device)
-        return complete_cumsum(self.lengths.long().contiguous())
+        return complete_cumsum(self.lengths)
 
     def feature_offsets(self) -> Tensor:
         """Returns the begin of each feature and the end of the last feature, [F + 1] int64."""
@@ -208,7 +208,7 @@ def _read_features(
     scores = weights.detach() if weights is not None and scored else None
     weights = weights if weighted else None
     if lengths.numel() and not lengths.is_cpu:
-        offsets = complete_cumsum(lengths.long().contiguous())
+        offsets = complete_cumsum(lengths)
         unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel())
         return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets, scores)
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)

@@ -68,10 +68,9 @@ def keep_in_use(*tensors: Tensor | None) -> None:
     are skipped; the others are on one device.
     """
     given = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
-    if given and torch.cuda.is_initialized():
-        stream = torch.cuda.current_stream(
-            given[0].device
-        )  # once: it takes twice as long as a record
+    if given and _has_streams(given[0].device):
+        # Asked for once: that takes longer than a record.
+        stream = torch.cuda.current_stream(given[0].device)
         for tensor in given:
             tensor.record_stream(stream)
 
