@@ -95,14 +95,16 @@ def test_ranks_in_different_calls_are_an_error_of_all() -> None:
 
 
 def give_values() -> list[list[Any]]:
-    """Returns the values of all ranks: of none, of some and of all, and one that cannot be sent."""
+    """Returns the values of all ranks: of none, of some and of all, and two that cannot be sent."""
     assert dist.group.WORLD is not None
     rank, world = dist.get_rank(), dist.group.WORLD
-    large = torch.arange(1000)
+    large = list(range(1000))
     values = [None, large if rank == 1 else None, "a" * 1000 * rank, (rank, large)]
     got = [agree(world, "call", value=value) for value in values]
     with pytest.raises(RuntimeError, match=r"call\(rank=2\): .*pickle"):
         agree(world, "call", value=(lambda: None) if rank == 2 else 0)
+    with pytest.raises(RuntimeError, match=r"call\(rank=1\): .*expected a value without tensors"):
+        agree(world, "call", value={"a": [torch.ones(1)]} if rank == 1 else 0)
     return got
 
 
@@ -110,7 +112,7 @@ def test_values_are_gathered_by_rank() -> None:
     for got in workers.run(give_values, world_size=3):
         nothing, of_one, texts, of_all = got
         assert nothing == [None] * 3 and texts == ["", "a" * 1000, "a" * 2000]
-        assert of_one[0] is of_one[2] is None and of_one[1].tolist() == list(range(1000))
+        assert of_one[0] is of_one[2] is None and of_one[1] == list(range(1000))
         assert [rank for rank, _ in of_all] == [0, 1, 2] and len(of_all[2][1]) == 1000
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import Entry, SavedTable, open_checkpoint
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.ranks import Table, gather_results
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.storage import turn_of
 from torchrec_dyn.whole_model import collections_of, erase_rows, table_names
 
@@ -62,7 +62,7 @@ def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
     """
     names = [table.name for table in tables]
 
-    def check() -> dict[str, Tensor]:
+    def check() -> dict[str, list[int]]:
         for name, one in ids.items():
             if name not in names:
                 raise ValueError(f"{_CALL}: expected tables among {listed(names)}, got {name!r}.")
@@ -73,11 +73,19 @@ def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
                     else type(one).__name__
                 )
                 raise ValueError(f"{_CALL}(table={name!r}): expected ids [M] int64, got {got}.")
-        return {name: one.cpu() for name, one in ids.items()}
+        return {name: one.tolist() for name, one in ids.items()}
 
     of_ranks = gather_results(tables[0].group, _CALL, check)
-    found = [(name, [one[name] for one in of_ranks if name in one]) for name in names]
-    return {name: torch.unique(torch.cat(parts)) for name, parts in found if parts}
+
+    def join() -> dict[str, Tensor]:
+        found = [(name, [one[name] for one in of_ranks if name in one]) for name in names]
+        return {
+            name: torch.tensor(sorted(set().union(*some)), dtype=torch.int64, device="cpu")
+            for name, some in found
+            if some
+        }
+
+    return run_together(tables[0].group, _CALL, join)
 
 
 def ids_in_model(tables: Sequence[Table], ids: Ids) -> dict[str, set[int]]:

@@ -13,6 +13,7 @@ same on every rank.
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -32,8 +33,8 @@ def agree(
 ) -> list[Any]:
     """Waits until all ranks are at the same point of the same call. Collective.
 
-    Returns the value of each rank, by rank; a value is small and picklable. `fault` is the error that stops
-    this rank; without a group it is raised as it is.
+    Returns the value of each rank, by rank; a value is small and picklable, without tensors. `fault` is the
+    error that stops this rank; without a group it is raised as it is.
 
     Raises:
         ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
@@ -49,7 +50,7 @@ def agree(
             del fault  # an error whose frames refer to it would keep their tensors
         return [value]
     try:
-        sent = b"" if value is None else pickle.dumps(value)
+        sent = b"" if value is None else _bytes_of(value)
     except Exception as error:
         sent, fault = b"", fault or error
     heads = _gather_heads(group, [_number_of(call), int(fault is not None), len(sent)])
@@ -60,6 +61,23 @@ def agree(
         return [None] * len(sizes)
     of_ranks = _gather_bytes(group, sent, sizes)
     return [pickle.loads(words) if words else None for words in of_ranks]
+
+
+class _Values(pickle.Pickler):
+    """Pickles values without tensors: if a rank had no memory for one it gets, the others would wait."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            raise TypeError(
+                "torchrec_dyn bug: expected a value without tensors, got one. Send numbers."
+            )
+        return NotImplemented
+
+
+def _bytes_of(value: Any) -> bytes:
+    written = io.BytesIO()
+    _Values(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    return written.getvalue()
 
 
 class _Word(NamedTuple):
@@ -146,7 +164,8 @@ def _gather(group: dist.ProcessGroup, mine: bytes) -> list[bytes]:
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
     """Runs this rank's part of a call and returns the results of all ranks, by rank. Collective.
 
-    A result is small and picklable. If `work` fails on some rank, every rank raises, as in `agree`.
+    A result is small and picklable, without tensors. If `work` fails on some rank, every rank raises, as in
+    `agree`.
     """
     fault: Exception | None = None
     done: Any = None
