@@ -41,7 +41,7 @@ def run_steps(life, kind, steps, every):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("every", [997, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("every", [499, pytest.param(3, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     ("life", "kind", "steps"),
     [("plain", "table_wise", 0), ("all", "column_wise", 7), ("all", "row_wise", 3)],

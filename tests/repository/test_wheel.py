@@ -39,7 +39,7 @@ print(collection(features).values().shape, collection.table("user").num_rows)
 def run(*command: object, **options: object) -> str:
     """Output of a command; what it said on failure becomes the test's failure."""
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=300, **options
+        [str(word) for word in command], capture_output=True, text=True, timeout=1200, **options
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

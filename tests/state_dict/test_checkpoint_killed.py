@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def kill_soon(process: int, folder: Path, most: int) -> None:
     while not (folder / "saving").exists():
         time.sleep(0.001)
     time.sleep(random.random() * most / 1000)
-    os.kill(process, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(process, signal.SIGKILL)
 
 
 SETUP = Setup(2, ("row_wise", "three_columns"), tables=2)
