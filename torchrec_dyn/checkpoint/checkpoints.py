@@ -10,9 +10,10 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import dense_state
 from torchrec_dyn.checkpoint.dropped_load import drop_load
-from torchrec_dyn.checkpoint.entry_files import package_version, sums_in
+from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version, sums_in
 from torchrec_dyn.checkpoint.entry_load import load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
 from torchrec_dyn.checkpoint.forgetting import (
@@ -46,6 +47,7 @@ from torchrec_dyn.checkpoint.further_values import (
 from torchrec_dyn.checkpoint.pruning import PRUNED, entry_folders, outdated, remove
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.state_dict import only_to_save
 from torchrec_dyn.whole_model import sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
@@ -269,19 +271,26 @@ class Checkpoints:
             parts: dict[str, dict[str, Any]]
             if is_full:
                 made = mark(model) if self._full_every > 1 else None
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                with nullcontext() if in_background else only_to_save():
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 parts = {"state": state}
-                sums = run_together(group, _SAVE, lambda: sums_in(state, tables))
+                checksums = run_together(group, _SAVE, lambda: checksums_in(state, tables))
             else:
                 assert marker is not None
                 changes = collect_changes(model, folder / "changes", marker)
                 dense = dense_state(model, optimizer, tables)
                 parts = {"changes": changes.state, "dense": dense}
-                made, sums = changes.marker, sums_in(changes.state, tables, "result")
+                made = changes.marker
+                checksums = checksums_in(changes.state, tables, "result")
+            # Of a full save they are known when its files are written; copies have theirs now.
+            sums: Callable[[], Mapping[str, str]] = partial(sums_in, checksums)
             if in_background:
-                parts = run_together(
-                    group, _SAVE, lambda: {name: staged(one) for name, one in parts.items()}
-                )
+
+                def copied() -> tuple[Mapping[str, str], dict[str, dict[str, Any]]]:
+                    return sums_in(checksums), {name: staged(one) for name, one in parts.items()}
+
+                known, parts = run_together(group, _SAVE, copied)
+                sums = partial(dict, known)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -296,7 +305,7 @@ class Checkpoints:
             step=step,
             time=began,
             world_size=len(of_ranks),
-            sums=sums,
+            sums={},
             extra=alike([digests for _, digests, _ in of_ranks]),
             version=package_version(),
             plan=sharding_types(model, _SAVE),
@@ -308,7 +317,9 @@ class Checkpoints:
             assert chain is not None
             remove(outdated(replace(chain, entries=[*chain.entries, entry]), keep, root, damaged))
 
-        writer = EntryWriter(entry, folder, parts, values, dict(options), of_group, rank, prune)
+        writer = EntryWriter(
+            entry, folder, parts, sums, values, dict(options), of_group, rank, prune
+        )
         return Saving(identity, writer.write, made)
 
     def _begin(self) -> tuple[int, str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -118,10 +117,10 @@ def sums_as_text(sums: Iterable[Tensor]) -> str:
     return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
 
 
-def sums_in(
+def checksums_in(
     state: Mapping[str, Any], tables: Sequence[Table], words: str = "checksum"
-) -> dict[str, str]:
-    """Returns the content sums of each table in state dicts, as an entry has them, by name.
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns the two checksums of each table in state dicts, by name, as the state dicts have them.
 
     Args:
         state: of the model and of its optimizer, or of a delta.
@@ -131,7 +130,7 @@ def sums_in(
     Raises:
         ValueError: the optimizer has no state of a table, or is of another model.
     """
-    sums = {}
+    both = {}
     for table in tables:
         found = [
             one
@@ -144,9 +143,16 @@ def sums_in(
                 f"{'one of another model' if found else 'one without'}. Save `model.fused_optimizer`, or a "
                 "CombinedOptimizer with it."
             )
-        both = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
-        sums[table.name] = sums_as_text(map(numbers_of, both))
-    return sums
+        both[table.name] = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
+    return both
+
+
+def sums_in(checksums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
+    """Returns the content sums of tables as an entry has them, by name.
+
+    checksums: the two checksums of each table, as of `checksums_in`.
+    """
+    return {name: sums_as_text(map(numbers_of, both)) for name, both in checksums.items()}
 
 
 def _is_of(table: Table, saved: Tensor) -> bool:
@@ -185,8 +191,3 @@ def publish(entry: Entry, folder: Path) -> Entry:
             entry.path.rename(folder)
         raise
     return entry
-
-
-def with_digests(entry: Entry, of_ranks: Iterable[dict[str, str]]) -> Entry:
-    """Returns an entry with the digests that its ranks have made."""
-    return replace(entry, digests={k: v for of_rank in of_ranks for k, v in of_rank.items()})

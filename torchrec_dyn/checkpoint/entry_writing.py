@@ -10,7 +10,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.delta_export import Marker
-from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, with_digests
+from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish
 from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
 from torchrec_dyn.checkpoint.save_files import save_files
 from torchrec_dyn.checkpoint_format import Entry
@@ -39,9 +39,10 @@ class EntryWriter:
     """An entry that is not written yet: its parts, and where they go.
 
     Attributes:
-        entry: the entry, without the digests of its files.
+        entry: the entry, without the digests of its files and the sums of its tables.
         folder: the folder to write to, which rank 0 has made.
         parts: state dicts by the name of their folder in the entry.
+        sums: function that returns the content sums of the tables; called on rank 0 when all is written.
         values: further values of this rank.
         options: numbers of the parameter groups.
         group: the ranks; None: one process.
@@ -52,6 +53,7 @@ class EntryWriter:
     entry: Entry
     folder: Path
     parts: Mapping[str, dict[str, Any]]
+    sums: Callable[[], Mapping[str, str]]
     values: Mapping[str, SavedValue]
     options: Mapping[str, Mapping[str, Any]]
     group: dist.ProcessGroup | None
@@ -78,11 +80,14 @@ class EntryWriter:
         for name, state in self.parts.items():
             save_files(state, folder / name, True, group)
 
-        def digests() -> dict[str, str]:
+        def told() -> tuple[dict[str, str], Mapping[str, str]]:
             of_rank = write_values(self.values, self.options, folder, rank)
-            return of_rank | digests_of_files(folder, rank, self.entry.world_size)
+            digests = of_rank | digests_of_files(folder, rank, self.entry.world_size)
+            return digests, self.sums() if rank == 0 else {}
 
-        entry = with_digests(self.entry, gather_results(group, _CALL, digests))
+        of_ranks = gather_results(group, _CALL, told)
+        digests = {name: one for of_rank, _ in of_ranks for name, one in of_rank.items()}
+        entry = replace(self.entry, digests=digests, sums=of_ranks[0][1])
         gather_results(group, _CALL, lambda: publish(entry, folder) if rank == 0 else None)
         return entry
 

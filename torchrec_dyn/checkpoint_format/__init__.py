@@ -43,6 +43,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     naming,
     replace_file,
 )
+from torchrec_dyn.checkpoint_format.left_sums import LeftSums
 from torchrec_dyn.checkpoint_format.merged_table import MergedTable
 from torchrec_dyn.checkpoint_format.pace import Pace
 from torchrec_dyn.checkpoint_format.saved_chain import ENTRY, LOCK, Entry, SavedChain, read_chain
@@ -63,6 +64,7 @@ from torchrec_dyn.checkpoint_format.saved_tensor import (
     Part,
     SavedTensor,
     numbers_of,
+    tensor_of_left_sums,
     whole_tensor,
 )
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical

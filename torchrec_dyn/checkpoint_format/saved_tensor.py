@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torchrec_dyn.checkpoint_format.left_sums import LeftSums
+
 # Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
 CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
@@ -40,14 +42,20 @@ class Part(NamedTuple):
     read: Callable[[int, int], Tensor]  # returns rows [start, stop) of the block
     is_saved: bool = True  # False: the block is for copies, and another rank saves it
     block: Tensor | None = None  # the numbers, if they are in memory; None: they are read
+    # As `read`, with the content sum of the rows; None: they were summed before.
+    read_summed: Callable[[int, int], tuple[Tensor, int]] | None = None
 
 
 class _Held:
     """The parts of a tensor, in one attribute, so that a copy of the tensor's attributes copies them too."""
 
-    def __init__(self, parts: Sequence[Part], entry: Any) -> None:
+    def __init__(
+        self, parts: Sequence[Part], entry: Any, left_sums: LeftSums | None = None
+    ) -> None:
         self.parts = tuple(parts)
         self.entry = entry
+        self.left_sums = left_sums
+        self.sums: dict[tuple[int, ...], int] = {}  # of chunks that are summed when they are read
         self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
 
     def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
@@ -59,6 +67,14 @@ class _Held:
                         offset = (part.offset[0] + start, *part.offset[1:]) if part.size else ()
                         self._chunks[offset] = (part, start, stop)
         return self._chunks
+
+    def read_chunk(self, offset: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Reads the chunk at an offset, and keeps its content sum if it was not summed before."""
+        part, start, stop = self.chunks(dtype)[offset]
+        if part.read_summed is None:
+            return part.read(start, stop)
+        block, self.sums[offset] = part.read_summed(start, stop)
+        return block
 
     def check_readable(self) -> None:
         """Raises RuntimeError if the parts are not to be read.
@@ -151,12 +167,17 @@ class SavedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(  # noqa: D102 (described by the class)
-        cls, size: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], entry: Any = None
+        cls,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[Part],
+        entry: Any = None,
+        left_sums: LeftSums | None = None,
     ) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=torch.device("cpu")
         )
-        made._held = _Held(parts, entry)
+        made._held = _Held(parts, entry, left_sums)
         return made
 
     @property
@@ -168,6 +189,16 @@ class SavedTensor(torch.Tensor):
     def entry(self) -> Any:
         """The entry that loads the tensor; None in a copy."""
         return self._held.entry
+
+    @property
+    def left_sums(self) -> LeftSums | None:
+        """Of a checksum that is made when the rows are written: what makes it; else None."""
+        return self._held.left_sums
+
+    def sum_of_chunk(self, offset: tuple[int, ...]) -> int:
+        """Returns the content sum of a chunk that was read; 0 if it had been summed before."""
+        part, _, _ = self._held.chunks(self.dtype)[offset]
+        return 0 if part.read_summed is None else self._held.sums[offset]
 
     def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Reads this rank's parts, and returns the offset of each in the whole tensor and its block."""
@@ -203,12 +234,11 @@ class SavedTensor(torch.Tensor):
         return chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        part, start, stop = self._held.chunks(self.dtype)[tuple(index.offset or ())]
-        return (
-            part.read(start, stop).reshape(stop - start, *part.size[1:])
-            if part.size
-            else _whole(part)
-        )
+        offset = tuple(index.offset or ())
+        part, start, stop = self._held.chunks(self.dtype)[offset]
+        if not part.size:
+            return _whole(part)
+        return self._held.read_chunk(offset, self.dtype).reshape(stop - start, *part.size[1:])
 
     # Called by copies: copy.deepcopy, pickle, and stagers.
 
@@ -231,7 +261,8 @@ class SavedTensor(torch.Tensor):
     ) -> SavedTensor:
         source, name = args[0], str(func)
         if name == "aten.detach.default":
-            return SavedTensor(source.shape, source.dtype, source.parts, source.entry)
+            held = source._held
+            return SavedTensor(source.shape, source.dtype, held.parts, held.entry, held.left_sums)
         if name in _MAKES_A_SHELL:
             return source._shell()  # a stager fills it, through `copy_` or the attributes
         if name in ("aten.clone.default", "aten._to_copy.default"):
@@ -271,6 +302,15 @@ def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTenso
     """
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
+
+
+def tensor_of_left_sums(sums: LeftSums, size: int, is_saved: bool, entry: Any) -> SavedTensor:
+    """Returns the SavedTensor of a checksum, [size] int64, that is made when the rows are written.
+
+    is_saved: as of `whole_tensor`.
+    """
+    part = Part((0,), (size,), sums.read, is_saved)
+    return SavedTensor((size,), torch.int64, [part], entry, sums)
 
 
 def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:

@@ -37,6 +37,7 @@ from torchrec_dyn.state_dict.saving import (
     OptimizerSource,
     checksums,
     only_to_load,
+    only_to_save,
     saved_tensors,
 )
 from torchrec_dyn.state_dict.staged_rows import StagedRows

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,15 @@ from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
+    LeftSums,
     Part,
     SavedTensor,
     add_sums,
     as_words,
+    content_sum,
     optimizer_config,
     sum_of_small,
+    tensor_of_left_sums,
     to_bytes,
     whole_tensor,
 )
@@ -40,10 +43,11 @@ from torchrec_dyn.state_dict.row_sums import RowTensor, present_sums, sums_of_sh
 from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
-_Reader = Callable[[int, int], Tensor]
 _Whole = tuple[tuple[int, ...], torch.dtype]  # columns and dtype of a whole tensor by row
 _WAITING_ROWS = CHUNK_BYTES // 24
-_only_to_load: ContextVar[bool] = ContextVar("_only_to_load", default=False)
+# What the state dicts that are made are for.
+_ANYTHING, _LOAD, _SAVE = "anything", "load", "save"
+_made_for: ContextVar[str] = ContextVar("_made_for", default=_ANYTHING)
 
 
 @contextmanager
@@ -57,11 +61,32 @@ def only_to_load() -> Iterator[None]:
             state = {"model": dmp.state_dict()}
         dcp.load(state, planner=LoadPlanner(path=path), checkpoint_id=path)
     """
-    token = _only_to_load.set(True)
+    with _made_only_for(_LOAD):
+        yield
+
+
+@contextmanager
+def only_to_save() -> Iterator[None]:
+    """State dicts of sharded tables that this thread makes in the block are only saved by `TableWriter`.
+
+    Their rows are summed while they are written, and not by `state_dict()` before. Another writer, a copy and
+    a load into a model are a RuntimeError::
+
+        with only_to_save():
+            state = {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+        dcp.save(state, storage_writer=TableWriter(path))
+    """
+    with _made_only_for(_SAVE):
+        yield
+
+
+@contextmanager
+def _made_only_for(use: str) -> Iterator[None]:
+    token = _made_for.set(use)
     try:
         yield
     finally:
-        _only_to_load.reset(token)
+        _made_for.reset(token)
 
 
 class ShardSums(NamedTuple):
@@ -73,12 +98,14 @@ class ShardSums(NamedTuple):
         clock: numbers [2, K], from the first rank that holds the table, as all have the same; else None. Not
             a tensor: those who got it would make it alone, and another rank would wait if one cannot.
         is_summed: False if the rows were not summed, since the state dict is only to be loaded into.
+        is_left: True if the rows are summed while they are written.
     """
 
     by_name: dict[str, int]
     step: int
     clock: list[list[int]] | None = None
     is_summed: bool = True
+    is_left: bool = False
 
 
 class ShardSummary(NamedTuple):
@@ -115,6 +142,8 @@ class ShardSource(ABC):
     def __init__(self, table: Table, entry: Any) -> None:
         self.table = table
         self._entry = entry
+        is_sharded = entry is not None and table.group is not None
+        self._made_for = _made_for.get() if is_sharded else _ANYTHING
         for shard in table.shards[:1]:
             ops.raise_errors(shard.id_map.slots)  # of earlier ops on a GPU: no save hides them
         self.canonical = [table.canonical(shard) for shard in table.shards]
@@ -149,13 +178,16 @@ class ShardSource(ABC):
         table = self.table
         if table.part is None:
             return None
-        if self._entry is not None and table.group is not None and _only_to_load.get():
+        if self._made_for == _LOAD:
             return self._unsummed(table.part)
         sums: dict[str, int] = {}
-        for shard, rows in zip(table.shards, self.canonical, strict=True):
-            sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
+        is_left = self._made_for == _SAVE
+        if not is_left:
+            for shard, rows in zip(table.shards, self.canonical, strict=True):
+                sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
         rows = self.canonical[0]
-        summary = ShardSummary(self.with_small(sums), share_of(rows, table))
+        of_rank = self.with_small(sums)._replace(is_left=is_left)
+        summary = ShardSummary(of_rank, share_of(rows, table))
         if not table.has_first_column:
             return summary
         summary = summary._replace(cells=CellCounts.of(rows))
@@ -185,13 +217,16 @@ class ShardSource(ABC):
 
     def checksum(self, known: Sequence[ShardSums]) -> Tensor:
         """Returns the words of the checksum, from the sums of the ranks that hold rows."""
+        return as_words(self._sums(known), self.order)
+
+    def _sums(self, known: Sequence[ShardSums]) -> dict[str, int]:
+        """Returns the sums in the checksum, by tensor; of rows those that are known."""
         name = self.table.name
         small = self._small(known).items()
         of_small = {one: sum_of_small(name, one, tensor) for one, tensor in small}
         # Also the state of a table without rows has a sum.
         nothing = dict.fromkeys(self.table.optimizer.state_names, 0)
-        sums = add_sums(nothing, *(one.by_name for one in known), of_small)
-        return as_words(sums, self.order)
+        return add_sums(nothing, *(one.by_name for one in known), of_small)
 
     def _by_row(
         self, known: Sequence[ShardSummary], wholes: Mapping[str, _Whole]
@@ -201,9 +236,12 @@ class ShardSource(ABC):
         parts: dict[str, list[Part]] = {name: [] for name in wholes}
         for shard, rows in zip(self.table.shards, self.canonical, strict=True):
             for name, first, columns, is_saved in self.tensors_of(shard):
+                reader = _RowReader(rows, shard, name, first)
                 for run in runs.mine:
-                    read = _reader_of(rows, run, shard, name)
-                    part = Part((run.place, *first), (run.rows, *columns), read, is_saved)
+                    read = _shifted(run, reader.read)
+                    summed = _shifted(run, reader.read_summed) if self._made_for == _SAVE else None
+                    size = (run.rows, *columns)
+                    part = Part((run.place, *first), size, read, is_saved, None, summed)
                     parts[name].append(part)
         return {
             name: SavedTensor((runs.total, *columns), dtype, parts[name], self._entry)
@@ -213,8 +251,13 @@ class ShardSource(ABC):
     def _not_by_row(self, known: Sequence[ShardSummary]) -> dict[str, SavedTensor]:
         """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
-        whole = {**self._small(sums), "checksum": self.checksum(sums)}
+        whole = self._small(sums)
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
+        words = self.checksum(sums)
+        made["checksum"] = whole_tensor(words, is_saved, self._entry)
+        if any(one.is_left for one in sums):
+            left = LeftSums(self._sums(sums), self.order)
+            made["checksum"] = tensor_of_left_sums(left, len(words), is_saved, self._entry)
         cells = [one.cells for one in known if one.cells is not None]
         waiting = [one.waiting_cells for one in known if one.waiting_cells is not None]
         return {**made, "cells": index_tensor(cells, waiting, is_saved, self._entry)}
@@ -424,17 +467,37 @@ def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, Sha
     return model.with_small(of_both[0]), optimizer.with_small(of_both[1])
 
 
-def _shifted(run: Run, read: _Reader) -> _Reader:
+_Result = TypeVar("_Result")
+
+
+def _shifted(run: Run, read: Callable[[int, int], _Result]) -> Callable[[int, int], _Result]:
     """Returns a reader of rows [start, stop) of a run, from a reader of this rank's rows."""
     return lambda start, stop: read(run.here + start, run.here + stop)
 
 
-def _reader_of(rows: CanonicalRows, run: Run, shard: TableShard, name: str) -> _Reader:
-    """Returns a reader of rows [start, stop) of a run, on the CPU, for one tensor of a shard."""
+class _RowReader(NamedTuple):
+    """A reader of one tensor of a shard, in canonical order, to the CPU.
 
-    def read(start: int, stop: int) -> Tensor:
-        with turn_of(shard):
-            ids, places = rows.read(start, stop)
-            return to_host(ids if name == "ids" else read_tensor(shard, name, places))
+    `first` is the column at which the shard begins in the whole tensor; () if that has one dimension.
+    """
 
-    return _shifted(run, read)
+    rows: CanonicalRows
+    shard: TableShard
+    name: str
+    first: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Returns rows [start, stop)."""
+        return to_host(self._with_ids(start, stop)[1])
+
+    def read_summed(self, start: int, stop: int) -> tuple[Tensor, int]:
+        """Returns rows [start, stop) and their content sum."""
+        ids, values = self._with_ids(start, stop)
+        summed = content_sum(self.shard.name, self.name, ids, values, *self.first)
+        return to_host(values), summed
+
+    def _with_ids(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        with turn_of(self.shard):
+            ids, places = self.rows.read(start, stop)
+            is_ids = self.name == "ids"
+            return ids, ids if is_ids else read_tensor(self.shard, self.name, places)
