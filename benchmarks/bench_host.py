@@ -145,16 +145,16 @@ def with_list(turn: Callable[[int], None], tables: int, steps: int) -> Callable[
     return longer
 
 
+def _clear(_: int) -> None:
+    gc.collect()
+
+
 def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, Any]]:
     """Measures all sides of one case: a step, and making and sharding. Returns lines of results."""
     more = {"plan": case.plan, "ranks": 1}
     sides = {side: steps_of(side, case, steps) for side in ("static", *DYNAMIC)}
     sides["list"] = with_list(steps_of("dynamic", case, steps), case.tables, steps)
-    # No collections within a round: their number would depend on the objects of all sides.
-    gc.collect()
-    gc.disable()
     seconds = measure(sides, rounds, clock="thread")
-    gc.enable()
     more |= {"ns_per_step": summary(seconds, steps)}
     lines = [
         result(name, 1, "step", "static", ratio(seconds, "dynamic", "static"), **more),
@@ -167,7 +167,7 @@ def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, A
         side: lambda _, side=side: made(side, case) and None for side in ("static", "dynamic")
     }
     most = min(rounds, 3)
-    seconds = measure(making, most, 0, clock="thread", before=lambda _: gc.collect() and None)
+    seconds = measure(making, most, 0, clock="thread", before=_clear, collects=True)
     more |= {"ns_per_step": summary(seconds, 1)}
     seen = ratio(seconds, "dynamic", "static")
     return [*lines, result(name, 1, "make and shard", "static", seen, **more)]

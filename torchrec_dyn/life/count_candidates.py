@@ -110,7 +110,7 @@ class CountCandidates:
         ids, rows = scores.lowest(id_map, high, step + 1, most, by_count=True)
         _, counts = scores.read(rows)
         order = ops.oldest_first(ids, counts)
-        ids, counts = ids[order], counts[order]
+        ids, counts = ids.index_select(0, order), counts.index_select(0, order)
         is_whole = ids.numel() < most
         end = (
             _Place(MOST_COUNT, torch.iinfo(torch.int64).max)
@@ -142,23 +142,24 @@ class CountCandidates:
             is_low = (last_seen >= 0) & _up_to(end, counts, mixed)
             is_low &= (last_seen < before) | ((last_seen == before) & (counts == 0))
             order = ops.oldest_first(ids, counts)  # repeats are neighbours
-            ordered, is_first = ids[order], is_low[order]
+            ordered, is_first = ids.index_select(0, order), is_low.index_select(0, order)
             is_first[1:] &= ordered[1:] != ordered[:-1]
             is_chosen = is_first & (is_first.cumsum(0) <= most)
             # Chosen ids are dropped when they are removed, not here: an interrupt may come in between.
-            is_kept = ((rows >= 0) & _up_to(listed.end, counts, mixed))[order] & ~is_chosen
+            is_kept = (rows >= 0) & _up_to(listed.end, counts, mixed)
+            is_kept = is_kept.index_select(0, order) & ~is_chosen
             num_chosen, num_kept = yield is_chosen.count_nonzero(), is_kept.count_nonzero()
             if num_chosen == most:
                 break
             if is_rest:
                 return None
             examined *= 2
-        chosen = order[places_of(is_chosen, most)]
-        evicted = ids[chosen], rows[chosen]
+        chosen = order.index_select(0, places_of(is_chosen, most))
+        evicted = ids.index_select(0, chosen), rows.index_select(0, chosen)
         self._listed = listed._replace(
             ids=listed.ids[examined:],
             counts=listed.counts[examined:],
-            others=[ordered[places_of(is_kept, num_kept)]],
+            others=[ordered.index_select(0, places_of(is_kept, num_kept))],
             chosen=evicted,
         )
         return evicted

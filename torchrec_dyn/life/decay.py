@@ -89,8 +89,8 @@ class Decay:
         is_first = torch.ones_like(rows, dtype=torch.bool)
         is_first[1:] = rows[1:] != rows[:-1]
         place = is_first.cumsum(0) - 1
-        added = torch.ones_like(rows) if times is None else times[order]
-        added = torch.zeros_like(rows).index_add_(0, place, added)[place]
+        added = torch.ones_like(rows) if times is None else times.index_select(0, order)
+        added = torch.zeros_like(rows).index_add_(0, place, added).index_select(0, place)
         counts = self.present(*scores.read(rows), begins)
         return rows, counts.add_(added).clamp_(max=MOST_COUNT)
 

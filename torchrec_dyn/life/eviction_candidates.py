@@ -33,12 +33,13 @@ class EvictionCandidates:
         ids, rows = scores.lowest(id_map, high, before, most)
         last_seen, _ = scores.read(rows)
         order = ops.oldest_first(ids, last_seen)
-        last_seen = last_seen[order]
+        last_seen = last_seen.index_select(0, order)
         seen_at = last_seen.cpu()
         # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
         count = int(torch.searchsorted(seen_at, before))
         order = order[:count]
-        listed = ids[order], rows[order], last_seen[:count], seen_at[:count]
+        ids, rows = ids.index_select(0, order), rows.index_select(0, order)
+        listed = ids, rows, last_seen[:count], seen_at[:count]
         # At once: an interrupt finds all of the list or nothing.
         self._ids, self._rows, self._last_seen, self._seen_at = listed
 
@@ -59,7 +60,7 @@ class EvictionCandidates:
         is_unchanged = self._is_unchanged(count, scores)
         [found] = yield [is_unchanged.count_nonzero()]
         places = places_of(is_unchanged, found)
-        return self._ids[places], self._rows[places]
+        return self._ids.index_select(0, places), self._rows.index_select(0, places)
 
     def drop(self, count: int) -> None:
         """Removes the first `count` rows from the list."""
@@ -95,7 +96,7 @@ class EvictionCandidates:
             places = places_of(self._is_unchanged(examined, scores), most)
             first, last = yield places[0], places[-1]
             if last >= 0:
-                oldest = self._ids[places], self._rows[places]
+                oldest = self._ids.index_select(0, places), self._rows.index_select(0, places)
                 self.drop(first)  # rows evicted, erased or seen since, which are skipped for ever
                 return oldest
             if examined >= len(self._rows):

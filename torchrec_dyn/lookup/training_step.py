@@ -411,7 +411,8 @@ def _seen(
             times = added[begin:end]
         if known < end - begin:
             places = places_of(rows >= 0, known)
-            rows, times = rows[places], None if times is None else times[places]
+            rows = rows.index_select(0, places)
+            times = None if times is None else times.index_select(0, places)
         seen[number] = touched_of(trained.tables[number], rows, times)
     return seen
 
