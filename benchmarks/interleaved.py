@@ -71,7 +71,7 @@ def measure(
         warm_up: earlier rounds, not measured.
         clock: a name of CLOCKS.
         before: runs before each contestant's turn, not measured.
-        collects: False if Python is to collect no garbage, as in `timeit`: to go through all objects takes 100
+        collects: False if Python collects no garbage, as in `timeit`: to go through all objects takes 100
             to 200 ms beside torch and torchrec, and falls on the step that happens to make the next object.
     """
     now = CLOCKS[clock]
