@@ -18,7 +18,6 @@ from interrupt_cases import (
     contents,
     is_same,
     make_tables,
-    only_new_garbage,
 )
 from real_interrupts import INTERRUPTS, at_alarm
 from torchrec import EmbeddingBagConfig
@@ -38,12 +37,6 @@ def for_a_time(seconds, deep=10.0):
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cheap_checks():
-    with only_new_garbage():
-        yield
 
 
 class Moments:

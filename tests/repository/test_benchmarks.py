@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import io
 import json
@@ -53,9 +52,7 @@ def benchmarks(monkeypatch):
     """The folder on the path, and this process as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before, threads = set(sys.modules), torch.get_num_threads()
-    gc.freeze()  # benchmarks collect garbage before each measurement: 0.3 s with all that pytest keeps
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:
         if (BENCHMARKS / f"{name}.py").exists():

@@ -5,11 +5,9 @@ One rank of many is simulated (benchmarks/bench_scale.py), and compared with rea
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,6 @@ def benchmark() -> Any:
         for name in set(sys.modules) - before:
             if (Path(BENCHMARKS) / f"{name}.py").exists():
                 del sys.modules[name]
-
-
-@pytest.fixture(autouse=True)
-def little_garbage() -> Iterator[None]:
-    """The benchmark collects garbage beside each phase: not all that pytest keeps."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:

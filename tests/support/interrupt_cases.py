@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,17 +115,6 @@ def check_whole(model: Any) -> None:
         assert not in_use[free.rows].any() and free.rows.unique().numel() == free.rows.numel()
 
 
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Keeps what exists out of the garbage collection of each check, which would take 0.2 s."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def check_every_place(
     make: Callable[[], Any],
     call: Callable[[Any], Any],
@@ -139,18 +127,17 @@ def check_every_place(
         The number of interrupted calls.
     """
     at, runs = 1, 0
-    with only_new_garbage():
-        while True:
-            model = make()
-            hit = interrupted(lambda model=model: call(model), at)
-            try:
-                check(model)
-            except Exception as error:
-                error.add_note(f"interrupted at place {at}")
-                raise
-            if not hit:
-                return runs
-            at, runs = at + every, runs + 1
+    while True:
+        model = make()
+        hit = interrupted(lambda model=model: call(model), at)
+        try:
+            check(model)
+        except Exception as error:
+            error.add_note(f"interrupted at place {at}")
+            raise
+        if not hit:
+            return runs
+        at, runs = at + every, runs + 1
 
 
 class Training:
