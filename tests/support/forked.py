@@ -51,7 +51,7 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
 
 
 def keep_imports() -> None:
-    """Takes the modules of the server out of this process's garbage collection: 0.2 s for each `gc.collect()`.
+    """Takes the modules of the server out of this process's garbage collection: 0.2 s for each collection.
 
     A collection would also write to their memory, which this process shares with the server.
     """
