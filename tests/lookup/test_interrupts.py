@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from garbage import keep_what_exists
 from interrupt_cases import (
     LIVES,
     Training,
@@ -232,6 +233,7 @@ def in_a_handler(training, work, every):
 def test_a_signal_handler_changes_a_table_between_changes_or_gets_an_error(work, every):
     training = Training(LIVES["all"])
     expected, seen = contents(training.after(8)), set()
+    keep_what_exists()  # each check collects garbage
     for model, done in in_a_handler(training, work, every):
         check_whole(model)
         seen.add(done is None)

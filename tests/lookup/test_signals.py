@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from garbage import keep_what_exists
 from interrupt_cases import (
     LIVES,
     Training,
@@ -37,6 +38,11 @@ def for_a_time(seconds, deep=10.0):
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cheap_checks():
+    keep_what_exists()  # each check collects garbage
 
 
 class Moments:

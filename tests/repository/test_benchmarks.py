@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_stream_shims import cuda_stream_shims
+from garbage import keep_what_exists
 from shards import deep_but
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -52,6 +53,7 @@ def benchmarks(monkeypatch):
     """The folder on the path, and this process as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before, threads = set(sys.modules), torch.get_num_threads()
+    keep_what_exists()  # benchmarks collect garbage before each measurement
     yield
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:

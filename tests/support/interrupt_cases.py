@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from garbage import keep_what_exists
 from interrupts import interrupted
 from table_cases import same_state
 from torch import Tensor
@@ -126,6 +127,7 @@ def check_every_place(
     Returns:
         The number of interrupted calls.
     """
+    keep_what_exists()  # each check collects garbage
     at, runs = 1, 0
     while True:
         model = make()
