@@ -1,4 +1,4 @@
-"""Keeps garbage collection cheap: each walks all objects of the process, 0.2 s for the modules of torch alone."""
+"""Keeps garbage collection cheap: each walks all objects of the process, 0.2 s for those of torch alone."""
 
 import gc
 
