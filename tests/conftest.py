@@ -1,16 +1,24 @@
-"""Devices, marks, Hypothesis profiles and parts of the deep tests. Tests import nothing from here."""
+"""Devices, marks, Hypothesis profiles and parts of the deep tests. Tests import nothing from here.
+
+The process that hands out tests to those of xdist reads this file, too, before it starts any of them: torch
+and the package, 5 s, are imported where they are used.
+"""
 
 import ctypes
+import gc
 import os
 import random
+import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
-import torch
-from device_ops import LIBRARY, simt_library, use_kernels
 from hypothesis import HealthCheck, settings
 from shards import Shard, draw, part_of, read_shard
+
+gc.disable()  # until all tests are collected: most of what is made till then lives to the end
 
 _FIRM = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=25, **_FIRM)
@@ -45,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _has_cuda_kernels() -> bool:
     """Returns True if torch sees a device and our extension was built for it."""
+    import torch
+
     import torchrec_dyn  # noqa: F401  registers the ops
 
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
@@ -71,6 +81,53 @@ def _draw_cases(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.deep)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Takes modules and tests out of garbage collection: each would take 0.5 s for them, of no use."""
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
+
+
+_LEFT_OUT = pytest.StashKey[Counter[str]]()
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], reasons: dict[str, str]) -> None:
+    """Removes the tests with a mark that has a reason; skips them where no other test would be left.
+
+    To skip thousands of tests, one by one, takes 2 ms each. How many there are is told at the end.
+    """
+    because: dict[pytest.Item, str] = {}
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                because.setdefault(item, reason)
+    if len(because) == len(items):
+        for item, reason in because.items():
+            item.add_marker(pytest.mark.skip(reason=reason))
+        return
+    config.hook.pytest_deselected(items=[*because])
+    items[:] = [item for item in items if item not in because]
+    config.stash[_LEFT_OUT] = Counter(because.values())
+    if hasattr(config, "workeroutput"):  # a process of xdist
+        config.workeroutput["left_out"] = dict(config.stash[_LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over what a process of xdist has left out; all of them collect the same tests."""
+    if left_out := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_LEFT_OUT] = Counter(left_out)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for reason, count in sorted(config.stash.get(_LEFT_OUT, Counter()).items()):
+        terminalreporter.write_line(f"{count:,} tests not run: {reason}")
+
+
 @pytest.hookimpl(trylast=True)  # after Hypothesis, which marks its tests there
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     reasons = {}
@@ -95,15 +152,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out := set(items) - set(chosen):
         config.hook.pytest_deselected(items=left_out)
     items[:] = chosen
-    for item in items:
-        for mark, reason in reasons.items():
-            if item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.skip(reason=reason))
+    _leave_out(config, items, reasons)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Seeds what a test draws without a generator of its own: the same numbers, whatever tests ran before."""
+    import torch
+
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed formats the stack: 1 ms
@@ -112,6 +168,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)  # after the fixtures
 def pytest_runtest_teardown() -> None:
     """Ends a worker of xdist after the test that broke its GPU, on which all later tests would fail."""
+    import torch
+
     if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
         try:
             torch.cuda.synchronize()
@@ -121,7 +179,11 @@ def pytest_runtest_teardown() -> None:
 
 def pytest_sessionfinish() -> None:
     """Writes which instructions ran, if the library of the simt tests is a ptx build (csrc/sanitize/ptx)."""
-    if "TORCHREC_DYN_PTX_COVERAGE" in os.environ and simt_library.cache_info().currsize:
+    if "TORCHREC_DYN_PTX_COVERAGE" not in os.environ or "device_ops" not in sys.modules:
+        return
+    from device_ops import LIBRARY, simt_library
+
+    if simt_library.cache_info().currsize:
         ctypes.CDLL(str(LIBRARY)).torchrec_dyn_write_coverage()
 
 
@@ -129,6 +191,8 @@ def pytest_sessionfinish() -> None:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs the test with the kernels of each device that there is; its tensors stay on the CPU."""
     if request.param != "cpu":
+        from device_ops import use_kernels
+
         use_kernels(monkeypatch, request.param)
         monkeypatch.setenv(
             "TORCHREC_DYN_SYNC_ERRORS", "1"
@@ -139,6 +203,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """Sets the number of threads of torch and of our ops, and puts it back."""
+    import torch
+
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

@@ -64,7 +64,7 @@ def run(eviction, admission, limit, size, steps, seed=0):
     return side.model.causes
 
 
-@pytest.mark.everyday(11)
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_stream_that_drifts(eviction, admission):

@@ -277,7 +277,7 @@ def run(lives, share: int) -> None:
         run_state_machine_as_test(machine, settings=few)
 
 
-@pytest.mark.everyday(19)
+@pytest.mark.everyday(12)
 @pytest.mark.hypothesis  # it marks its own tests only
 @pytest.mark.parametrize(("eviction", "admission"), EVERY_LIFE)
 def test_every_life(eviction, admission):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from garbage import keep_what_exists
 from interrupt_cases import (
     LIVES,
     Training,
@@ -18,7 +19,6 @@ from interrupt_cases import (
     contents,
     is_same,
     make_tables,
-    only_new_garbage,
 )
 from real_interrupts import INTERRUPTS, at_alarm
 from torchrec import EmbeddingBagConfig
@@ -42,8 +42,7 @@ def one_thread(threads):
 
 @pytest.fixture(autouse=True, scope="module")
 def cheap_checks():
-    with only_new_garbage():
-        yield
+    keep_what_exists()  # each check collects garbage
 
 
 class Moments:

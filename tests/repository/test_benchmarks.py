@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import gc
 import importlib
 import io
 import json
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_stream_shims import cuda_stream_shims
+from garbage import keep_what_exists
 from shards import deep_but
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -53,9 +53,8 @@ def benchmarks(monkeypatch):
     """The folder on the path, and this process as it was afterwards."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     before, threads = set(sys.modules), torch.get_num_threads()
-    gc.freeze()  # benchmarks collect garbage before each measurement: 0.3 s with all that pytest keeps
+    keep_what_exists()  # benchmarks collect garbage before each measurement
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
     for name in set(sys.modules) - before:
         if (BENCHMARKS / f"{name}.py").exists():

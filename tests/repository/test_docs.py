@@ -116,7 +116,7 @@ def test_an_error_names_the_line_of_the_page(tmp_path):
 def test_a_page_that_hangs_ends(tmp_path):
     page = written(tmp_path, "```python\nimport time\n\ntime.sleep(60)\n```\n")
     with pytest.raises(AssertionError, match=r"(?s)page.md., line 4"):
-        pages.run(page, time_limit=3.0)  # in which a busy machine comes to line 4
+        pages.run(page, time_limit=1.5)  # in which a busy machine comes to line 4
 
 
 def test_an_error_of_one_process_ends_the_page(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from another_process import without_fbgemm_warning
 from example_criteo_files import EXAMPLES, learnable_lines, write
-from forked import run_ranks, run_script
+from forked import Ended, run_ranks, run_script
 
 from parts.devices import backend_for, device_of_process  # isort: skip
 from parts.options import parse_options  # isort: skip
@@ -100,14 +100,27 @@ def start_by_torchrun(script: str, arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
-    """By the real torchrun, which starts the ranks in interpreters of their own."""
+def by_torchrun(*arguments: str, ranks: int) -> Ended:
+    """Starts the script as a user does; `ranks` is among the arguments."""
+    return run_ranks(start_by_torchrun, SCRIPT, [*arguments], time_limit=240.0)
+
+
+def by_forks(*arguments: str, ranks: int) -> Ended:
+    return run_script(SCRIPT, *arguments, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [(by_torchrun, 1), pytest.param(by_torchrun, 2, marks=pytest.mark.deep), (by_forks, 2)],
+)
+def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path, run, ranks):
+    """The real torchrun starts the ranks in interpreters of their own: 3 s each."""
     lines = learnable_lines(400)
     lines[210] = lines[210][:-3] + "xyz"
     path = write(tmp_path / "log", lines)
-    arguments = ["--data", str(path), "--batch-size", "16"]
-    done = run_ranks(start_by_torchrun, SCRIPT, arguments, time_limit=240.0)
-    assert done.codes == [1], done.stderr
+    arguments = ["--data", str(path), "--batch-size", "16", "--world-size", str(ranks)]
+    done = run(*arguments, ranks=ranks)
+    assert {*done.codes} == {1}, done.stderr
     message = f"{path}, line 211: C26: expected 1 to 16 hexadecimal digits"
     assert (done.stdout + done.stderr).count(message) == 1
     assert "Traceback" not in done.stderr and "File " not in done.stderr

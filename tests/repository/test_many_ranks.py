@@ -5,11 +5,9 @@ One rank of many is simulated (benchmarks/bench_scale.py), and compared with rea
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers
+from garbage import keep_what_exists
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
@@ -35,11 +34,8 @@ def benchmark() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def little_garbage() -> Iterator[None]:
-    """The benchmark collects garbage beside each phase: not all that pytest keeps."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def little_garbage() -> None:
+    keep_what_exists()  # the benchmark collects garbage beside each phase
 
 
 def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:

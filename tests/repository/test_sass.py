@@ -105,15 +105,21 @@ def test_weighted_bags_and_rows_of_several_blocks_are_read_four_at_once(rows, ou
     assert len(kernel.most_in_flight(COLUMNS)) == 4
 
 
-@pytest.mark.parametrize(
-    ("lanes", "units", "warps", "most"),
-    [(4, 1, 28, 275), (4, 2, 24, 315), (8, 2, 24, 330), (16, 2, 24, 330), (16, 4, 16, 430)],
-)
+TILES = [(4, 1, 28, 275), (4, 2, 24, 315), (8, 2, 24, 330), (16, 2, 24, 330), (16, 4, 16, 430)]
+
+
+def of_tile(lanes: int, units: int) -> tuple[str, str]:
+    """The two kernels of an update by rows of this width."""
+    shape = f"unsigned int, TileShape<{lanes}, {units}, true, false>"
+    return f"UpdateRows<float, {shape}, (Visit)0>", f"SumPieces<{shape}>"
+
+
+@pytest.mark.parametrize(("lanes", "units", "warps", "most"), TILES)
 def test_an_update_reads_row_state_and_gradient_at_once(lanes, units, warps, most, folder):
     """`most`: instructions of a warp, for 32 / lanes rows of one id each, by row-wise Adagrad."""
-    shape = f"unsigned int, TileShape<{lanes}, {units}, true, false>"
-    updates, sums = f"UpdateRows<float, {shape}, (Visit)0>", f"SumPieces<{shape}>"
-    kernels = kernels_of("lookup/row_update", folder, updates, sums)
+    updates, sums = of_tile(lanes, units)
+    listed = [name for tile in TILES for name in of_tile(*tile[:2])]  # at once, for all tests
+    kernels = kernels_of("lookup/row_update", folder, *listed)
     kernel = kernels[updates]
     assert kernel.warps >= warps
     batches = [kernel.batch_from(place) for place in range(len(kernel.instructions))]

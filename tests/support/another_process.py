@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import workers
-from forked import forkserver
+from forked import forkserver, keep_imports
 
 # fbgemm 1.7 warns at import: its table of the versions of torch ends before its own.
 _OF_FBGEMM = r"(?s)WARNING:root:\s+\S+\s+_fbgemm_torch_compat_table.*?\033\[0m\s+"
@@ -89,6 +89,7 @@ def _answer(
 ) -> None:
     import torch
 
+    keep_imports()
     torch.set_num_threads(1)
     try:
         answer = (True, function(*args))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from garbage import keep_what_exists
 from interrupts import interrupted
 from table_cases import same_state
 from torch import Tensor
@@ -116,17 +116,6 @@ def check_whole(model: Any) -> None:
         assert not in_use[free.rows].any() and free.rows.unique().numel() == free.rows.numel()
 
 
-@contextmanager
-def only_new_garbage() -> Iterator[None]:
-    """Keeps what exists out of the garbage collection of each check, which would take 0.2 s."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def check_every_place(
     make: Callable[[], Any],
     call: Callable[[Any], Any],
@@ -138,19 +127,19 @@ def check_every_place(
     Returns:
         The number of interrupted calls.
     """
+    keep_what_exists()  # each check collects garbage
     at, runs = 1, 0
-    with only_new_garbage():
-        while True:
-            model = make()
-            hit = interrupted(lambda model=model: call(model), at)
-            try:
-                check(model)
-            except Exception as error:
-                error.add_note(f"interrupted at place {at}")
-                raise
-            if not hit:
-                return runs
-            at, runs = at + every, runs + 1
+    while True:
+        model = make()
+        hit = interrupted(lambda model=model: call(model), at)
+        try:
+            check(model)
+        except Exception as error:
+            error.add_note(f"interrupted at place {at}")
+            raise
+        if not hit:
+            return runs
+        at, runs = at + every, runs + 1
 
 
 class Training:

@@ -163,6 +163,7 @@ def _serve(
     folder: str,
 ) -> None:
     """Joins the process group and answers calls until the test session ends."""
+    forked.keep_imports()
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
