@@ -143,11 +143,11 @@ def goes_on(setup: Setup, folder: str) -> None:
     """A copy under the same plan trains on as its model does."""
     model, copy = new(setup), new(setup)
     marker = mark(model)
-    train(model, setup, range(5))
+    train(model, setup, range(3))
     quietly(export_delta, model, f"{folder}/0", marker)
     quietly(apply_delta, copy, f"{folder}/0")
     for one in (model, copy):
-        train(one, setup, range(5, 12))
+        train(one, setup, (3, 4, 6, 9))  # ids expire
     mine, theirs = held(model), held(copy)
     assert mine.keys() == theirs.keys()
     assert not [name for name in mine if not same_bits(mine[name], theirs[name])]

@@ -115,7 +115,7 @@ def _same_table(one: TableShard, other: TableShard) -> None:
 
 def case_of(kinds: list[str], world: int, **options: Any) -> Case:
     tables = three_tables(kinds, world, world, **options.pop("tables", {}))
-    return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, **options})
+    return Case(tables, pooled=False, **{"known_ids": 15, "longest_bag": 6, "steps": 3, **options})
 
 
 @pytest.mark.everyday(3)
