@@ -75,6 +75,7 @@ def test_plans_train_as_unsharded(kinds: list[str], form: str) -> None:
     assert sum(workers.run(train_processed, case, form, world_size=2)) > 0
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("kind", POOLED)
 def test_a_plan_alone_trains_as_unsharded(kind: str) -> None:
     case = Case(tables_of([kind] * 3, 2, 2), weighted=True, exact=False)

@@ -101,9 +101,9 @@ def live_with_few_counters(case: Case, steps: int) -> dict[str, dict[str, float]
     for step in range(steps):
         if step % 3 == 0:
             beside.set_time(step + 1)
-        if step % 23 == 22:
+        if step % 11 == 10:
             beside.edit(torch.arange(15 * step, 15 * step + 60))
-        if step % 19 == 18:  # some that had gone, and more than the limit holds
+        if step % 15 == 14:  # some that had gone, and more than the limit holds
             ids = torch.arange(3 * step, 15 * step, 4)
             beside.edit(ids, torch.linspace(-1, 1, len(ids) * DIM).view(-1, DIM))
         beside.step(drifting_batch(case, step))
@@ -129,8 +129,8 @@ def check_lives(
 
 # Plan, lives, steps, whether the optimizer is Adam. "all kinds" has columns of three ranks, too.
 EVERYDAY = [
-    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored"], 26, False),
-    ("all kinds", ["frequent", "after_few", "chance", "scored", "negatives"], 26, False),
+    ("columns on 0, 1, 0", ["recent", "timed", "after", "scored"], 20, False),
+    ("all kinds", ["frequent", "after_few", "chance", "scored", "negatives"], 23, False),
 ]
 SHORT = [(plan, [*LIVES], 26, bool(turn % 2)) for turn, plan in enumerate(MIXED)]
 LONG = [(plan, [*LIVES], 200, bool(turn % 2)) for turn, plan in enumerate([*MIXED, *EACH])]
