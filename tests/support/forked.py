@@ -134,11 +134,8 @@ def _run_rank(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
     )
-    import gc
-
     import torch
 
-    gc.freeze()  # a collection would write to, and so copy, the memory shared with the server
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(time_limit, exit=True, file=sys.stderr)
     function(*args)

@@ -171,13 +171,11 @@ def _serve(
         OMP_NUM_THREADS="1",
         GLOO_SOCKET_IFNAME="lo",
     )
-    import gc
     import logging
 
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # a collection would write to, and so copy, the memory shared with the server
     torch.set_num_threads(1)
     for chatty in ("torchrec", "torch.fx"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
