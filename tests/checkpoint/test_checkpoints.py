@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,11 @@ def saved(model: Any, optimizer: Any, folder: Path) -> dict[str, Any]:
     return contents(entry.tables)
 
 
-def run_without_a_stop(world: int, path: str, steps: int, every: int, tables: int = 1) -> list[str]:
+def run_without_a_stop(
+    world: int, path: str, steps: int, every: int, tables: int = 1, full_every: int = 3
+) -> list[str]:
     setup, model, optimizer = new(world, tables)
-    checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=3)
+    checkpoints = Checkpoints(f"{path}/kept", keep=2, full_every=full_every)
     for step in range(steps):
         train(model, setup, [step])
         if step % every == every - 1:
@@ -82,15 +86,12 @@ def ends_equal(path: Path) -> bool:
 
 @pytest.mark.parametrize(("world", "tables"), [(0, 5), (2, 2)])
 def test_a_stopped_run_ends_as_one_that_was_not(world: int, tables: int, tmp_path: Path) -> None:
-    """Full, delta, delta, full, delta, delta: restored from a delta, and at an older step."""
-    names = run(run_without_a_stop, world, str(tmp_path), 13, 2, tables)
-    assert names == [
-        *("full-00000001", "delta-00000002", "delta-00000003"),
-        *("full-00000004", "delta-00000005", "delta-00000006"),
-    ]
-    assert run(continue_run, world, str(tmp_path), 13, tables) == (11, [])
+    """Full, delta, full, delta: restored from the newest delta, and from the older one."""
+    names = run(run_without_a_stop, world, str(tmp_path), 9, 2, tables, 2)
+    assert names == ["full-00000001", "delta-00000002", "full-00000003", "delta-00000004"]
+    assert run(continue_run, world, str(tmp_path), 9, tables) == (7, [])
     assert ends_equal(tmp_path)
-    assert run(continue_run, world, str(tmp_path), 13, tables, 5) == (5, [])
+    assert run(continue_run, world, str(tmp_path), 9, tables, 3) == (3, [])
     assert ends_equal(tmp_path)
 
 
@@ -118,27 +119,45 @@ def test_a_run_goes_on_in_the_same_directory(tmp_path: Path) -> None:
     checkpoints.close()
 
 
-def trained(tmp_path: Path, full_every: int, saves: int) -> Checkpoints:
-    setup, model, optimizer = new(0)
-    checkpoints = Checkpoints(tmp_path / "kept", keep=2, full_every=full_every)
-    for step in range(saves):
-        train(model, setup, [step])
-        quietly(checkpoints.save, model, optimizer, step=step, extra={"next": step + 1})
-    checkpoints.close()
-    return checkpoints
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Path]:
+    """Returns a directory of saves after each step; each kind of chain is trained once."""
+
+    @cache
+    def chain(full_every: int, saves: int) -> Path:
+        setup, model, optimizer = new(0)
+        checkpoints = Checkpoints(tmp_path_factory.mktemp("chain"), keep=2, full_every=full_every)
+        for step in range(saves):
+            train(model, setup, [step])
+            quietly(checkpoints.save, model, optimizer, step=step, extra={"next": step + 1})
+        checkpoints.close()
+        return checkpoints.path
+
+    return chain
 
 
-def test_full_saves_are_kept_with_their_deltas(tmp_path: Path) -> None:
-    entries = trained(tmp_path, 2, 7).entries()
+@pytest.fixture
+def trained(chains: Callable[[int, int], Path], tmp_path: Path) -> Callable[[int, int], Any]:
+    """Returns what puts a copy of a chain into `kept`."""
+
+    def copied(full_every: int, saves: int) -> Checkpoints:
+        shutil.copytree(chains(full_every, saves), tmp_path / "kept", dirs_exist_ok=True)
+        return Checkpoints(tmp_path / "kept", keep=2, full_every=full_every)
+
+    return copied
+
+
+def test_full_saves_are_kept_with_their_deltas(trained: Any, tmp_path: Path) -> None:
+    entries = trained(2, 7).entries()
     assert [entry.step for entry in entries] == [4, 5, 6]
     assert sorted(one.name for one in (tmp_path / "kept").iterdir() if one.is_dir()) == [
         "delta-00000006", "full-00000005", "full-00000007"
     ]  # fmt: skip
 
 
-def test_a_branch_is_kept(tmp_path: Path) -> None:
+def test_a_branch_is_kept(trained: Any, tmp_path: Path) -> None:
     """A delta after an old full save, while newer full saves of the other branch are there."""
-    trained(tmp_path, 2, 5)
+    trained(2, 5)
     setup, model, optimizer = new(0)
     checkpoints = Checkpoints(tmp_path / "kept", keep=1, full_every=3)
     quietly(checkpoints.restore, model, optimizer, step=2)
@@ -179,8 +198,8 @@ def no_values(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [torn, foreign, damaged, truncated, no_values])
-def test_the_newest_whole_state_and_a_report(harm: Any, tmp_path: Path) -> None:
-    trained(tmp_path, 4, 4)
+def test_the_newest_whole_state_and_a_report(harm: Any, trained: Any, tmp_path: Path) -> None:
+    trained(4, 4)
     harm(tmp_path / "kept" / "delta-00000004")
     _, model, optimizer = new(0)
     restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
@@ -188,18 +207,18 @@ def test_the_newest_whole_state_and_a_report(harm: Any, tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in restored.skipped] == ["delta-00000004"]
 
 
-def test_a_missing_delta_hides_those_after_it(tmp_path: Path) -> None:
-    trained(tmp_path, 4, 4)
+def test_a_missing_delta_hides_those_after_it(trained: Any, tmp_path: Path) -> None:
+    trained(4, 4)
     shutil.rmtree(tmp_path / "kept" / "delta-00000003")
     _, model, optimizer = new(0)
     restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
     assert restored.step == 1 and "an entry before it is missing" in restored.skipped[0]
 
 
-def test_nothing_that_can_be_loaded(tmp_path: Path) -> None:
+def test_nothing_that_can_be_loaded(trained: Any, tmp_path: Path) -> None:
     _, model, optimizer = new(0)
     assert Checkpoints(tmp_path / "kept").restore(model, optimizer) is None
-    trained(tmp_path, 1, 1)
+    trained(1, 1)
     damaged(tmp_path / "kept" / "full-00000001")
     setup, model, optimizer = new(0)
     with pytest.raises(ValueError, match=r"expected an entry that can be loaded, got none.*full-0"):
@@ -335,9 +354,9 @@ def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:
             Checkpoints(tmp_path, **{name: 0})
 
 
-def test_a_delta_has_no_rows_that_did_not_change(tmp_path: Path) -> None:
+def test_a_delta_has_no_rows_that_did_not_change(trained: Any, tmp_path: Path) -> None:
     """The dense part of a delta reads no rows: it has no tensor of a table."""
-    trained(tmp_path, 2, 2)
+    trained(2, 2)
     (delta,) = (entry for entry in read_chain(tmp_path / "kept").entries if not entry.is_full)
     assert not any("embedding_bags" in name for name in contents(delta.dense))
 

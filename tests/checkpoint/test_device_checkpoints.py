@@ -25,10 +25,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SPREAD = 2**58 + 1  # ids of both signs
 
 
-@pytest.fixture
-def device():
+@pytest.fixture(scope="module")
+def first_twins():
+    """Returns the device, a trained model on the CPU, and its twin on the device."""
     with MockDevice() as device:
-        yield device
+        here = Model("ADAMW")
+        train(here, "cpu", range(3))
+        there = copy.deepcopy(here).to("cuda")
+        for model, place in ((here, "cpu"), (there, CUDA)):
+            train(model, place, range(3, 5))
+        yield device, here, there
+
+
+@pytest.fixture
+def device(first_twins):
+    first_twins[0].forget()
+    return first_twins[0]
+
+
+@pytest.fixture
+def twins(device, first_twins):
+    """Returns copies of both; notes of the copies go to the same device."""
+    return copy.deepcopy(first_twins[1:], {id(device): device})
 
 
 @pytest.fixture
@@ -48,16 +66,6 @@ def train(model, place, steps):
                 [f"f_{name}" for name in names], torch.cat(ids), lengths=torch.tensor(most)
             )
             run_lookups_backward(collection(features.to(torch.device(place))), seed=step)
-
-
-def twins():
-    """Returns a trained model on the CPU, and its twin on the device."""
-    here = Model("ADAMW")
-    train(here, "cpu", range(3))
-    there = copy.deepcopy(here).to("cuda")
-    for model, place in ((here, "cpu"), (there, CUDA)):
-        train(model, place, range(3, 5))
-    return here, there
 
 
 def states(model):
@@ -105,8 +113,8 @@ def sums_of(path):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def test_a_checkpoint_of_a_device_has_the_bytes_of_the_cpus(device, tmp_path, read_at_once):
-    here, there = twins()
+def test_a_checkpoint_of_a_device_has_the_bytes_of_the_cpus(device, twins, tmp_path, read_at_once):
+    here, there = twins
     dcp.save(both(here), checkpoint_id=tmp_path / "here", no_dist=True)
     waiting = dcp.async_save(both(there), checkpoint_id=tmp_path / "there", no_dist=True)
     assert 0 < max(read_at_once) <= 512  # optimizer state of float16 rows is twice as wide
@@ -119,9 +127,9 @@ def test_a_checkpoint_of_a_device_has_the_bytes_of_the_cpus(device, tmp_path, re
     assert device.mixed == [] and device.without_kernel == []
 
 
-def test_state_dicts_on_the_device_can_be_loaded(device):
+def test_state_dicts_on_the_device_can_be_loaded(device, twins):
     """As torch.load(map_location="cuda") returns them."""
-    here, there = twins()
+    here, there = twins
     moved = tree_map_only(
         torch.Tensor, lambda one: one if one.is_meta else one.to(CUDA), both(here)
     )
@@ -132,8 +140,8 @@ def test_state_dicts_on_the_device_can_be_loaded(device):
     assert device.mixed == []
 
 
-def test_a_damaged_load_changes_nothing(device):
-    here, there = twins()
+def test_a_damaged_load_changes_nothing(device, twins):
+    here, there = twins
     before, state = states(there), both(here)
     weight = state["model"]["pooled.embedding_bags.plain.weight"]
     moment = state["optimizers"]["pooled"]["state"]["embedding_bags.plain.weight"]
@@ -145,8 +153,8 @@ def test_a_damaged_load_changes_nothing(device):
         assert all(same_state(states(there)[name], one) for name, one in before.items())
 
 
-def test_deltas_of_a_device_have_the_bytes_of_the_cpus(device, tmp_path, read_at_once):
-    here, there = twins()
+def test_deltas_of_a_device_have_the_bytes_of_the_cpus(device, twins, tmp_path, read_at_once):
+    here, there = twins
     copies = [copy.deepcopy(model) for model in (here, there)]
     read_at_once.clear()
     for name, model, place in (("here", here, "cpu"), ("there", there, CUDA)):
@@ -165,8 +173,8 @@ def test_deltas_of_a_device_have_the_bytes_of_the_cpus(device, tmp_path, read_at
     assert device.mixed == [] and device.without_kernel == []
 
 
-def test_rows_of_a_device_are_written_and_read_as_files(device, tmp_path):
-    here, there = twins()
+def test_rows_of_a_device_are_written_and_read_as_files(device, twins, tmp_path):
+    here, there = twins
     for name, model in (("here", here), ("there", there)):
         checkpoint.export_rows(model.pooled, "plain", tmp_path / name)
     assert sums_of(tmp_path / "there") == sums_of(tmp_path / "here")
@@ -178,8 +186,8 @@ def test_rows_of_a_device_are_written_and_read_as_files(device, tmp_path):
     assert device.mixed == []
 
 
-def test_a_model_on_a_device_is_served(device, tmp_path):
-    here, there = twins()
+def test_a_model_on_a_device_is_served(device, twins, tmp_path):
+    here, there = twins
     folders = []
     for name, model, place in (("here", here, "cpu"), ("there", there, CUDA)):
         marker, folder = mark(model), tmp_path / name
@@ -225,8 +233,8 @@ def test_static_tables_of_a_device_become_dynamic_there(device, tmp_path, kind):
     assert device.mixed == [] and device.without_kernel == []
 
 
-def test_no_save_hides_an_error_of_the_device(device):
-    _, there = twins()
+def test_no_save_hides_an_error_of_the_device(device, twins):
+    _, there = twins
     table = there.tables()["plain"]
     table.weights.read(torch.tensor([10**6]).to(CUDA))  # its error is raised later
     with pytest.raises(RuntimeError, match="expected rows"):

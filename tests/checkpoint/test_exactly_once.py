@@ -222,9 +222,8 @@ def check(
     [
         ([None, Death("checkpoints.collect_changes", 2)], "save", 0),
         ([Death("entry_writing.publish", 3), None], "async_save", 2),
-        ([Death("", 7, 0.02)] * 2, "async_save", 0),
     ],
-    ids=["one rank", "in the background, with two loader workers", "both ranks, at some time"],
+    ids=["one rank", "in the background, with two loader workers"],
 )
 def test_a_killed_run_ends_as_one_that_was_not(
     deaths: Deaths, method: str, workers: int, tmp_path: Path, expected: dict[str, Any]

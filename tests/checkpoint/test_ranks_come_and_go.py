@@ -14,6 +14,7 @@ from checkpoint_cases import optimizer_of, quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_training import collection_of, shard
+from shards import deep_but
 from torch.distributed.checkpoint import FileSystemReader
 from torchrec import KeyedJaggedTensor
 
@@ -152,7 +153,7 @@ def check_move(path: Path, before: int, after: int) -> None:
         assert 0.8 < held / (ROWS - 3_500) * after < 1.2
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), deep_but([(2, 3)], [(2, 3), (3, 2)]))
 def test_a_restart_reads_each_row_once(tmp_path: Path, before: int, after: int) -> None:
     check_move(tmp_path, before, after)
 

@@ -55,7 +55,7 @@ def exported(setup: Setup, path: str) -> dict[str, list[str]]:
         count = export_table(
             collection, name, folder, columns=columns, kind="parquet", batch_bytes=5000
         )
-        saved = read_batches(f"{path}/run", name, columns=columns, batch_bytes=900).read_all()
+        saved = read_batches(f"{path}/run", name, columns=columns, batch_bytes=2000).read_all()
         assert by_id(of_parts(folder)) == by_id(saved) and len(saved) == count > 0
         # Each rank reads the rows of the ids that it holds with the first columns.
         mine = read_batches(collection, name, columns=columns, batch_bytes=5000).read_all()

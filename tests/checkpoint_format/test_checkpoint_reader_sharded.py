@@ -65,7 +65,7 @@ def test_every_plan_is_read(tmp_path, kind):
     for name, table in by_name.items():
         table.verify()
         assert table.optimizer is not None and table.optimizer["optimizer"] == "adam"
-        assert int(table.read("step")) == 3
+        assert int(table.read("step")) == Case.steps
         ids = torch.unique(torch.cat([rank[name][0] for rank in ranks]))
         assert table.num_rows == len(ids) and (name == "never") == (len(ids) == 0)
         if name == "never":

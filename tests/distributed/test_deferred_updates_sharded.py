@@ -111,6 +111,7 @@ def check_life(sharded: Any, unsharded: Any, table: str) -> None:
     assert stats["evicted_full"] + stats["evicted_expired"] > 0 and stats["late_grads"] == 0, stats
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("name", CASES)
 def test_accumulates_as_unsharded(name: str) -> None:
     workers.run(train_deferred, CASES[name], math.inf, world_size=2)

@@ -75,6 +75,7 @@ def test_plans_train_as_unsharded(kinds: list[str], form: str) -> None:
     assert sum(workers.run(train_processed, case, form, world_size=2)) > 0
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("kind", POOLED)
 def test_a_plan_alone_trains_as_unsharded(kind: str) -> None:
     case = Case(tables_of([kind] * 3, 2, 2), weighted=True, exact=False)
@@ -313,21 +314,28 @@ def load(folder: str, world: int) -> dict[str, Tensor]:
     return contents(model, case)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[str, dict[str, Tensor]]:
+    """Returns the folder of a checkpoint of two ranks, and its contents."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return folder, workers.run(save, folder, world_size=2)[0]
+
+
 @pytest.mark.parametrize("world", [1, 4])
-def test_checkpoint_into_another_plan(tmp_path, world: int) -> None:
-    saved = workers.run(save, str(tmp_path), world_size=2)[0]
-    loaded = workers.run(load, str(tmp_path), world, world_size=world)[0]
+def test_checkpoint_into_another_plan(saved, world: int) -> None:
+    folder, saved = saved
+    loaded = workers.run(load, folder, world, world_size=world)[0]
     assert saved.keys() == loaded.keys()
     for name, value in saved.items():
         assert torch.equal(loaded[name], value), name
 
 
-def test_checkpoint_into_the_unsharded_module(tmp_path) -> None:
-    saved = workers.run(save, str(tmp_path), world_size=2)[0]
+def test_checkpoint_into_the_unsharded_module(saved) -> None:
+    folder, saved = saved
     case = Case(tables_of(MIXED, 1, 1), weighted=True)
     model = Model(processed(case, collection_of(case), "collection"))
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path), planner=dyn.checkpoint.LoadPlanner())
+    dcp.load(state, checkpoint_id=folder, planner=dyn.checkpoint.LoadPlanner())
     model.load_state_dict(state["model"])
     table = model.collection.split()[1].table("t0")
     assert torch.equal(table.lookup(saved["t0 ids"])[0], saved["t0 rows"])

@@ -73,15 +73,14 @@ def test_plans_train_the_bits_of_tables_in_memory(setup: Setup) -> None:
 def load_across(setup: Setup, folder: str) -> None:
     mapped, plain = in_files(setup), new(setup)
     for name, one in (("mapped", mapped), ("plain", plain)):
-        train(one, setup, range(4))
+        train(one, setup, range(3))
         save(one, f"{folder}/{name}")
     if dist.is_initialized():
         dist.barrier()
-    for name in ("mapped", "plain"):  # both are saved alike, and both load both
-        loaded = load(in_files(setup), f"{folder}/{name}")
-        check_mapped(loaded)
-        for one in (loaded, load(new(setup), f"{folder}/{name}")):
-            check_same(held(one), held(plain))
+    loaded = load(in_files(setup), f"{folder}/plain")
+    check_mapped(loaded)
+    for one in (loaded, load(new(setup), f"{folder}/mapped")):
+        check_same(held(one), held(plain))
     train(loaded, setup, range(4, 6))
     train(plain, setup, range(4, 6))
     check_same(held(loaded), held(plain))

@@ -105,7 +105,7 @@ def test_prefetch_inserts_and_forward_finds() -> None:
             assert count["ids_seen"] > count["hits"]
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     "pipeline, plan",
     deep_but(

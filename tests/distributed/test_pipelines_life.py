@@ -22,7 +22,7 @@ LIVES = [
 SEQUENCES = ("row_wise", "table_wise", "column_wise")
 FULL = Run(
     ("table_wise", "row_wise", "column_wise"), SEQUENCES, beside=True,
-    rows=90, lives=LIVES, drift=40, steps=10,
+    rows=90, lives=LIVES, drift=40, steps=8,
 )  # fmt: skip
 BY_NODE = dataclasses.replace(
     FULL, pooled=("table_row_wise", "table_column_wise", "grid_shard"), rows=200, steps=20

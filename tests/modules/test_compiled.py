@@ -10,7 +10,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.lookup import TableGroup
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["pooled", "policies", "sequence"])
 @pytest.mark.parametrize("compiled", ["model", "tables"])
 def test_as_without_a_compiler(kind: str, compiled: str) -> None:

@@ -187,7 +187,7 @@ def assert_same(got, expected, rounds=False):
             assert torch.equal(got[key], expected[key]), key
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.simt
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.filterwarnings("ignore:.*inverse")
@@ -355,7 +355,7 @@ def unpickled(module, place):
     return pickle.loads(file.getvalue())
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", UNPICKLED)
 def test_a_module_lives_where_it_was_unpickled(device, name):
     here = MODULES[name]()
@@ -417,7 +417,7 @@ WRONG = {
 }
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("lengths", WRONG)
 @pytest.mark.parametrize("name", ["pooled", "two groups", "half", "replaces", "expires", "frozen"])
 def test_wrong_lengths_change_nothing(device, name, lengths):

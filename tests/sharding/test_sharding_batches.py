@@ -58,12 +58,12 @@ def test_a_batch_size_per_rank_and_feature(plans: str) -> None:
 
 @every_plan
 def test_a_batch_without_ids(plans: str) -> None:
-    run(case_of_plans(plans, longest_bag=0))
+    run(case_of_plans(plans, longest_bag=0, steps=1))
 
 
 @every_plan
 def test_a_batch_without_examples(plans: str) -> None:
-    run(case_of_plans(plans, batch_sizes=[0] * 4))
+    run(case_of_plans(plans, batch_sizes=[0] * 4, steps=1))
 
 
 def columns_of_a_matrix(kind: str, pooled: bool) -> None:

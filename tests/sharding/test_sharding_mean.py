@@ -52,7 +52,7 @@ def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, 
     run(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", SPREAD_ROWS)
 @pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN")])
 def test_feature_of_a_sum_and_a_mean_table(kind: str, poolings: tuple[str, str]) -> None:

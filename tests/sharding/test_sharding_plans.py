@@ -39,14 +39,14 @@ def run(case: Case, world: int = 4, local: int = 2) -> list[int]:
     return workers.run(train_beside, case, world_size=world, local_size=local)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("world, local", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
 @every_plan
 def test_plans_train_as_unsharded(plans: str, world: int, local: int) -> None:
     assert sum(run(case_of_plans(plans, world, local), world, local)) > 0
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     "kind, pooled", [*((kind, True) for kind in POOLED), *((kind, False) for kind in SEQUENCE)]
 )
@@ -63,14 +63,14 @@ def test_all_types_in_one_collection() -> None:
     run(Case(tables, exact=False))
 
 
-@pytest.mark.everyday(7)
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @every_plan
 def test_optimizer_does_not_depend_on_plan(plans: str, optimizer: str) -> None:
     run(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=3))
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(
     "name", ["EXACT_ROWWISE_ADAGRAD", "PARTIAL_ROWWISE_ADAM", "LAMB", "PARTIAL_ROWWISE_LAMB"]
 )
@@ -107,7 +107,7 @@ def test_rows_spread_evenly() -> None:
     assert max(abs(count - share) for count in rows) < 5 * share**0.5
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("data_type", ["FP16", "BF16"])
 @every_plan
 def test_rows_of_half_precision(plans: str, data_type: str) -> None:

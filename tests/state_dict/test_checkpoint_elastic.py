@@ -30,16 +30,17 @@ import torchrec_dyn as dyn
 
 SPREAD = {"row_wise", "table_row_wise", "grid_shard"}
 CUT = ("column_wise", "table_column_wise", "grid_shard")
+LATER = (2, 5)  # at time 15, where ids of step 0 expire
 Facts = dict[str, torch.Tensor]
 
 
 def stay(setup: Setup, folder: str) -> tuple[Facts, list[torch.Tensor]]:
     """Trains, saves, and trains on."""
     model = new(setup)
-    train(model, setup, range(3))
+    train(model, setup, range(2))
     save(model, f"{folder}/before")
     found = facts(model)
-    outputs = train(model, setup, range(3, 6))
+    outputs = train(model, setup, LATER)
     save(model, f"{folder}/after")
     return found, outputs
 
@@ -49,7 +50,7 @@ def move(setup: Setup, folder: str) -> tuple[Facts, list[torch.Tensor]]:
     model = load(new(setup), f"{folder}/before")
     save(model, f"{folder}/before_moved")
     found = facts(model)
-    outputs = train(model, setup, range(3, 6))
+    outputs = train(model, setup, LATER)
     save(model, f"{folder}/after_moved")
     return found, outputs
 

@@ -61,10 +61,12 @@ def loads_every_plan(path: str) -> None:
     cases += [("row_wise", "row_wise", AGED), ("row_wise", "table_wise", COUNTED)]
     with pytest.MonkeyPatch.context() as patch:
         small_pieces(patch)
+        folders: dict[tuple[str, Any], str] = {}
         for saved, kind, config in cases:
-            folder = f"{path}/{saved} {kind} {config}"
-            save(trained(saved, config=config), folder)
-            check_load(folder, kind, config)
+            if (saved, config) not in folders:
+                folders[saved, config] = f"{path}/{len(folders)}"
+                save(trained(saved, config=config), folders[saved, config])
+            check_load(folders[saved, config], kind, config)
 
 
 def check_load(folder: str, kind: str, config: Any) -> None:

@@ -90,7 +90,7 @@ class Run:
     mean: bool = True
     variable: bool = False
     warming: bool = False
-    steps: int = 6
+    steps: int = 5  # a pipeline is at most three batches ahead
     new_ids: int = 60  # new ids of each step
     longest_bag: int = 6
     initializer: Any = None

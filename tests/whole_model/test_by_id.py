@@ -99,7 +99,6 @@ def read_and_edit(case: Case) -> None:
         gone[-1] = gone[-1][:0]
         erased = dyn.erase_rows(sharded, table, gone[rank])
         assert erased == dyn.erase_rows(whole, table, torch.cat(gone)) > 0
-        check_reads(sharded, whole, table)
     # The handle's own edits are the same calls, and its reads are of this rank.
     sharded.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
     whole.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
@@ -110,14 +109,14 @@ def read_and_edit(case: Case) -> None:
         check_reads(sharded, whole, table)
 
 
-@pytest.mark.everyday(7)
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("world, local, pooled, kind", PLANS)
 def test_answers_do_not_depend_on_the_plan(world: int, local: int, pooled: bool, kind: str) -> None:
     case = usual_case(pooled, kind, world, local)
     workers.run(read_and_edit, case, world_size=world, local_size=local)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shards_in_any_order_on_repeated_ranks(name: str) -> None:
     world, kind, pieces = BY_HAND[name]
@@ -164,7 +163,7 @@ def read_trained_rows(case: Case) -> None:
     check_reads(model.module.collection, whole, "t0")
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_trained_rows_are_read(pooled: bool, kind: str) -> None:
     case = usual_case(pooled, kind, 2, 2)

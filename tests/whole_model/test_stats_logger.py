@@ -209,7 +209,7 @@ def test_a_writer_without_room_is_an_error_with_its_folder():
 
 # On two ranks, plainly and in pipelines.
 
-RUN = Run(("table_wise", "row_wise", "column_wise"), ("row_wise",), beside=True)
+RUN = Run(("table_wise", "row_wise", "column_wise"), ("row_wise",), beside=True, steps=6)
 TABLES = [("pooled", f"pooled_{i}") for i in range(3)] + [("sequences", "sequences_0")]
 
 

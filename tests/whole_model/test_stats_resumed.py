@@ -156,6 +156,7 @@ RUN = Run(
     ("row_wise", "table_wise"),
     ("column_wise",),
     lives=[{"eviction": ExpireAfter(steps=1)}],
+    steps=6,
 )
 
 
