@@ -121,10 +121,9 @@ def measure(kind: str, path: str) -> dict[str, Any]:
 
     read = row_reads._read
 
-    def read_piece(piece: Any) -> torch.Tensor:
-        block = read(piece)
+    def read_piece(piece: Any, block: torch.Tensor) -> torch.Tensor:
         found["read"] += block.nbytes
-        return block
+        return read(piece, block)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_reads, "_read", read_piece)
