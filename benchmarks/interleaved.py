@@ -72,7 +72,7 @@ def measure(
         clock: a name of CLOCKS.
         before: runs before each contestant's turn, not measured.
         collects: False if Python collects no garbage, as in `timeit`: to go through all objects takes 100
-            to 200 ms beside torch and torchrec, and falls on the step that happens to make the next object.
+            to 200 ms beside torch and torchrec, and falls on the step that makes one object too many.
     """
     now = CLOCKS[clock]
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
