@@ -90,12 +90,12 @@ def restore(path: str, world: int) -> tuple[dict[str, list[tuple[int, ...]]], in
         read += sum(reader.storage_data[item.storage_index].length for item in plan.items)
         return real_read(reader, plan, planner)
 
-    def read_piece(piece: Any, block: torch.Tensor) -> torch.Tensor:
+    def read_piece(piece: Any) -> torch.Tensor:
         nonlocal read
         (_, name, saved, _), row, rows = piece.source, piece.row, piece.rows
         blocks[f"{Path(saved._folder).parent.name} {name}"].append((row, row + rows))
         read += rows * BY_ROW[name]
-        return real_piece(piece, block)
+        return real_piece(piece)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_reads, "_read", read_piece)

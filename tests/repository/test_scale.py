@@ -121,9 +121,10 @@ def measure(kind: str, path: str) -> dict[str, Any]:
 
     read = row_reads._read
 
-    def read_piece(piece: Any, block: torch.Tensor) -> torch.Tensor:
+    def read_piece(piece: Any) -> torch.Tensor:
+        block = read(piece)
         found["read"] += block.nbytes
-        return read(piece, block)
+        return block
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_reads, "_read", read_piece)

@@ -10,7 +10,6 @@ import io
 import math
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -145,10 +144,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Reads the rows that DCP does not read, and returns the plan as DCP's planner does."""
         self._left = len(new_plan.items)
-        if self._reads:
-            with ThreadPoolExecutor(1, "LoadPlanner") as reader:
-                for reads in self._reads.values():
-                    reads.read(reader)
+        for reads in self._reads.values():
+            reads.read()
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
