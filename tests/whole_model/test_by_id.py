@@ -99,6 +99,7 @@ def read_and_edit(case: Case) -> None:
         gone[-1] = gone[-1][:0]
         erased = dyn.erase_rows(sharded, table, gone[rank])
         assert erased == dyn.erase_rows(whole, table, torch.cat(gone)) > 0
+        check_reads(sharded, whole, table)
     # The handle's own edits are the same calls, and its reads are of this rank.
     sharded.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
     whole.table("t0").assign(torch.tensor([-1]), torch.ones(1, 8))
