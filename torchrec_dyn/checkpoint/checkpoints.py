@@ -10,10 +10,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import dense_state
 from torchrec_dyn.checkpoint.dropped_load import drop_load
-from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version, sums_in
+from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
 from torchrec_dyn.checkpoint.entry_load import load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
 from torchrec_dyn.checkpoint.forgetting import (
@@ -282,15 +281,12 @@ class Checkpoints:
                 parts = {"changes": changes.state, "dense": dense}
                 made = changes.marker
                 checksums = checksums_in(changes.state, tables, "result")
-            # Of a full save they are known when its files are written; copies have theirs now.
-            sums: Callable[[], Mapping[str, str]] = partial(sums_in, checksums)
             if in_background:
-
-                def copied() -> tuple[Mapping[str, str], dict[str, dict[str, Any]]]:
-                    return sums_in(checksums), {name: staged(one) for name, one in parts.items()}
-
-                known, parts = run_together(group, _SAVE, copied)
-                sums = partial(dict, known)
+                checksums, parts = run_together(
+                    group,
+                    _SAVE,
+                    lambda: (staged(checksums), {name: staged(one) for name, one in parts.items()}),
+                )
         except BaseException:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -318,7 +314,7 @@ class Checkpoints:
             remove(outdated(replace(chain, entries=[*chain.entries, entry]), keep, root, damaged))
 
         writer = EntryWriter(
-            entry, folder, parts, sums, values, dict(options), of_group, rank, prune
+            entry, folder, parts, checksums, values, dict(options), of_group, rank, prune
         )
         return Saving(identity, writer.write, made)
 

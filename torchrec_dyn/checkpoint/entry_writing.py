@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.delta_export import Marker
-from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish
+from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, sums_in
 from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
 from torchrec_dyn.checkpoint.save_files import save_files
 from torchrec_dyn.checkpoint_format import Entry
@@ -42,7 +43,7 @@ class EntryWriter:
         entry: the entry, without the digests of its files and the sums of its tables.
         folder: the folder to write to, which rank 0 has made.
         parts: state dicts by the name of their folder in the entry.
-        sums: function that returns the content sums of the tables; called on rank 0 when all is written.
+        checksums: the two checksums of each table, by name; known on rank 0 when all is written.
         values: further values of this rank.
         options: numbers of the parameter groups.
         group: the ranks; None: one process.
@@ -53,7 +54,7 @@ class EntryWriter:
     entry: Entry
     folder: Path
     parts: Mapping[str, dict[str, Any]]
-    sums: Callable[[], Mapping[str, str]]
+    checksums: Mapping[str, tuple[Tensor, Tensor]]
     values: Mapping[str, SavedValue]
     options: Mapping[str, Mapping[str, Any]]
     group: dist.ProcessGroup | None
@@ -83,7 +84,7 @@ class EntryWriter:
         def told() -> tuple[dict[str, str], Mapping[str, str]]:
             of_rank = write_values(self.values, self.options, folder, rank)
             digests = of_rank | digests_of_files(folder, rank, self.entry.world_size)
-            return digests, self.sums() if rank == 0 else {}
+            return digests, sums_in(self.checksums) if rank == 0 else {}
 
         of_ranks = gather_results(group, _CALL, told)
         digests = {name: one for of_rank, _ in of_ranks for name, one in of_rank.items()}

@@ -68,14 +68,6 @@ class _Held:
                         self._chunks[offset] = (part, start, stop)
         return self._chunks
 
-    def read_chunk(self, offset: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Reads the chunk at an offset, and keeps its content sum if it was not summed before."""
-        part, start, stop = self.chunks(dtype)[offset]
-        if part.read_summed is None:
-            return part.read(start, stop)
-        block, self.sums[offset] = part.read_summed(start, stop)
-        return block
-
     def check_readable(self) -> None:
         """Raises RuntimeError if the parts are not to be read.
 
@@ -238,7 +230,11 @@ class SavedTensor(torch.Tensor):
         part, start, stop = self._held.chunks(self.dtype)[offset]
         if not part.size:
             return _whole(part)
-        return self._held.read_chunk(offset, self.dtype).reshape(stop - start, *part.size[1:])
+        if part.read_summed is None:
+            block = part.read(start, stop)
+        else:
+            block, self._held.sums[offset] = part.read_summed(start, stop)
+        return block.reshape(stop - start, *part.size[1:])
 
     # Called by copies: copy.deepcopy, pickle, and stagers.
 

@@ -97,15 +97,14 @@ class ShardSums(NamedTuple):
         step: number of training forwards.
         clock: numbers [2, K], from the first rank that holds the table, as all have the same; else None. Not
             a tensor: those who got it would make it alone, and another rank would wait if one cannot.
-        is_summed: False if the rows were not summed, since the state dict is only to be loaded into.
-        is_left: True if the rows are summed while they are written.
+        made_for: what the state dict is for. Unless it is for anything, the rows were not summed: they are
+            summed while they are written, or never.
     """
 
     by_name: dict[str, int]
     step: int
     clock: list[list[int]] | None = None
-    is_summed: bool = True
-    is_left: bool = False
+    made_for: str = _ANYTHING
 
 
 class ShardSummary(NamedTuple):
@@ -181,12 +180,11 @@ class ShardSource(ABC):
         if self._made_for == _LOAD:
             return self._unsummed(table.part)
         sums: dict[str, int] = {}
-        is_left = self._made_for == _SAVE
-        if not is_left:
+        if self._made_for == _ANYTHING:
             for shard, rows in zip(table.shards, self.canonical, strict=True):
                 sums = add_sums(sums, sums_of_shard(shard, rows, self.tensors_of(shard)))
         rows = self.canonical[0]
-        of_rank = self.with_small(sums)._replace(is_left=is_left)
+        of_rank = self.with_small(sums)._replace(made_for=self._made_for)
         summary = ShardSummary(of_rank, share_of(rows, table))
         if not table.has_first_column:
             return summary
@@ -199,7 +197,7 @@ class ShardSource(ABC):
 
     def _unsummed(self, part: int) -> ShardSummary:
         """Returns a summary that tells the numbers of rows only."""
-        sums = ShardSums({}, self.table.shards[0].step, is_summed=False)
+        sums = ShardSums({}, self.table.shards[0].step, made_for=_LOAD)
         summary = ShardSummary(sums, Share(part, self.canonical[0].count, []))
         if self._waiting is None or not self.table.has_first_column:
             return summary
@@ -209,7 +207,7 @@ class ShardSource(ABC):
         """Notes in the entry if the tensors cannot be saved: some rank has not summed its rows."""
         if self._entry is not None:
             known = (one.sums for one in summaries if one is not None)
-            self._entry.is_only_to_load = not all(one.is_summed for one in known)
+            self._entry.is_only_to_load = any(one.made_for == _LOAD for one in known)
 
     def with_small(self, by_row: Mapping[str, int]) -> ShardSums:
         """Returns this rank's part of the checksum, from the sums of its tensors by row."""
@@ -253,11 +251,13 @@ class ShardSource(ABC):
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
         whole = self._small(sums)
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
-        words = self.checksum(sums)
-        made["checksum"] = whole_tensor(words, is_saved, self._entry)
-        if any(one.is_left for one in sums):
-            left = LeftSums(self._sums(sums), self.order)
+        summed = self._sums(sums)
+        words = as_words(summed, self.order)
+        if any(one.made_for == _SAVE for one in sums):
+            left = LeftSums(summed, self.order)
             made["checksum"] = tensor_of_left_sums(left, len(words), is_saved, self._entry)
+        else:
+            made["checksum"] = whole_tensor(words, is_saved, self._entry)
         cells = [one.cells for one in known if one.cells is not None]
         waiting = [one.waiting_cells for one in known if one.waiting_cells is not None]
         return {**made, "cells": index_tensor(cells, waiting, is_saved, self._entry)}
