@@ -292,6 +292,32 @@ def test_an_interrupt_leaves_no_wrong_sums(life, every):
     assert runs > 2, runs
 
 
+def test_an_interrupted_version_leaves_no_wrong_sums():
+    """Ctrl-C at any place of the beginning of a version; rows touched before it are touched after it, too."""
+    training = Training(LIVES["plain"][:1])
+
+    def make():
+        model = training.after(0)
+        model.markers = [mark(model)]
+        training.step(model, 0)
+        check_sums(model)
+        (model.shard,) = tables_of(model, "test")[0].shards
+        return model
+
+    def call(model):
+        model.markers.append(model.shard.changes.version(model.shard.id_map, ids_of()))
+
+    def check(model):
+        for begin in (lambda model: None, call):
+            begin(model)
+            check_sums(model)
+            training.step(model, 0)
+            assert check_sums(model) == 1
+
+    runs = check_every_place(make, call, check)
+    assert runs > 20, runs
+
+
 def test_few_ids_are_compacted(monkeypatch):
     """Ids listed before and after a version in use are kept once, at the later version."""
     monkeypatch.setattr(touched_rows, "_LEAST_COMPACTED", 0)

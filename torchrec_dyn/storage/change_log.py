@@ -126,11 +126,13 @@ class ChangeLog:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
         # First: an update must not take rows as recorded whose bits are cleared here.
         self.token = object()
-        if self.touched is not None:
-            self.touched.begin(self.number + 1, withheld, id_map)
-        elif self.changed is not None:
+        if self.changed is not None:
             self.changed.settle(self.number)
-        self.number, self.token = self.number + 1, object()
+        # Before the version begins: an interrupted one leaves its number unused, else two would have it.
+        self.number += 1
+        if self.touched is not None:
+            self.touched.begin(self.number, withheld, id_map)
+        self.token = object()
         version = Version(self, self.number, keeps_erased)
         self._versions.add(version)
         self.erased = self._still_asked()

@@ -14,6 +14,7 @@ Legend: T tables, N rows in table order, M ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.storage.canonical_rows import unsigned
 from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.storage.row_marks import block_shift_of, flags_of, list_bits
+from torchrec_dyn.storage.row_marks import HasBits, block_shift_of, flags_of, list_bits
 
 # Returns the content sums, by tensor, of ids [M] int64, which have rows [M] int64.
 SumRows = Callable[[Tensor, Tensor], Mapping[str, int]]
@@ -55,6 +56,18 @@ class _Listed(NamedTuple):
 
 class _Numbered(Protocol):
     number: int
+
+
+@dataclass
+class _Bits:
+    """The bits of a table, by block."""
+
+    bits: list[Tensor]
+    shift: int
+
+
+def _set_bits(table: HasBits, rows: Tensor) -> None:
+    ops.mark_new_(rows, host_numbers([0, rows.numel()]), *list_bits([table]))
 
 
 class TouchedRows:
@@ -106,21 +119,18 @@ class TouchedRows:
         withheld [M] int64 are the withheld rows: they have no id, but may be written by a late gradient.
         """
         self._complete(id_map)
-        # Not known meanwhile: a row whose bit was cleared too early would be subtracted twice.
-        rest, self.rest = self.rest, None
-        for block in self.bits:
-            block.zero_()
-        self.number = number
-        if withheld.numel():
-            self._set_bits(withheld)
         self._compact(id_map)
-        self.rest = rest
+        bits = [torch.zeros_like(block) for block in self.bits]
+        if withheld.numel():
+            _set_bits(_Bits(bits, self.shift), withheld)
+        # Together: a row whose id is listed for this version has its bit, else it would be subtracted twice.
+        self.bits, self.number = bits, number
 
     def add(self, ids: Tensor, rows: Tensor, id_map: IdMap) -> None:
         """Records that rows [M] int64 were given to ids [M] int64, whatever the bits of the rows."""
         self._compact(id_map)
         try:
-            self._set_bits(rows)
+            _set_bits(self, rows)
             self._list(ids)
         except BaseException:
             self.doubt()
@@ -173,9 +183,6 @@ class TouchedRows:
                 sums = _added(rest.sums, rest.sum_rows(ids, rows), -1)
                 self.rest = rest._replace(sums=sums)
         self._list(ids)
-
-    def _set_bits(self, rows: Tensor) -> None:
-        ops.mark_new_(rows, host_numbers([0, rows.numel()]), *list_bits([self]))
 
     def _list(self, ids: Tensor) -> None:
         """Appends ids. Joins pieces: many steps touch a few rows each."""
