@@ -122,3 +122,18 @@ def test_scans_of_a_map_without_readers_are_dropped(monkeypatch: pytest.MonkeyPa
     assert kept._rows == sum(
         scan.ids.numel() for held in kept._held.values() for _, scan in held.scans
     )
+
+
+def test_scans_of_a_map_that_is_gone_serve_no_map_in_its_place(monkeypatch) -> None:
+    """Ctrl-C in the finalizer of a reader leaves its scans behind; the next map may be at the same address."""
+    kept = canonical_rows._KeptScans()
+    monkeypatch.setattr(canonical_rows, "_kept", kept)
+    monkeypatch.setattr(kept, "_leave", lambda *_: None)
+    addresses = set()
+    for first in range(20):
+        id_map = filled([first, 100])
+        addresses.add(id(id_map))
+        assert listed(CanonicalRows(id_map, "t", lambda: (7,))) == ([first, 100], [0, 1])
+        del id_map
+    assert len(addresses) < 20
+    assert len(kept._order) == sum(len(held.scans) for held in kept._held.values())

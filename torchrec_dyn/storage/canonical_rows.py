@@ -210,6 +210,7 @@ _Scan = TypeVar("_Scan", _Window, _Listed)
 
 
 class _Held(NamedTuple):
+    map: weakref.ref[IdMap]
     readers: set[object]
     scans: list[tuple[Any, _Window | _Listed]]  # stamps and scans, oldest first
 
@@ -223,7 +224,7 @@ class _KeptScans:
     def __init__(self) -> None:
         # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
         self._lock = threading.RLock()
-        # By the number of the map's object, which its readers keep alive.
+        # By the number of the map's object. An interrupt in `_leave` leaves scans of a map behind that may go.
         self._held: dict[int, _Held] = {}
         self._order: deque[tuple[int, int]] = deque()  # map and rows of all scans, oldest first
 
@@ -238,7 +239,9 @@ class _KeptScans:
         # First: an interrupt in between leaves no reader behind.
         weakref.finalize(reader, self._leave, key, token)
         with self._lock:
-            self._held.setdefault(key, _Held(set(), [])).readers.add(token)
+            if key in self._held and self._held[key].map() is not id_map:
+                self._drop(key)
+            self._held.setdefault(key, _Held(weakref.ref(id_map), set(), [])).readers.add(token)
 
     def _leave(self, key: int, token: object) -> None:
         """Drops the scans of a map after its last reader."""
@@ -248,8 +251,11 @@ class _KeptScans:
                 return
             held.readers.discard(token)
             if not held.readers:
-                del self._held[key]
-                self._order = deque(other for other in self._order if other[0] != key)
+                self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        self._order = deque(other for other in self._order if other[0] != key)
+        del self._held[key]
 
     def of(self, id_map: IdMap, stamp: Any, kind: type[_Scan]) -> list[_Scan]:
         """Returns the scans of one kind of a map with this stamp."""
