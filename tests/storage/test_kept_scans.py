@@ -125,7 +125,7 @@ def test_scans_of_a_map_without_readers_are_dropped(monkeypatch: pytest.MonkeyPa
 
 
 def test_scans_of_a_map_that_is_gone_serve_no_map_in_its_place(monkeypatch) -> None:
-    """Ctrl-C in the finalizer of a reader leaves its scans behind; the next map may be at the same address."""
+    """Ctrl-C in the finalizer of a reader leaves its scans behind; the next map may be there."""
     kept = canonical_rows._KeptScans()
     monkeypatch.setattr(canonical_rows, "_kept", kept)
     monkeypatch.setattr(kept, "_leave", lambda *_: None)

@@ -224,7 +224,7 @@ class _KeptScans:
     def __init__(self) -> None:
         # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
         self._lock = threading.RLock()
-        # By the number of the map's object. An interrupt in `_leave` leaves scans of a map behind that may go.
+        # By the number of the map's object. An interrupt in `_leave` leaves scans of a map that goes.
         self._held: dict[int, _Held] = {}
         self._order: deque[tuple[int, int]] = deque()  # map and rows of all scans, oldest first
 
