@@ -107,6 +107,7 @@ class ClickModel(nn.Module):
     ) -> None:
         super().__init__()
         self.rows, self.fixed = rows, fixed
+        self.tables = rows.embedding_bag_configs()  # a sharded collection has no such method
         self.over = nn.Sequential(nn.Linear(len(FEATURES) * dim, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, features: KeyedJaggedTensor, labels: torch.Tensor) -> torch.Tensor:
@@ -154,7 +155,7 @@ def look_at(model: nn.Module) -> dict[str, float]:
     stats = [dyn.read_stats(inner.rows, table) for table in FEATURES]
     sums = {key: sum(of_table[key] for of_table in stats) for key in SUMMED}
     if inner.fixed is not None:
-        sums |= inner.fixed.counts(inner.rows.embedding_bag_configs())
+        sums |= inner.fixed.counts(inner.tables)
     return sums
 
 

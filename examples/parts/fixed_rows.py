@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagConfig
 from torchrec.modules.mc_modules import (
@@ -31,7 +32,7 @@ class FixedRows(nn.Module):
         rows: rows of each table.
 
     Attributes:
-        ids_seen: number of ids so far.
+        ids_seen: number of ids of this process so far.
         hits: number of those that had a row of their own; NaN if rows are shared without a record of it.
     """
 
@@ -40,12 +41,15 @@ class FixedRows(nn.Module):
         self.rows, self.ids_seen, self.hits = rows, 0, 0.0
 
     def counts(self, tables: list[EmbeddingBagConfig]) -> dict[str, float]:
-        """Returns the numbers of fixed tables, with one number of optimizer state a row."""
+        """Returns the numbers of fixed tables, with one number of optimizer state a row. Collective."""
         rows = self.rows * len(tables)
         of_rows = sum(self.rows * (table.embedding_dim + 1) * 4 for table in tables)
         of_ids = sum(one.nbytes for one in self.buffers())
-        counted = {"ids_seen": self.ids_seen, "hits": self.hits}
-        return {"rows": rows, "bytes": of_rows + of_ids, **counted}
+        counted = torch.tensor([self.ids_seen, self.hits], dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(counted)
+        ids_seen, hits = counted.tolist()
+        return {"rows": rows, "bytes": of_rows + of_ids, "ids_seen": int(ids_seen), "hits": hits}
 
     def reset_evicted(self, collection: dyn.DynamicEmbeddingBagCollection) -> None:
         """Makes the rows of evicted ids fresh; without eviction there are none."""

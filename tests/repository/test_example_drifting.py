@@ -100,10 +100,12 @@ def test_two_processes_with_whole_tables_see_the_same(tmp_path, runs):
     ended = run_script(SCRIPT, *arguments, ranks=2)
     assert ended.codes == [0, 0], ended.stderr
     results = json.loads(out.read_text())
-    for mine, theirs in zip(results["runs"].values(), runs, strict=True):
+    of_one = runs[:-1]  # TorchRec's MCH runs on one process alone
+    for mine, theirs in zip(results["runs"].values(), of_one, strict=True):
         for look, other in zip(mine, theirs, strict=True):
             assert look.pop("loss") == pytest.approx(other["loss"], abs=1e-3)
-            assert look == {key: value for key, value in other.items() if key != "loss"}
+            exact = {key: value for key, value in other.items() if key != "loss"}
+            assert look == pytest.approx(exact, rel=0, abs=0, nan_ok=True)
 
 
 def test_several_processes_are_started_by_torchrun(monkeypatch):
