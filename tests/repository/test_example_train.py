@@ -111,7 +111,7 @@ def by_forks(*arguments: str, ranks: int) -> Ended:
 
 @pytest.mark.parametrize(
     ("run", "ranks"),
-    [(by_torchrun, 1), pytest.param(by_torchrun, 2, marks=pytest.mark.deep), (by_forks, 2)],
+    [*(pytest.param(by_torchrun, n, marks=pytest.mark.deep) for n in (1, 2)), (by_forks, 2)],
 )
 def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path, run, ranks):
     """The real torchrun starts the ranks in interpreters of their own: 3 s each."""

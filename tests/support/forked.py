@@ -43,7 +43,8 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            *("torch", "torchrec", "torchrec.distributed", "pytest", "hypothesis"),
+            *("torch", "torch.distributed.optim", "torchrec", "torchrec.distributed"),
+            *("fsspec", "pytest", "hypothesis"),  # fsspec: DCP imports it at its first save
             *("torchrec_dyn", "torchrec_dyn.planner", "torchrec_dyn.serving"),
         ]
     )
