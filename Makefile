@@ -4,7 +4,7 @@ PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
 SHARD ?= 1/1
-BENCH ?= lookup id_map growth eviction delta checkpoint serving follow dedup host rules train scale sweep
+BENCH ?= lookup id_map growth eviction delta checkpoint serving follow dedup host first rules train scale sweep
 
 # Versions of torchrec, torch and fbgemm that belong together (README). Another trio than the first gets an environment
 # of its own: make test TRIO=1.9 makes .venv-1.9. Another Python: make test PYTHON=python3.12 VENV=.venv-py312.

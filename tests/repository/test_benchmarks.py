@@ -29,6 +29,7 @@ IN_PROCESS = [
     "bench_serving",
     "bench_follow",
     "bench_host",
+    "bench_first",
     "bench_rules",
     "bench_mapped",
     "bench_replicas",

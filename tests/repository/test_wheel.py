@@ -127,7 +127,7 @@ def test_wheel_works_without_a_compiler(wheel: Path, tmp_path: Path):
     second = tmp_path / "second"
     run(sys.executable, "-m", "venv", "--without-pip", second)
     pip = (sys.executable, "-m", "pip", "--python", second / "bin/python")
-    run(*pip, "install", "--no-index", "--no-deps", wheel)
+    run(*pip, "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
     # torch and torchrec come from this environment by path, and our editable install does not:
     # a .pth file found by way of another one is not read.
     (packages,) = second.glob("lib/python*/site-packages")

@@ -2,12 +2,16 @@
 
 import ctypes
 import mmap
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from torchrec_dyn.storage import RowStore
+from torchrec_dyn.storage.page_advice import HUGE_PAGE_BYTES
 
 # Blocks of 8 MiB: malloc takes such sizes from its heap once one was freed.
 COLUMNS, SHIFT = 16, 17
@@ -39,8 +43,35 @@ def test_a_fresh_block_commits_nothing_after_others_were_freed(dtype: torch.dtyp
     store = new_store(dtype)
     assert committed_pages(store.blocks[0]) == 0
     store.write(torch.tensor([5]), torch.ones(1, COLUMNS))
-    assert committed_pages(store.blocks[0]) * mmap.PAGESIZE <= 2 << 20  # a huge page at most
+    assert committed_pages(store.blocks[0]) == 1
     assert store.read(torch.tensor([5])).sum() == COLUMNS
+
+
+def advice_of(block: Tensor) -> set[str]:
+    """Returns the flags of the mapping in which the block begins."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            inside = begin <= block.data_ptr() < end
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError("not mapped")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_first_rows_are_on_small_pages_until_they_need_a_huge_page() -> None:
+    page = HUGE_PAGE_BYTES // (4 * COLUMNS)
+    store = new_store()
+    store.reserve(page)
+    assert "nh" in advice_of(store.blocks[0]) and "hg" in advice_of(store.blocks[0][page:])
+    store.write(torch.arange(page), torch.ones(page, COLUMNS))
+    store.reserve(page + 1)
+    assert "hg" in advice_of(store.blocks[0])
+    many = RowStore(COLUMNS, SHIFT, torch.float32, torch.device("cpu"))
+    many.reserve(page + 1)
+    assert "hg" in advice_of(many.blocks[0])
+    assert store.read(torch.arange(page)).sum() == page * COLUMNS
 
 
 def test_added_blocks_are_beside_the_store() -> None:

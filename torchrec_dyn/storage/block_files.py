@@ -8,17 +8,16 @@ hold.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn.storage.page_advice import advise_random
+
 # By the names that /proc/self/mountinfo has for them.
 _FILE_SYSTEMS = ("ext4", "xfs", "tmpfs")
-_MADV_RANDOM = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_directory(where: str, directory: str) -> None:
@@ -85,6 +84,5 @@ def mapped_block(directory: str, rows: int, columns: int, dtype: torch.dtype) ->
             f"{os.strerror(number)}. No row has changed. Free space on the disk, or raise the limits of "
             "the process (ulimit -f, -n).",
         ) from error
-    # A fault reads one page, not the megabytes after it: rows of a batch lie anywhere. Advice only.
-    _libc.madvise(ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(size), _MADV_RANDOM)
+    advise_random(block)  # rows of a batch lie anywhere
     return block.view(rows, columns)
