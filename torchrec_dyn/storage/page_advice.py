@@ -20,15 +20,15 @@ def _advise(name: str, memory: Tensor, size: int) -> None:
 
 
 def advise_random(memory: Tensor) -> None:
-    """A fault reads one page of a file, not the megabytes after it."""
+    """Has a fault in memory [rows, columns] of a file read one page, not the megabytes after it."""
     _advise("MADV_RANDOM", memory, memory.nbytes)
 
 
 def advise_small_pages(memory: Tensor) -> None:
-    """The first huge page of memory is taken as small pages, one at a time where it is written."""
+    """Has memory [rows, columns] begin with small pages, taken where they are written: for 2 MiB."""
     _advise("MADV_NOHUGEPAGE", memory, HUGE_PAGE_BYTES)
 
 
 def advise_huge_pages(memory: Tensor) -> None:
-    """The first huge page of memory may be one: the system joins its small pages in the background."""
+    """Lets the system join the small pages at the begin of memory [rows, columns]."""
     _advise("MADV_HUGEPAGE", memory, HUGE_PAGE_BYTES)
