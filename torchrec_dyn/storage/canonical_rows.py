@@ -224,7 +224,8 @@ class _KeptScans:
     def __init__(self) -> None:
         # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
         self._lock = threading.RLock()
-        # By the number of the map's object. An interrupt in `_leave` leaves scans of a map that goes.
+        # By the number of the map's object. An interrupt in `_leave` leaves an entry of a map that is gone
+        # later, and another map may get its number.
         self._held: dict[int, _Held] = {}
         self._order: deque[tuple[int, int]] = deque()  # map and rows of all scans, oldest first
 
