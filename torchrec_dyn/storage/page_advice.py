@@ -10,30 +10,31 @@ from torch import Tensor
 
 # Huge pages of x86-64, and of ARM with pages of 4 KiB.
 HUGE_PAGE_BYTES = 2 << 20
-_MADV_COLLAPSE = 25  # madvise(2); Python has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
+_RANDOM, _SMALL, _HUGE = (
+    getattr(mmap, f"MADV_{name}", None) for name in ("RANDOM", "NOHUGEPAGE", "HUGEPAGE")
+)
+# Python has no name for MADV_COLLAPSE of madvise(2).
+_COLLAPSE = 25 if sys.platform == "linux" else None
 
 
-def _advise(name: str, memory: Tensor, size: int) -> None:
-    """Gives the advice with this name in `mmap` for the first `size` bytes, if the system has it."""
-    advice = getattr(mmap, name, None)
-    if advice is not None:
-        _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), advice)
+def _advise(memory: Tensor, size: int, *advices: int | None) -> None:
+    """Gives advices for the first `size` bytes; None: one that this system does not have."""
+    for advice in advices:
+        if advice is not None:
+            _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), advice)
 
 
 def advise_random(memory: Tensor) -> None:
     """Advises to read one page at a fault in memory [rows, columns] of a file, not the megabytes after it."""
-    _advise("MADV_RANDOM", memory, memory.nbytes)
+    _advise(memory, memory.nbytes, _RANDOM)
 
 
 def advise_small_pages(memory: Tensor) -> None:
     """Advises to take small pages for the first 2 MiB of memory [rows, columns]."""
-    _advise("MADV_NOHUGEPAGE", memory, HUGE_PAGE_BYTES)
+    _advise(memory, HUGE_PAGE_BYTES, _SMALL)
 
 
 def advise_huge_pages(memory: Tensor) -> None:
     """Advises to join small pages of the first 2 MiB of memory [rows, columns]: at once from Linux 6.1 on."""
-    _advise("MADV_HUGEPAGE", memory, HUGE_PAGE_BYTES)
-    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(HUGE_PAGE_BYTES)
-    if sys.platform == "linux":
-        _libc.madvise(address, size, _MADV_COLLAPSE)
+    _advise(memory, HUGE_PAGE_BYTES, _HUGE, _COLLAPSE)
