@@ -1,10 +1,11 @@
-"""What a program waits for at its start: imports, then making 1,000 tables and their first forward.
+"""The start of a program: imports, then making 1,000 tables and their first forward.
 
     python benchmarks/bench_first.py [--rounds 9] [--tables 1000] [--rows 40000]
 
 The tables have 16 columns and room for --rows rows each, and a batch has 64 ids of each table. A round makes
 the collection and calls it once, in training: dynamic tables, and TorchRec's, whose rows exist at once.
-Memory is what the process has more afterwards. Imports take CPU time of new processes.
+Memory is what the process has more after the first call: later ones may get freed memory of the heap.
+Imports take CPU time of new processes.
 """
 
 from __future__ import annotations
@@ -39,36 +40,24 @@ print(json.dumps(seconds))
 """
 
 
-class FirstForward:
-    """One side: makes a collection and calls it.
+def first_forward(
+    kind: Callable[..., nn.Module], configs: list[EmbeddingBagConfig], ids: torch.Tensor
+) -> nn.Module:
+    """Returns a new collection that was called once; ids [tables * IDS] int64 are the batch."""
+    collection = kind(configs)
+    keys = [config.feature_names[0] for config in configs]
+    collection(KeyedJaggedTensor(keys, ids, lengths=torch.full((len(ids),), 1)))
+    return collection
 
-    Attributes:
-        megabytes: memory that the first collection had in use; later ones may get freed memory of the heap.
-    """
 
-    def __init__(
-        self, kind: Callable[..., nn.Module], tables: int, rows: int, ids: torch.Tensor
-    ) -> None:
-        self._kind, self._ids, self.megabytes = kind, ids, 0.0
-        self._configs = [
-            EmbeddingBagConfig(rows, COLUMNS, name=f"t{t}", feature_names=[f"f{t}"])
-            for t in range(tables)
-        ]
-        self.before = 0
-
-    def start(self, _: int) -> None:
-        """Notes the memory before the turn."""
-        gc.collect()
-        self.before = resident("VmRSS")
-
-    def __call__(self, _: int) -> None:
-        """Makes the collection and calls it."""
-        collection = self._kind(self._configs)
-        keys = [config.feature_names[0] for config in self._configs]
-        lengths = torch.full((len(keys) * IDS,), 1)
-        batch = KeyedJaggedTensor(keys, self._ids, lengths=lengths)
-        collection(batch)
-        self.megabytes = self.megabytes or (resident("VmRSS") - self.before) / MB
+def megabytes_of(make: Callable[[], nn.Module]) -> float:
+    """Returns what the process has more after a call."""
+    gc.collect()
+    before = resident("VmRSS")
+    made = make()
+    after = resident("VmRSS")
+    del made
+    return (after - before) / MB
 
 
 def import_seconds() -> list[float]:
@@ -87,29 +76,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.quick:
         arguments.tables = 5
     ids = torch.randint(arguments.rows, (arguments.tables * IDS,))
+    configs = [
+        EmbeddingBagConfig(arguments.rows, COLUMNS, name=f"t{t}", feature_names=[f"f{t}"])
+        for t in range(arguments.tables)
+    ]
     dynamic = partial(dyn.DynamicEmbeddingBagCollection, fused_params={"learning_rate": 0.1})
+    sides = {
+        "dynamic": partial(first_forward, dynamic, configs, raw_ids(ids)),
+        "static": partial(first_forward, EmbeddingBagCollection, configs, ids),
+    }
+    torch.set_num_threads(arguments.threads[0])
+    megabytes = {name: megabytes_of(make) for name, make in sides.items()}
+
+    def taking(make: Callable[[], nn.Module]) -> Callable[[int], None]:
+        def turn(_: int) -> None:
+            make()
+
+        return turn
+
+    def collect(_: int) -> None:
+        gc.collect()  # cycles may hold the collection of the turn before
+
+    turns = {name: taking(make) for name, make in sides.items()}
     lines = []
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        sides = {
-            "dynamic": FirstForward(dynamic, arguments.tables, arguments.rows, raw_ids(ids)),
-            "static": FirstForward(EmbeddingBagCollection, arguments.tables, arguments.rows, ids),
-        }
-
-        def start(turn: int, sides: dict[str, FirstForward] = sides) -> None:
-            for side in sides.values():
-                side.start(turn)
-
-        seconds = measure(sides, arguments.rounds, 1, arguments.clock, before=start)
+        seconds = measure(turns, arguments.rounds, 1, arguments.clock, before=collect)
         seen = ratio(seconds, "dynamic", "static")
         numbers = summary(seconds, 1)
-        for name, side in sides.items():
-            print(f"{name:8} {numbers[name]['median_ns'] / 1e6:9.0f} ms {side.megabytes:8.0f} MB")
+        for name in sides:
+            print(f"{name:8} {numbers[name]['median_ns'] / 1e6:9.0f} ms {megabytes[name]:8.0f} MB")
         print(f"dynamic / static: {spread(seen)}")
         lines.append(
             result(
                 f"{arguments.tables:,} tables", threads, "making and first forward", "static", seen,
-                ns_per_step=numbers, megabytes={name: one.megabytes for name, one in sides.items()},
+                ns_per_step=numbers, megabytes=megabytes,
             )
         )  # fmt: skip
     if not arguments.quick:
