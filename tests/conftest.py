@@ -148,7 +148,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["deep"] = "a soak: make test-deep"
     if config.getoption("--simt"):
         chosen = [item for item in chosen if _runs_simt(item)]
-    chosen = part_of(chosen, config.getoption("--shard"))
+    chosen = part_of(
+        chosen, config.getoption("--shard"), lambda item: item.nodeid.partition("[")[0]
+    )
     if left_out := set(items) - set(chosen):
         config.hook.pytest_deselected(items=left_out)
     items[:] = chosen

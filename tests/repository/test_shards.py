@@ -7,16 +7,33 @@ import pytest
 from shards import Shard, draw, part_of, read_shard
 
 
+def parts_of(tests, count):
+    return [
+        part_of(tests, read_shard(f"{k}/{count}"), lambda test: test[0])
+        for k in range(1, count + 1)
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 20])
-def test_each_test_is_in_one_part(count):
-    tests = list(range(17))
-    parts = [part_of(tests, read_shard(f"{k}/{count}")) for k in range(1, count + 1)]
+def test_each_case_is_in_one_part_and_those_of_a_test_are_dealt_out_evenly(count):
+    tests = [(name, case) for name in "abcdefgh" for case in range(17)]
+    parts = parts_of(tests, count)
     assert sorted(itertools.chain(*parts)) == tests
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for name in "abcdefgh":
+        sizes = [sum(test[0] == name for test in part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_other_tests_move_no_case_to_another_part_and_first_cases_are_in_any():
+    tests = [(f"test {name}", case) for name in range(50) for case in range(2)]
+    for fewer, all_of_them in zip(parts_of(tests[8:], 5), parts_of(tests, 5), strict=True):
+        assert set(fewer) <= set(all_of_them)
+    firsts = [sum(case == 0 for _, case in part) for part in parts_of(tests, 5)]
+    assert min(firsts) > 3
 
 
 def test_the_whole_is_the_default():
-    assert part_of([1, 2, 3], Shard(1, 1)) == [1, 2, 3]
+    assert part_of(["a", "b", "c"], Shard(1, 1), str) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("text", ["", "3", "0/8", "9/8", "-1/8", "a/b", "1/2/3"])
