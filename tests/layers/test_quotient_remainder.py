@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from hypothesis import given
 from hypothesis import strategies as st
 from mixed_cases import (
@@ -104,6 +105,23 @@ def test_pairs_are_put_together_before_pooling_forward_and_backward(op, pooling,
         torch.testing.assert_close(learnt, before.detach() - 0.5 * before.grad)
     if weighted:
         torch.testing.assert_close(features.weights().grad, weights.grad)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_sums_of_rows_in_half_precision_are_float32(pooling):
+    halves = dyn.DynamicTableConfig(initializer=dyn.Constant(0.5))
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["t"], pooling=pooling)
+    ours = dyn.QuotientRemainderEmbeddingBagCollection(
+        [config],
+        10,
+        "add",
+        dynamic={"t_quotient": halves, "t_remainder": halves},
+        fused_params={**SGD, "output_dtype": SparseType.BF16},
+    )
+    ones = KeyedJaggedTensor(["t"], torch.ones(512).long(), lengths=torch.tensor([512]))
+    output = ours(ones).values()
+    assert output.dtype == torch.bfloat16  # where a sum of ones stops at 256
+    assert output.tolist() == [[512.0 if pooling == PoolingType.SUM else 1.0] * 4]
 
 
 def test_of_single_ids_it_is_the_product_of_pooled_bags():

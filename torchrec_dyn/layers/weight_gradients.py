@@ -60,5 +60,5 @@ class RowsPooler(nn.Module):
     def forward(self, output: Any, bags: WeightedBags) -> Tensor:
         """Returns the pooled rows, `[*shape, D]`."""
         rows = output[self._name].values()
-        pooled = pooled_rows(rows.float(), bags.lengths, bags.weights, mean=False)
-        return pooled.to(rows.dtype).view(*bags.shape, rows.shape[1])
+        pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
+        return pooled.view(*bags.shape, rows.shape[1])

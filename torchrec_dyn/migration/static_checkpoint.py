@@ -59,9 +59,15 @@ def load_static(
         files = _Files(Path(path))
         return [files.table(table, with_optimizer, step) for table in tables.values()]
 
+    is_filled = False
+
     def fill() -> None:
+        nonlocal is_filled
         for table, of_table in zip(tables.values(), saved, strict=True):
             _fill(table, of_table)
+        is_filled = True
+        for one, contents in before:
+            one.note_replaced(contents["id_map"])
 
     saved = run_together(group, "load_static", find)
     before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.shards]
@@ -71,6 +77,8 @@ def load_static(
         for one, contents in before:  # unchanged: _fill creates new objects (TableShard.reset)
             for name, value in contents.items():
                 setattr(one, name, value)
+            if is_filled:  # the log may have noted what is undone: the next save is a full one
+                one.changes = None
         raise
 
 
