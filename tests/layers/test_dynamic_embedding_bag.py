@@ -348,3 +348,14 @@ def test_weights_want_a_weighted_module(mode: str) -> None:
     for ids, weights in ((TWO, torch.ones(1, 2)), (jagged([[1]], torch.ones(1)), None)):
         with pytest.raises(ValueError, match=r"expected no weights, got .*is_weighted=True"):
             bag_of(mode)(ids, weights)
+
+
+def test_a_mean_is_float32_whatever_torchs_default_is() -> None:
+    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0))
+    bags = bag_of("mean", is_weighted=True, dynamic=ones)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        mean = bags(torch.ones(1, 1000, dtype=torch.int64))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(mean, torch.ones(1, DIM))

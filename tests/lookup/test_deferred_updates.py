@@ -542,6 +542,20 @@ def test_clamps_after_the_scale_is_taken_off() -> None:
     assert scaler.get_scale() == 32.0
 
 
+def test_gradients_of_weights_are_not_clamped_with_the_loss_scale_on_them() -> None:
+    clamp = {"gradient_clipping": True, "max_gradient": 1.0}
+    scaled = collection(True, fused=clamp, is_weighted=True)
+    scaler = dyn.GradScaler(scaled, "cpu", init_scale=1024.0)
+    batch = features_of([part(5)])
+    weights = torch.ones(batch.values().numel(), requires_grad=True)
+    weighted = KeyedJaggedTensor(batch.keys(), batch.values(), weights, batch.lengths())
+    scaler.scale((scaled(weighted).values() * 0.01).sum()).backward()
+    jagged, found = batch.to_dict(), []
+    for name, table in zip(FEATURES, "aab", strict=True):
+        found.append(scaled.table(table).lookup(jagged[name].values())[0].sum(1) * 0.01)
+    torch.testing.assert_close(weights.grad / 1024.0, torch.cat(found))
+
+
 def test_scalers_that_do_not_know_rows_are_errors() -> None:
     dynamic, optimizer, _, _ = both_models()
     scaler = torch.amp.GradScaler("cpu")

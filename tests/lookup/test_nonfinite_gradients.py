@@ -28,7 +28,7 @@ IDS = torch.tensor([1, 2, 3])
 DIM = 20
 
 
-def collection(*choices, kind=EmbOptimType.ADAM, dtypes=(), **options):
+def collection(*choices, kind=EmbOptimType.ADAM, dtypes=(), defers=False, **options):
     """Returns a collection with a table for each choice of `on_nonfinite`: t0, t1, ..."""
     names = [f"t{t}" for t in range(len(choices))]
     dtypes = dtypes or [DataType.FP32] * len(names)
@@ -43,7 +43,7 @@ def collection(*choices, kind=EmbOptimType.ADAM, dtypes=(), **options):
             name: dyn.DynamicTableConfig(on_nonfinite=choice)
             for name, choice in zip(names, choices, strict=True)
         },
-        fused_params={"optimizer": kind, "learning_rate": 0.1},
+        fused_params={"optimizer": kind, "learning_rate": 0.1, "defer_updates": defers},
         **options,
     )  # fmt: skip
 
@@ -128,15 +128,19 @@ def test_error_is_raised_by_backward_and_changes_nothing(kind):
     assert not same_rows(state_of(model, 0), before[0], [2])
 
 
-def test_other_groups_have_their_update_when_the_error_is_raised():
+@pytest.mark.parametrize("defers", [False, True])
+def test_other_groups_have_their_update_when_the_error_is_raised(defers):
     for spoiled in (0, 1):
-        model = collection("error", "error", dtypes=[DataType.FP32, DataType.BF16])
-        train(model)
+        dtypes = [DataType.FP32, DataType.BF16]
+        model = collection("error", "error", dtypes=dtypes, defers=defers)
+        train(model), model.fused_optimizer.step()
         before = [state_of(model, table) for table in range(2)]
         with pytest.raises(RuntimeError, match="got NaN or infinity in 1 rows"):
-            train(model, (spoiled,))
+            train(model, (spoiled,)), model.fused_optimizer.step()
         changed = [not same_rows(state_of(model, t), before[t], [1, 2, 3]) for t in range(2)]
         assert changed == [spoiled == 1, spoiled == 0]
+        train(model)  # the step has ended for both groups
+        assert [model.table(f"t{t}").stats()["step"] for t in range(2)] == [3, 3]
 
 
 def test_the_first_of_several_errors_is_raised_and_none_is_left():

@@ -151,6 +151,36 @@ def test_half_rows_are_rounded_stochastically() -> None:
     assert float(rows.mean()) == pytest.approx(1 + 64 * 2.0**-16, abs=3e-4)
 
 
+class Replaces(dyn.RowRule):
+    """Puts a state of another shape or dtype in the place of its state."""
+
+    name = "replaces"
+    states: ClassVar = {"last": dyn.RuleState()}
+
+    def __init__(self, replace: Any) -> None:
+        self.replace = replace
+
+    def update(self, rows, grads, states, learning_rate, step):
+        rows.sub_(grads)
+        states["last"] = self.replace(states["last"])
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize(
+    "replace", [lambda one: one.mean(1, keepdim=True), lambda one: one.double()]
+)
+def test_a_state_of_another_shape_or_dtype_changes_no_row(replace: Any, defers: bool) -> None:
+    model = collection({"optimizer": Replaces(replace), "defer_updates": defers})
+    with torch.no_grad():
+        model(KeyedJaggedTensor(["f", "g", "h"], IDS.repeat(3), lengths=torch.full((3,), 8)))
+    before = [state(model, table) for table in ("a", "b")]
+    with pytest.raises(ValueError, match=r"expected the state 'last' after .* Change it in place"):
+        train([model], 1), model.fused_optimizer.step()
+    for table, was in zip(("a", "b"), before, strict=True):
+        now = state(model, table)
+        assert all(torch.equal(now[name], was[name]) for name in ("ids", "weight", "momentum1"))
+
+
 @pytest.mark.parametrize("choice", ["skip", "error"])
 def test_rows_that_are_not_finite_are_refused(choice: str) -> None:
     model = collection(Spoils(), on_nonfinite=choice)

@@ -297,6 +297,28 @@ def test_other_hyper_parameters_keep_optimizer_state_and_another_kind_does_not()
     assert torch.equal(after["weight"], trained["weight"]) and not after["momentum1"].any()
 
 
+@pytest.mark.parametrize("other", [Adam, RowWiseAdagrad], ids=["eps", "kind"])
+def test_a_forward_from_before_another_optimizer_has_no_backward(other: type) -> None:
+    ebc = pooled()
+    train(ebc)
+    before = output(ebc)
+    ebc.embedding_bags["t"].mark_optimizer([other], [{"lr": 0.2, "eps": 0.5}])
+    ebc.fused_optimizer  # noqa: B018  here the other optimizer is seen
+    with pytest.raises(RuntimeError, match="given another optimizer"):
+        before.sum().backward()
+
+
+def test_other_hyper_parameters_keep_steps_and_counts() -> None:
+    """Also those of a table without rows."""
+    ebc = pooled()
+    for _ in range(2):
+        ebc(KeyedJaggedTensor(["f"], IDS[:0], lengths=torch.tensor([0])))
+    assert ebc.table("t").num_rows == 0
+    before = ebc.table("t").stats()
+    ebc.embedding_bags["t"].mark_optimizer([Adam], [{"lr": 0.2, "eps": 0.5}])
+    assert ebc.table("t").stats() == before and before["step"] == 2
+
+
 def test_marks_of_a_parameter_may_change_in_place() -> None:
     """`apply_optimizer_in_backward` adds to the lists that an earlier call has set."""
     ebc = pooled(fused_params=None)

@@ -166,6 +166,15 @@ def test_sums_by_place_have_the_bits_of_the_cpu(count, columns, dtype):
     assert noted.sums == set() and device.mixed == device.without_kernel == []
 
 
+def test_sums_by_place_are_float32_whatever_torchs_default_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        sums = sums_by_place(torch.ones(300, 1).float(), torch.zeros(300).long(), 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sums.dtype == torch.float32 and sums.tolist() == [[300.0]]  # bfloat16 stops at 256
+
+
 def test_sums_by_bag_have_the_bits_of_the_cpu():
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 40, (100,), generator=draw)

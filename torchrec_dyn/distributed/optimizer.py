@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import LearningRateGroup, check_step, saved_states
+from torchrec_dyn.modules import LearningRateGroup, check_step, saved_states, write_updates
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
@@ -70,8 +70,7 @@ class ShardedOptimizer(KeyedOptimizer):
             ValueError, RuntimeError: as `DynamicOptimizer.step`.
         """
         check_step(type(self).__name__)
-        for rates in self._rates.values():
-            rates.write_updates()
+        write_updates(self._rates.values())
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Writes learning rates to the tables, and drops deferred updates."""

@@ -59,7 +59,7 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
     if of_ids is not None and read.kept is not None:
         of_ids = of_ids[read.kept]
     if of_ids is None and options.is_weighted:
-        of_ids = torch.ones(read.ids.numel(), device=read.ids.device)
+        of_ids = torch.ones(read.ids.numel(), dtype=torch.float32, device=read.ids.device)
     return InputBags(
         read.ids,
         read.lengths,

@@ -161,8 +161,10 @@ class LookupFunction(torch.autograd.Function):
         if forward.repeated is None or wants_grad:
             group._check_backward(of_rows)
         grad = grad.to(torch.float32).contiguous()
-        limit, whole = group.max_gradient, grad
-        if limit is not None:
+        limit = group.max_gradient
+        # Deferred gradients may have a loss scale. Those of rows are clamped when it is taken off; those of
+        # weights are not clamped.
+        if limit is not None and group.deferred is None:
             grad = grad.clamp(-limit, limit)
         weights_grad = None
         if wants_grad:
@@ -177,9 +179,7 @@ class LookupFunction(torch.autograd.Function):
         if forward.trained:
             try:
                 group.lock.is_changing = True
-                # Deferred gradients may have a loss scale: they are clamped when it is taken off.
-                taken = grad if group.deferred is None else whole
-                group._take_gradient(forward, taken, as_float(weights))
+                group._take_gradient(forward, grad, as_float(weights))
             finally:
                 group.lock.is_changing = False
         elif forward.open_forward is not None:

@@ -44,7 +44,7 @@ def sums_by_place(values: Tensor, places: Tensor, count: int) -> Tensor:
     """
     number, columns = values.shape
     if values.is_cpu or not number:
-        sums = torch.zeros(count, columns, device=values.device)
+        sums = torch.zeros(count, columns, dtype=torch.float32, device=values.device)
         return sums.index_add_(0, places, values.float()).to(values.dtype)
     # `index_add_` of CUDA adds in any order. Here the values of a place are a bag, which is pooled in order.
     sorted_places, order = torch.sort(places, stable=True)

@@ -47,7 +47,7 @@ def update_by_rule(
     Raises:
         RuntimeError: a table with `on_nonfinite="error"` would have numbers that are not finite; no row has
             changed.
-        ValueError: the rule has replaced a tensor's shape or dtype.
+        ValueError: the rule has replaced a state by one of another shape or dtype; no row has changed.
     """
     updated: list[_Updated] = []
     sums.reverse()
@@ -81,6 +81,12 @@ def _run(
     with torch.no_grad():
         rule.update(weights, sums.grads, states, learning_rate, int(stream[2]))
     after = [states[name] for name in rule.states]
+    for name, old, new in zip(rule.states, former, after, strict=True):
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise ValueError(
+                f"{table.where}: expected the state {name!r} after {rule!r} as {list(old.shape)} of "
+                f"{old.dtype}, got {list(new.shape)} of {new.dtype}. Change it in place. No row has changed."
+            )
     if weights.dtype != before.dtype:
         assert sums.ids is not None
         weights = _rounded(before, weights, sums.ids, stream)

@@ -480,7 +480,7 @@ class TableGroup:
         if forward.generations != self._current().generations:
             raise RuntimeError(
                 "lookup: expected the tables of the forward at its backward, got tables that were "
-                "loaded or converted in between, or moved. Run backward first."
+                "loaded or converted in between, moved, or given another optimizer. Run backward first."
             )
 
     def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:

@@ -14,7 +14,11 @@ from torchrec_dyn.modules.embeddingbag_collection import (
     outputs_by_sample,
 )
 from torchrec_dyn.modules.feature_ids import FeatureReader, as_int64, checked_features
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, LearningRateGroup
+from torchrec_dyn.modules.fused_optimizer import (
+    DynamicOptimizer,
+    LearningRateGroup,
+    write_updates,
+)
 from torchrec_dyn.modules.optimizer_choice import (
     DEFAULT_FUSED_PARAMS,
     chosen_fused_params,

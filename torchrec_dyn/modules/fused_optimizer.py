@@ -5,7 +5,7 @@ Unsharded collections and compute kernels use the same class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -36,19 +36,14 @@ class LearningRateGroup(dict[str, Any]):
         self._groups = tuple(groups)
         self.push()
 
-    def write_updates(self) -> None:
-        """Writes `lr` and the deferred updates to the tables."""
-        self.push()
-        for group in self._deferring():
-            group.write_updates()
-
     def drop_updates(self) -> None:
         """Writes `lr` to the tables and forgets their deferred updates."""
         self.push()
-        for group in self._deferring():
+        for group in self.deferring():
             group.drop_updates()
 
-    def _deferring(self) -> list[TableGroup]:
+    def deferring(self) -> list[TableGroup]:
+        """Returns the table groups whose updates are deferred."""
         # Other groups are not asked: their locks cost a thirtieth of a small step.
         return [group for group in self._groups if group.deferred is not None]
 
@@ -56,6 +51,24 @@ class LearningRateGroup(dict[str, Any]):
         """Writes `lr` to the tables. Needed after a tensor `lr` was changed in place."""
         for group in self._groups:
             group.learning_rate = float(self["lr"])
+
+
+def write_updates(rates: Iterable[LearningRateGroup]) -> None:
+    """Writes learning rates and deferred updates to all tables.
+
+    Raises:
+        RuntimeError: as `TableGroup.write_updates`, the first error, after the other groups have written.
+    """
+    faults: list[RuntimeError] = []
+    for one in rates:
+        one.push()
+        for group in one.deferring():
+            try:
+                group.write_updates()
+            except RuntimeError as fault:
+                faults.append(fault)
+    if faults:
+        raise faults[0]
 
 
 class DynamicOptimizer(FusedOptimizer):
@@ -90,7 +103,7 @@ class DynamicOptimizer(FusedOptimizer):
             RuntimeError: the tables were loaded, converted or moved since a deferred update.
         """
         check_step(type(self).__name__)
-        self._rates.write_updates()
+        write_updates([self._rates])
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Writes the learning rate to the tables, and drops deferred updates."""

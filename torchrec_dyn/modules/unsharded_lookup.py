@@ -27,6 +27,8 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TableLock, locked
 from torchrec_dyn.table import TableShard
 
+_State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what groups are made of
+
 
 @dataclass(frozen=True)
 class _Group:
@@ -69,7 +71,7 @@ class UnshardedLookup:
         self._drop_groups()
 
     def _drop_groups(self) -> None:
-        self._grouped_for: list[tuple[TableShard, torch.dtype]] = []
+        self._grouped_for: list[_State] = []
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
@@ -179,7 +181,9 @@ class UnshardedLookup:
         return self.tables[0].where.partition("(")[0]
 
     def _current_groups(self) -> list[_Group]:
-        state = [(rows, rows.dtype) for rows in (table.rows() for table in self.tables)]
+        state = [
+            (rows, rows.dtype, rows.optimizer) for rows in (table.rows() for table in self.tables)
+        ]
         if state != self._grouped_for:
             with self.lock:
                 if state != self._grouped_for:
@@ -189,10 +193,10 @@ class UnshardedLookup:
                         group.tables.check_written()
         return self._groups
 
-    def _group_tables(self, state: list[tuple[TableShard, torch.dtype]]) -> list[_Group]:
+    def _group_tables(self, state: list[_State]) -> list[_Group]:
         members: dict[Any, list[int]] = {}
-        for number, ((rows, dtype), pooling) in enumerate(zip(state, self.poolings, strict=True)):
-            members.setdefault((dtype, rows.optimizer, pooling), []).append(number)
+        for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
+            members.setdefault((*kind, pooling), []).append(number)
         counts = [len(table.config.feature_names) for table in self.tables]
         first = list(accumulate(counts, initial=0))
         groups: list[_Group] = []
@@ -218,7 +222,7 @@ class UnshardedLookup:
             ]
             groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
             driven.setdefault(optimizer, []).append(tables)
-        optimizers = [rows.optimizer for rows, _ in state]
+        optimizers = [optimizer for _, _, optimizer in state]
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
         for optimizer, tables_of in driven.items():

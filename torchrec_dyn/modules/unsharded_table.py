@@ -22,7 +22,7 @@ from torchrec_dyn.modules.wrapper_checks import (
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
-from torchrec_dyn.storage import TableLock, locked
+from torchrec_dyn.storage import TableLock, locked, run_to_end
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
 _META = torch.device("meta")
@@ -136,7 +136,9 @@ class UnshardedTable(nn.Module):
         """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
         self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
-        if before is not None and before.optimizer == optimizer:
+        if before is not None and before.optimizer.saved_name == optimizer.saved_name:
+            if before.optimizer != optimizer:
+                run_to_end(lambda _: before.change_optimizer(optimizer))
             return before
         table = self._new_rows(optimizer, self.device)
         self.device = table.device  # with the number of the GPU, which its name may lack
@@ -144,12 +146,14 @@ class UnshardedTable(nn.Module):
             table.start_as(before.initializer)  # a loaded checkpoint may have set it
         if before is not None and (before.num_rows or before.life is not None):
             state = state_for_copy(before, on_host=True)
-            if before.optimizer.saved_name != optimizer.saved_name:
-                state = without_optimizer(state, before.optimizer)
-            table.load_state(state)
+            table.load_state(without_optimizer(state, before.optimizer))
         if before is not None and before.changes is not None:
             table.changes = before.changes  # earlier markers stay valid
             table.note_replaced(before.id_map)
+        if before is not None:
+            before.generation += (
+                1  # the backward of an earlier forward would update rows that are gone
+            )
         return table
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:

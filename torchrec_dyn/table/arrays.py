@@ -144,6 +144,12 @@ class TableArrays:
         rows = InitialRows(initializer, self.config.seed, self.name, self.first_column, states)
         self.initializer, self.initial_rows = initializer, rows
 
+    def change_optimizer(self, optimizer: RowOptimizer) -> None:
+        """Sets other hyper-parameters of the update rule. No earlier forward can run its backward then."""
+        self.generation += 1
+        self.optimizer = optimizer
+        self.start_as(self.initializer)
+
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
         check_storage(self.where, self.config.storage, device)
