@@ -10,7 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchrec import JaggedTensor
+from torchrec import EmbeddingBagConfig, JaggedTensor
 
 import torchrec_dyn as dyn
 
@@ -359,3 +359,24 @@ def test_a_mean_is_float32_whatever_torchs_default_is() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(mean, torch.ones(1, DIM))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **of: dyn.DynamicEmbedding(DIM, 100, **of),
+        lambda **of: bag_of(**of),
+        lambda **of: bag_of("tile", is_weighted=True, **of),
+        lambda **of: bag_of(is_weighted=True, weight_gradients=True, **of),
+        lambda **of: dyn.QuotientRemainderEmbeddingBagCollection(
+            [EmbeddingBagConfig(100, DIM, "t", feature_names=["t"])], 7, is_weighted=True, **of
+        ),
+    ],
+)
+def test_ids_without_weights_cannot_be_scored_by_them(make: Any) -> None:
+    options = dyn.DynamicTableConfig(eviction=(dyn.ExpireAfter(steps=9), dyn.LowestScore()))
+    with pytest.raises(ValueError, match="expected an eviction that needs no weights"):
+        make(dynamic=options)
+    trained = bag_of(is_weighted=True, dynamic=options)
+    trained(torch.tensor([[1, 2]]), torch.tensor([[1.0, 3.0]]))
+    assert trained.table.count(torch.tensor([1, 2])).tolist() == [256, 768]

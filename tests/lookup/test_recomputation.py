@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted
 from table_cases import ids_of, make_group, make_table, random_bags, same_state, without_probes
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
@@ -20,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import torchrec_dyn as dyn
+from torchrec_dyn.lookup import recomputation
 from torchrec_dyn.optimizers import OptimizerKind
 
 Run = Callable[..., Any]
@@ -370,3 +372,21 @@ def test_a_function_that_calls_other_lookups_when_it_runs_again(how: str) -> Non
         with pytest.raises(RuntimeError, match=f"lookup of tables t, u: {text}"):
             output.sum().backward()
         assert model.tables[0].step == step and len(calls) == 1
+
+
+def test_an_interrupt_leaves_the_hooks_of_saved_tensors_as_they_were() -> None:
+    def hooks() -> list[Any]:
+        found: list[Any] = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            found.append(top)
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for one in reversed(found):
+            torch._C._autograd._push_saved_tensors_default_hooks(*one)
+        return found
+
+    with save_on_cpu(), save_on_cpu():
+        before, at = hooks(), 1
+        while interrupted(recomputation._frames_with_hooks, at):
+            assert hooks() == before
+            at += 1
+    assert len(before) == 2 and at > 9 and hooks() == []

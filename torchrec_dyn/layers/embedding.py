@@ -17,7 +17,7 @@ from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import one_bag
 from torchrec_dyn.layers.inputs import Input, is_dense, nested_parts, read_ids, values_of
-from torchrec_dyn.layers.one_table import OneTable, check_table
+from torchrec_dyn.layers.one_table import OneTable, check_table, check_unscored
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 
 
@@ -58,6 +58,7 @@ class DynamicEmbedding(OneTable):
         super().__init__()
         self.where = f"{type(self).__name__}(table={name!r})"
         check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        check_unscored(dynamic, self.where)
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.name = name

@@ -22,7 +22,7 @@ from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import BagOptions, BagReader, BagShaper
 from torchrec_dyn.layers.inputs import Input
-from torchrec_dyn.layers.one_table import OneTable, check_table
+from torchrec_dyn.layers.one_table import OneTable, check_table, check_unscored
 from torchrec_dyn.layers.tile import TileReader, TileShaper
 from torchrec_dyn.layers.weight_gradients import RowsPooler, RowsReader
 from torchrec_dyn.modules import (
@@ -107,6 +107,8 @@ class DynamicEmbeddingBag(OneTable):
                 f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
                 "Make the module with is_weighted=True."
             )
+        if mode == "tile" or weight_gradients or not is_weighted:
+            check_unscored(dynamic, self.where)
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.name = name

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import TableHandle, check_id, check_size
 
 
@@ -33,6 +34,15 @@ class OneTable(nn.Module):
             time: an integer, 0 or more, in the unit of the policy; never below the previous time.
         """
         self.collection.set_time(time)
+
+
+def check_unscored(options: DynamicTableConfig | None, where: str) -> None:
+    """Raises ValueError if a table scores ids by weights, which its lookup does not get."""
+    if options is not None and options.scores_weights:
+        raise ValueError(
+            f"{where}: expected an eviction that needs no weights, since this module looks up ids without "
+            "their weights, got LowestScore. Use LeastFrequentlyUsed, or a DynamicEmbeddingBagCollection."
+        )
 
 
 def check_table(

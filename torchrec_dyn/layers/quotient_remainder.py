@@ -26,6 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Uniform
+from torchrec_dyn.layers.one_table import check_unscored
 from torchrec_dyn.layers.row_pooling import pooled_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
@@ -108,6 +109,8 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
         chosen = _dynamic_configs(dynamic, pairs, where)
+        for options in chosen.values():
+            check_unscored(options, where)
         read = FeatureReader(
             [config.feature_names for config in self._configs],
             is_weighted,

@@ -32,6 +32,7 @@ from torch._C import _autograd
 from torch.utils import checkpoint
 
 from torchrec_dyn.lookup.lookup_function import Forward
+from torchrec_dyn.storage import run_to_end
 
 _KEPT = "_torchrec_dyn_lookups"  # attribute of a frame and of a ctx
 _MODULE = checkpoint.__name__
@@ -194,6 +195,15 @@ def _frames_with_hooks() -> list[Any]:
     if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return frames
     taken: list[tuple[Any, Any]] = []
+
+    def put_back(_: bool) -> None:
+        top = _autograd._top_saved_tensors_default_hooks(True)
+        if taken and top is not None and top[0] is taken[-1][0]:
+            taken.pop()  # after an interrupt: they are not off yet, or back already
+        while taken:
+            _autograd._push_saved_tensors_default_hooks(*taken[-1])
+            taken.pop()
+
     try:
         while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             pack = hooks[0]
@@ -205,8 +215,7 @@ def _frames_with_hooks() -> list[Any]:
             taken.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
     finally:
-        for hooks in reversed(taken):
-            _autograd._push_saved_tensors_default_hooks(*hooks)
+        run_to_end(put_back)
     return frames
 
 
