@@ -85,6 +85,14 @@ def test_a_dlrm_trains_on_any_ids_afterwards() -> None:
     assert (optimizer.kind.name, optimizer.eps) == ("EXACT_ROWWISE_ADAGRAD", 1e-4)
 
 
+def test_rows_are_where_the_static_ones_have_moved_to() -> None:
+    config = EmbeddingBagConfig(100, 4, "t", feature_names=["t"])
+    model = nn.Sequential(EmbeddingBagCollection([config], device=torch.device("meta")))
+    moved = dyn.make_dynamic(model.to_empty(device="cpu"))
+    moved[0](KeyedJaggedTensor(["t"], torch.tensor([7]), lengths=torch.tensor([1])))
+    assert moved[0].table("t").num_rows == 1
+
+
 def test_only_the_named_collections() -> None:
     model = Model()
     static = model.pooled[0]

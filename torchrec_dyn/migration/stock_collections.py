@@ -105,7 +105,7 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
             "got none."
         )
     for path, one in stock.items():
-        if id(one) in made and one.device.type != "meta":
+        if id(one) in made and _device_of(one).type != "meta":
             _logger.info("make_dynamic: rows of collection '%s' are not carried over", path)
     if id(model) in made:
         return made[id(model)]
@@ -127,6 +127,12 @@ def tables_by_name(collection: Any) -> dict[str, Any]:
     """Returns the table modules of an unsharded collection by name. Each module has a `weight`."""
     is_pooled = hasattr(collection, "embedding_bags")
     return dict((collection.embedding_bags if is_pooled else collection.embeddings).items())
+
+
+def _device_of(collection: Any) -> torch.device:
+    """Returns the device of the rows; `collection.device` stays that of the construction when they move."""
+    found: torch.device = next(iter(tables_by_name(collection).values())).weight.device
+    return found
 
 
 def empty_counterpart(
@@ -162,8 +168,8 @@ def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object)
 def _converted(
     stock: Any, dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None
 ) -> UnshardedCollection:
-    made = empty_counterpart(stock, configs_of(stock), stock.device, dynamic)
     stock_tables = tables_by_name(stock)
+    made = empty_counterpart(stock, configs_of(stock), _device_of(stock), dynamic)
     for table in made.unsharded_lookup.tables:
         table.copy_marks(stock_tables[table.config.name].weight)
     return made.train(stock.training)

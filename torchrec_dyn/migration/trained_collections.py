@@ -54,7 +54,7 @@ def from_static(
     rule, the state and the present learning rate of the optimizer that trained the rows: the optimizer
     that `apply_optimizer_in_backward` set on a parameter, else `optimizer`. As always in TorchRec, a row
     is updated only if it is in a batch; torch's Adam updates all rows at every step. Rows added later
-    start with optimizer state 0, for any `initial_accumulator_value`.
+    start with the state of a new row, as `initial_accumulator_value`.
 
     Args:
         collection: unsharded collection on the CPU or a GPU, where the rows will be too; not changed.
