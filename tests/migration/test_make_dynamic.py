@@ -85,6 +85,7 @@ def test_a_dlrm_trains_on_any_ids_afterwards() -> None:
     assert (optimizer.kind.name, optimizer.eps) == ("EXACT_ROWWISE_ADAGRAD", 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*expected an optimizer")
 def test_rows_are_where_the_static_ones_have_moved_to() -> None:
     config = EmbeddingBagConfig(100, 4, "t", feature_names=["t"])
     model = nn.Sequential(EmbeddingBagCollection([config], device=torch.device("meta")))

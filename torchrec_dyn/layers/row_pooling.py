@@ -20,9 +20,11 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
         weights: [N], factor of each row, or None.
         mean: True to divide the sum by the number of ids, weighted or not.
     """
-    if lengths.numel() == 0:
-        return rows  # empty, but in the graph: other ranks wait for the backward of this rank
     terms = rows.float() if weights is None else rows.float() * weights[:, None]
+    if (
+        lengths.numel() == 0
+    ):  # empty, but in the graph: other ranks wait for the backward of this rank
+        return terms.to(rows.dtype)
     # `unsafe`: torch does not check the lengths again. The host would wait for this check.
     pooled = torch.segment_reduce(terms, "sum", lengths=lengths, axis=0, unsafe=True)
     return (pooled / lengths.clamp(min=1)[:, None] if mean else pooled).to(rows.dtype)

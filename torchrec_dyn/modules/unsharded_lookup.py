@@ -24,7 +24,7 @@ from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import check_taken
-from torchrec_dyn.storage import TableLock, locked
+from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
 
 _State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what groups are made of
@@ -72,6 +72,7 @@ class UnshardedLookup:
 
     def _drop_groups(self) -> None:
         self._grouped_for: list[_State] = []
+        self._grouped_at: object = None  # the token of all tables when they were compared last
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
@@ -181,9 +182,11 @@ class UnshardedLookup:
         return self.tables[0].where.partition("(")[0]
 
     def _current_groups(self) -> list[_Group]:
-        state = [
-            (rows, rows.dtype, rows.optimizer) for rows in (table.rows() for table in self.tables)
-        ]
+        made = [table.rows() for table in self.tables]
+        now = TABLES.now
+        if now is self._grouped_at:
+            return self._groups
+        state = [(rows, rows.dtype, rows.optimizer) for rows in made]
         if state != self._grouped_for:
             with self.lock:
                 if state != self._grouped_for:
@@ -191,6 +194,7 @@ class UnshardedLookup:
                     self._grouped_for = state
                     for group in former:
                         group.tables.check_written()
+        self._grouped_at = now
         return self._groups
 
     def _group_tables(self, state: list[_State]) -> list[_Group]:

@@ -82,14 +82,16 @@ class UnshardedTable(nn.Module):
                 f"{weight.device}: functional_call cannot replace rows. Leave the weight out of the call, "
                 "and edit rows with `assign`."
             )
+        marks = vars(weight)
         choice = (
-            getattr(weight, "_optimizer_classes", _NO_CHOICE),
-            getattr(weight, "_optimizer_kwargs", _NO_CHOICE),
+            marks.get("_optimizer_classes", _NO_CHOICE),
+            marks.get("_optimizer_kwargs", _NO_CHOICE),
         )
         table = self._table
         if table is None or choice != self._choice:
             table = self._rows_for(choice)
-        table.is_frozen = self.is_frozen
+        if table.is_frozen == weight.requires_grad:
+            table.is_frozen = not weight.requires_grad
         return table
 
     @locked
