@@ -52,8 +52,8 @@ def reshard(
     Raises:
         ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
             another type than the collection's, if the sharder changes
-            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a table that
-            moves is open; nothing has changed then.
+            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of any table of
+            the collection is open; nothing has changed then.
         RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
@@ -72,7 +72,7 @@ def reshard(
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
-    run_together(group, call, lambda: _check_at_rest(shards, moved))
+    run_together(group, call, lambda: _check_at_rest(shards))
     new.copy_settings(shards)
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
@@ -142,13 +142,14 @@ def _shard_again(
     return made.train(collection.training)
 
 
-def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
-    """Raises ValueError if a batch was sent and not looked up, or a forward of a table that moves is open.
+def _check_at_rest(shards: LocalShards) -> None:
+    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open.
 
-    The forward of a deferred update is open, too.
+    The forward of a deferred update is open, too. Tables that stay count as well: they get another group, and
+    `step()` writes no update of the present one.
     """
     for attempt in range(2):
-        forwards = [len(shard.forwards) for name in moved for shard in shards.shards_of(name)]
+        forwards = [len(shard.forwards) for group in shards.groups() for shard in group.tables]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
