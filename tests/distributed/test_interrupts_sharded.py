@@ -80,6 +80,30 @@ def test_an_edit_changes_all_column_shards_or_none(edit, every):
     assert runs > 3
 
 
+def run_freeze(every):
+    """All places on one model: each check undoes what the call before has done."""
+    model = ShardedTraining(LIVES["all"], "column_wise").after(1)
+    table, seen = model.module.table("t0"), set()
+
+    def check(_):
+        left, right = table.whole.shards
+        assert left.is_frozen == right.is_frozen == table.is_frozen
+        seen.add(table.is_frozen)
+        table.unfreeze()
+
+    runs = check_every_place(lambda: None, lambda _: table.freeze(), check, every)
+    table.whole.shards[1].step += 1  # of the same rank
+    with pytest.raises(ValueError, match=r"same training step, got {0: \[1, 2\]} by rank"):
+        table.freeze()
+    return runs, seen
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.deep)])
+def test_a_freeze_is_of_all_column_shards_or_none(every):
+    ((runs, seen),) = workers.run(run_freeze, every, world_size=1)
+    assert runs > 50 and seen == {False, True}
+
+
 def run_load(every):
     training = ShardedTraining(LIVES["plain"], "column_wise")
     saved = training.save(training.after(4))

@@ -291,11 +291,7 @@ class _OwnerOfShards:
         return self.name in self.frozen
 
     def set_frozen(self, is_frozen: bool) -> None:
-        self.whole.set_frozen(is_frozen)
-        if is_frozen:
-            self.frozen.add(self.name)
-        else:
-            self.frozen.discard(self.name)
+        self.whole.set_frozen(is_frozen, self.frozen)
 
     def as_table(self) -> Table:
         return self.whole  # users hold it, too: it follows the table to another plan
