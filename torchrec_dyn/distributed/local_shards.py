@@ -312,16 +312,19 @@ class _OwnerOfShards:
 def copy_trained_rows(source: TableShard, table: Table) -> None:
     """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
 
-    Every rank has the whole unsharded collection and copies its part, so nothing is sent. Scores, admission
-    counters and clock are copied too. Optimizer state is copied if the shards have the same kind of
-    optimizer; state of one number per row is copied to every column shard.
+    Every rank has the whole unsharded collection and copies its part, so nothing is sent. A rank without a
+    shard reads nothing: `state_for_copy` is as large as the table. Scores, admission counters and clock are
+    copied too. Optimizer state is copied if the shards have the same kind of optimizer; state of one number
+    per row is copied to every column shard.
     """
+    if not table.shards:
+        return
     for shard in table.shards:
         shard.start_as(source.initializer)  # a loaded checkpoint may have set it
     state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
-    if table.shards and source.optimizer.saved_name != table.optimizer.saved_name:
+    if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
     mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
     if "waiting" in state and mask is not None:
