@@ -24,7 +24,7 @@ from pipeline_runs import (
     states_of,
     tables_of,
 )
-from sharded_cases import Case, Table, three_tables, usual_plan
+from sharded_cases import Case, Table, shard_by_hand, three_tables, usual_plan
 from sharded_training import (
     batches,
     check_rows,
@@ -225,6 +225,32 @@ def resharded_between() -> None:
 
 def test_a_reshard_with_pending_updates_is_refused() -> None:
     workers.run(resharded_between, world_size=2)
+
+
+def resharded_elsewhere() -> None:
+    """The table with the updates stays: no table moves, or another one, which is frozen."""
+    here = {kind: shard_by_hand(kind, [([0], 0, 8)]) for kind in ALL}
+    tables = [Table("t", ["a"], here["table_wise"]), Table("u", ["b"], here["row_wise"])]
+    case = Case(tables, fused_params=DEFERRED)
+    model = shard(case, collection_of(case))
+    collection = model.module.collection
+    collection.table("u").freeze()
+    ids = batches(case, 0)[0][0]["a"].values()
+    for changed in ({"t": here["column_wise"]}, {"u": here["table_wise"]}):
+        output = model(batches(case, 0)[0][0]).values()
+        with pytest.raises(ValueError, match="no forward that waits for its backward"):
+            model.sharders[0].reshard(collection, changed, model._env, model.device)
+        output.sum().backward()
+        before, _ = dyn.lookup_rows(collection, "t", ids)
+        with pytest.raises(ValueError, match="updates that wait"):
+            model.sharders[0].reshard(collection, changed, model._env, model.device)
+        model.fused_optimizer.step()
+        assert not torch.equal(dyn.lookup_rows(collection, "t", ids)[0], before)
+        model.sharders[0].reshard(collection, changed, model._env, model.device)
+
+
+def test_a_reshard_that_moves_no_table_with_pending_updates_is_refused() -> None:
+    workers.run(resharded_elsewhere, world_size=1)
 
 
 def saved_between(folder: str) -> None:

@@ -1,5 +1,6 @@
 """After an exception at any place of a step of a sharded model, the next step works and nothing is lost."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -12,7 +13,10 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
+from torchrec_dyn.distributed import resharding
 from torchrec_dyn.state_dict.aligned_state import AlignedState
+
+TW, RW = "table_wise", "row_wise"
 
 
 class ShardedTraining(Training):
@@ -80,6 +84,30 @@ def test_an_edit_changes_all_column_shards_or_none(edit, every):
     assert runs > 3
 
 
+def run_freeze(every):
+    """All places on one model: each check undoes what the call before has done."""
+    model = ShardedTraining(LIVES["all"], "column_wise").after(1)
+    table, seen = model.module.table("t0"), set()
+
+    def check(_):
+        left, right = table.whole.shards
+        assert left.is_frozen == right.is_frozen == table.is_frozen
+        seen.add(table.is_frozen)
+        table.unfreeze()
+
+    runs = check_every_place(lambda: None, lambda _: table.freeze(), check, every)
+    table.whole.shards[1].step += 1  # of the same rank
+    with pytest.raises(ValueError, match=r"same training step, got {0: \[1, 2\]} by rank"):
+        table.freeze()
+    return runs, seen
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.deep)])
+def test_a_freeze_is_of_all_column_shards_or_none(every):
+    ((runs, seen),) = workers.run(run_freeze, every, world_size=1)
+    assert runs > 50 and seen == {False, True}
+
+
 def run_load(every):
     training = ShardedTraining(LIVES["plain"], "column_wise")
     saved = training.save(training.after(4))
@@ -126,3 +154,40 @@ def run_commit(every):
 def test_a_load_of_optimizer_state_changes_all_column_shards_or_none(every):
     (runs,) = workers.run(run_commit, every, world_size=1, timeout=900)
     assert runs > 3
+
+
+def run_last_step_of_reshard(every):
+    """All places on one model, which moves on each time."""
+    training = ShardedTraining(LIVES["plain"], "table_wise")
+    model = training.after(2)
+    collection, steps = model.module, itertools.count(2)
+    table, seen = collection.table("t0"), set()
+
+    def prepared():
+        """Returns the arguments of the last step of a move to the other plan."""
+        here = collection.module_sharding_plan["t0"].sharding_type
+        plan = usual_plan(TW if here == RW else RW, 4, 1, 1, rows=100_000)
+        with mock.patch.object(resharding, "_replace_attributes") as last_step:
+            model.sharders[0].reshard(collection, {"t0": plan}, model._env, model.device)
+        return here, last_step.call_args.args
+
+    def call(made):
+        resharding._replace_attributes(*made[1])
+
+    def check(made):
+        here = collection.module_sharding_plan["t0"].sharding_type
+        seen.add(here == made[0])
+        kernels = [kernel for lookup in collection._lookups for kernel in lookup._emb_modules]
+        shards = [shard for kernel in kernels for shard in kernel.tables if shard.name == "t0"]
+        assert shards == collection._shards.shards_of("t0") == list(table.whole.shards)
+        assert table.whole.layout.rows_are_spread == (here == RW)
+        model.fused_optimizer.param_groups[0]["lr"] = rate = 1 / next(steps)
+        assert {kernel.group.learning_rate for kernel in kernels} == {rate}
+
+    return check_every_place(prepared, call, check, every), seen
+
+
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.deep)])
+def test_the_last_step_of_a_reshard_changes_all_or_nothing(every):
+    ((runs, seen),) = workers.run(run_last_step_of_reshard, every, world_size=1, timeout=900)
+    assert runs > 5 and seen == {False, True}

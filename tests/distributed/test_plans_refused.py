@@ -16,6 +16,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
@@ -165,7 +166,7 @@ class TwoCollections(nn.Module):
         )
 
 
-def refuse_two(sequence: bool) -> str:
+def refuse_two(sequence: bool, by: str) -> str:
     model = TwoCollections(sequence)
     dim = 100  # EmbeddingBagConfig(num_embeddings, embedding_dim, ...)
     plan = {"t": shard_by_hand("table_wise", [([0], 0, dim)], rows=8)}
@@ -173,18 +174,19 @@ def refuse_two(sequence: bool) -> str:
         dyn.DynamicEmbeddingBagCollectionSharder(FUSED_PARAMS),
         dyn.DynamicEmbeddingCollectionSharder(FUSED_PARAMS),
     ]
+    make: Any = {"dmp": DistributedModelParallel, "shard_modules": shard_modules}[by]
     with pytest.raises(ValueError) as caught:
-        DistributedModelParallel(
+        make(
             model,
             plan=ShardingPlan({"one": plan, "two": plan}),  # type: ignore[dict-item]
-            sharders=sharders,  # type: ignore[arg-type]
+            sharders=sharders,
         )
     return str(caught.value)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_one_name_in_two_collections_is_refused(sequence: bool) -> None:
-    (text,) = workers.run(refuse_two, sequence, world_size=1)
+@pytest.mark.parametrize("sequence, by", [(False, "dmp"), (True, "dmp"), (True, "shard_modules")])
+def test_one_name_in_two_collections_is_refused(sequence: bool, by: str) -> None:
+    (text,) = workers.run(refuse_two, sequence, by, world_size=1)
     expected = "expected a name that is unique in the model, got the name of a table of 'one'"
     assert f"('two')(table='t'): {expected}" in text
 
@@ -207,6 +209,25 @@ def shard_two_models_with_one_sharder() -> None:
 
 def test_two_models_may_have_the_same_tables() -> None:
     workers.run(shard_two_models_with_one_sharder, world_size=1)
+
+
+def shard_a_student_and_its_teacher() -> None:
+    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))])
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    models = [
+        DistributedModelParallel(
+            nn.ModuleDict({path: collection_of(case)}),
+            env=env,
+            plan=ShardingPlan({path: {"t": case.tables[0].plan}}),  # type: ignore[dict-item]
+            sharders=[dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))],  # type: ignore[list-item]
+        )
+        for path in ("student", "teacher")
+    ]
+    assert len(models) == 2
+
+
+def test_two_models_over_one_environment_may_have_the_same_tables() -> None:
+    workers.run(shard_a_student_and_its_teacher, world_size=1)
 
 
 def plan_by_planner(pooled: bool, kind: str) -> str:

@@ -1,6 +1,8 @@
 """Handles on sharded tables, rows that were there before sharding, and state dicts."""
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,12 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, check_rows, collection_of, outputs_by_name, shard
+from table_cases import ids_of, make_table
 from torchrec import KeyedJaggedTensor
+
+from torchrec_dyn import ranks
+from torchrec_dyn.checkpoint_format import table_config
+from torchrec_dyn.distributed import local_shards
 
 POOLED = [
     "table_wise",
@@ -176,6 +183,15 @@ def shard_for_another_optimizer(case: Case) -> None:
 def test_rows_are_carried_over_to_another_optimizer() -> None:
     case = case_of(True, "grid_shard", fused_params=FUSED_PARAMS)
     workers.run(shard_for_another_optimizer, case, world_size=4, local_size=2)
+
+
+def test_a_rank_without_a_shard_reads_no_rows_that_were_trained_before() -> None:
+    trained = make_table()
+    trained.assign(ids_of(1, 2), torch.ones(2, 4))
+    config = table_config("t", 4, 5, trained.dtype, trained.initializer)
+    elsewhere = replace(ranks.Table.of_one(trained, "here", config), shards=[])
+    with mock.patch.object(local_shards, "state_for_copy", side_effect=MemoryError):
+        local_shards.copy_trained_rows(trained, elsewhere)
 
 
 def state_dict_round_trip(case: Case) -> None:

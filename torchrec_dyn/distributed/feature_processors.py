@@ -122,9 +122,11 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             if spread := _spread_tables(changed):
                 _check_sends_positions(processors, spread, self._where)
 
-        reshard(sharder, collection, changed, env, device, wrapped=check)
-        self._lookups = collection._lookups
-        self._row_wise_sharded = bool(_spread_tables(collection.module_sharding_plan))
+        def follow(_: bool) -> None:
+            self._lookups = collection._lookups
+            self._row_wise_sharded = bool(_spread_tables(collection.module_sharding_plan))
+
+        reshard(sharder, collection, changed, env, device, wrapped=check, follow=follow)
 
     @not_compiled
     def input_dist(

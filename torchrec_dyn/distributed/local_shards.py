@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
 from torchrec_dyn.state_dict import load_tables, save_tables
-from torchrec_dyn.storage import OpenForwards, TableLock
+from torchrec_dyn.storage import OpenForwards, TableLock, changes, locked, run_to_end
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
@@ -219,16 +220,24 @@ class LocalShards:
             kernel.replace_shards(other._tables[name])
         self._tables = self._by_name()
 
-    def replace_with(self, other: LocalShards) -> None:
-        """Replaces the shards by the shards of another plan. Existing handles then use the new shards."""
-        batches, handles = self.batches, self._handles
+    @locked
+    @changes
+    def replace_with(self, other: LocalShards, *others: Callable[[bool], object]) -> None:
+        """Replaces the shards by the shards of another plan. Existing handles then use the new shards.
+
+        Further actions of `run_to_end` make the same change elsewhere.
+        """
+        run_to_end(partial(self._replace, other), *others)
+
+    def _replace(self, other: LocalShards, again: bool) -> None:
         for shards in self._tables.values():
             for shard in shards:
                 if shard not in other._tables[shard.name]:
-                    shard.generation += 1  # earlier state dicts and graphs are not valid any more
-        self.__dict__.update(other.__dict__)
-        self.batches, self._handles = batches, handles
-        for name, handle in handles.items():
+                    # Earlier state dicts and graphs are not valid any more, whether by 1 or, again, by 2.
+                    shard.generation += 1
+        kept = {"batches": self.batches, "_handles": self._handles}
+        self.__dict__.update({**other.__dict__, **kept})
+        for name, handle in self._handles.items():
             handle.whole.follow(self.table(name))
 
     def drive_by(self, optimizer: ShardedOptimizer) -> None:
@@ -291,11 +300,7 @@ class _OwnerOfShards:
         return self.name in self.frozen
 
     def set_frozen(self, is_frozen: bool) -> None:
-        self.whole.set_frozen(is_frozen)
-        if is_frozen:
-            self.frozen.add(self.name)
-        else:
-            self.frozen.discard(self.name)
+        self.whole.set_frozen(is_frozen, self.frozen)
 
     def as_table(self) -> Table:
         return self.whole  # users hold it, too: it follows the table to another plan
@@ -307,16 +312,19 @@ class _OwnerOfShards:
 def copy_trained_rows(source: TableShard, table: Table) -> None:
     """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
 
-    Every rank has the whole unsharded collection and copies its part, so nothing is sent. Scores, admission
-    counters and clock are copied too. Optimizer state is copied if the shards have the same kind of
-    optimizer; state of one number per row is copied to every column shard.
+    Every rank has the whole unsharded collection and copies its part, so nothing is sent. A rank without a
+    shard reads nothing: `state_for_copy` is as large as the table. Scores, admission counters and clock are
+    copied too. Optimizer state is copied if the shards have the same kind of optimizer; state of one number
+    per row is copied to every column shard.
     """
+    if not table.shards:
+        return
     for shard in table.shards:
         shard.start_as(source.initializer)  # a loaded checkpoint may have set it
     state = state_for_copy(source, on_host=True)
     if not state["ids"].numel() and not int(state["step"]) and source.time is None:
         return
-    if table.shards and source.optimizer.saved_name != table.optimizer.saved_name:
+    if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
     mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
     if "waiting" in state and mask is not None:

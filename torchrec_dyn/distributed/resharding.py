@@ -3,7 +3,7 @@
 1. A second collection is created with the new plan.
 2. Tables that move are copied into it; the shards of all other tables are put into it without a copy.
 3. After steps 1 and 2 succeeded on all ranks, the first collection gets the attributes of the second. Before
-   this step the first collection has not changed, and this step cannot fail.
+   this step the first collection has not changed. This step is run to its end, whatever interrupts it.
 
 The first collection stays the same module with the same optimizer, so models and pipelines that hold them
 continue.
@@ -42,18 +42,20 @@ def reshard(
     env: ShardingEnv,
     device: torch.device | None,
     wrapped: Callable[[], None] | None = None,
+    follow: Callable[[bool], None] | None = None,
 ) -> None:
     """Moves tables of a collection to the ranks of another plan: all of these tables, or none. Collective.
 
     The sharder has the arguments with which the collection was sharded. `changed` is the new plan of the
     tables that move; it may contain others. A device of None leaves the rows where they are. `wrapped` checks
-    the plan for the feature processors around the collection; None: there are none.
+    the plan for the feature processors around the collection; None: there are none. `follow`, an action of
+    `run_to_end`, changes them with the collection.
 
     Raises:
         ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
             another type than the collection's, if the sharder changes
-            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a table that
-            moves is open; nothing has changed then.
+            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of any table of
+            the collection is open; nothing has changed then.
         RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
@@ -72,13 +74,13 @@ def reshard(
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
-    run_together(group, call, lambda: _check_at_rest(shards, moved))
+    run_together(group, call, lambda: _check_at_rest(shards))
     new.copy_settings(shards)
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
     for name in moved:
         move_table(shards.table(name), new.table(name), call)
-    _replace_attributes(collection, made)
+    _replace_attributes(collection, made, follow)
 
 
 def _described(
@@ -142,13 +144,14 @@ def _shard_again(
     return made.train(collection.training)
 
 
-def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
-    """Raises ValueError if a batch was sent and not looked up, or a forward of a table that moves is open.
+def _check_at_rest(shards: LocalShards) -> None:
+    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open.
 
-    The forward of a deferred update is open, too.
+    The forward of a deferred update is open, too. Tables that stay count as well: they get another group, and
+    `step()` writes no update of the present one.
     """
     for attempt in range(2):
-        forwards = [len(shard.forwards) for name in moved for shard in shards.shards_of(name)]
+        forwards = [len(shard.forwards) for group in shards.groups() for shard in group.tables]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
@@ -172,8 +175,11 @@ def _check_at_rest(shards: LocalShards, moved: list[str]) -> None:
     )
 
 
-def _replace_attributes(collection: Any, made: Any) -> None:
+def _replace_attributes(collection: Any, made: Any, follow: Callable[[bool], None] | None) -> None:
     attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
-    made._shards.drive_by(collection._optim)
-    collection._shards.replace_with(made._shards)
-    vars(collection).update(attributes)
+    collection._shards.replace_with(
+        made._shards,
+        lambda _: made._shards.drive_by(collection._optim),
+        lambda _: vars(collection).update(attributes),
+        *([follow] if follow else []),
+    )

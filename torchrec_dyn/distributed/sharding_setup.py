@@ -29,6 +29,7 @@ from torchrec_dyn.modules import (
     chosen_fused_params,
     chosen_optimizer,
     merged_fused_params,
+    model_being_sharded,
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
@@ -98,7 +99,7 @@ def set_up(
     tables: dict[str, UnshardedTable] = {config.name: held[config.name] for config in configs}
     merged = merged_fused_params(fused_params, module.fused_params)
     view = ShardableView(module, configs, tables, holder, layouts, merged, where)
-    _claim_names([config.name for config in configs], env, module_fqn, where)
+    _claim_names([config.name for config in configs], module_fqn, where)
     if view.tables_by_default:
         warnings.warn(
             f"{where}: no optimizer was chosen for tables {listed(view.tables_by_default)}; their rows "
@@ -148,22 +149,19 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
         host_group(env.process_group)
 
 
-_tables_of_model: weakref.WeakKeyDictionary[ShardingEnv, dict[str, str]] = (
-    weakref.WeakKeyDictionary()
-)
+_tables_of_model: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
-def _claim_names(
-    names: Sequence[str], env: ShardingEnv, module_fqn: str | None, where: str
-) -> None:
+def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> None:
     """Raises ValueError if another collection of the model has a table of the same name.
 
-    Both tables would have the same initial rows. The collections of one model have the same `env` object:
-    DistributedModelParallel passes it to all of them.
+    Both tables would have the same initial rows. Tables of two models may have the same name: a student and
+    its teacher begin alike.
     """
-    if module_fqn is None:
+    model = model_being_sharded()
+    if module_fqn is None or model is None:
         return
-    claimed = _tables_of_model.setdefault(env, {})
+    claimed = _tables_of_model.setdefault(model, {})
     for name in names:
         if claimed.get(name, module_fqn) != module_fqn:
             raise ValueError(

@@ -39,5 +39,9 @@ from torchrec_dyn.modules.table_configs import (
     with_row_dtype,
 )
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import check_not_gathered, check_step
+from torchrec_dyn.modules.wrapper_checks import (
+    check_not_gathered,
+    check_step,
+    model_being_sharded,
+)
 from torchrec_dyn.ranks import TableHandle

@@ -7,7 +7,8 @@ would take the rows of one rank of a sharded collection for all rows is an error
 
 No wrapper has a hook for modules inside the model. So the members that their constructors read look up the
 call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
-plan without a sharder DistributedModelParallel reads nothing but the hash of the type.
+plan without a sharder DistributedModelParallel reads nothing but the hash of the type. A sharder gets the
+collection and its path, and finds the model in the same way.
 
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
 the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
@@ -33,6 +34,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.shard import shard_modules
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
 from torchrec_dyn.lookup import code_of
@@ -40,6 +42,7 @@ from torchrec_dyn.lookup import code_of
 _DDP = code_of(DistributedDataParallel.__init__)
 _DMP = code_of(DistributedModelParallel.__init__)
 _DMP_SHARDS = code_of(DistributedModelParallel._shard_modules_impl)
+_SHARD_MODULES = code_of(shard_modules)
 _FULLY_SHARD = code_of(fully_shard)
 _GET_MODEL_STATE_DICT = code_of(dcp_state_dict._get_model_state_dict)
 _AVERAGED = code_of(AveragedModel.__init__)
@@ -93,6 +96,15 @@ def check_not_in_dmp(where: str) -> None:
     dmp = _local("self", _DMP)
     if dmp is not None and dmp._env.process_group is not None:
         _check_one_rank(where, "DistributedModelParallel", dmp._env.process_group.size())
+
+
+def model_being_sharded() -> nn.Module | None:
+    """Returns the model that is being sharded around the caller, None if a collection is sharded alone.
+
+    The model is the DistributedModelParallel, or the module that `shard_modules` got.
+    """
+    dmp: nn.Module | None = _local("self", _DMP)
+    return _local("module", _SHARD_MODULES) if dmp is None else dmp
 
 
 def check_not_made_static(where: str, collection: nn.Module) -> None:

@@ -31,6 +31,7 @@ from torchrec_dyn.storage import (
     IdMap,
     TableLock,
     canonical_order,
+    changes,
     locked,
     run_to_end,
     to_host,
@@ -343,23 +344,36 @@ class Table:
         counted = len(self._first_shards)
         return sum(self._gather("erase", lambda: sum(_edit_all(edits)[:counted])))
 
-    def set_frozen(self, is_frozen: bool) -> None:
+    def set_frozen(self, is_frozen: bool, frozen: set[str]) -> None:
         """Freezes or unfreezes all shards at the same training step, or no shard.
 
+        Args:
+            is_frozen: True to freeze.
+            frozen: names of the frozen tables of the collection; gets or loses this name.
+
         Raises:
-            ValueError: on every rank, if some rank makes another call, or the training steps of the ranks
+            ValueError: on every rank, if some rank makes another call, or the training steps of the shards
                 differ; nothing has changed then.
         """
         verb = "freeze" if is_frozen else "unfreeze"
         of_ranks = self._gather(verb, lambda: [shard.step for shard in self.shards])
-        steps = {rank: of_shards[0] for rank, of_shards in enumerate(of_ranks) if of_shards}
-        if len(set(steps.values())) > 1:
+        steps = {rank: of_shards for rank, of_shards in enumerate(of_ranks) if of_shards}
+        if len({step for of_shards in of_ranks for step in of_shards}) > 1:
             raise ValueError(
-                f"{self.where}.{verb}: expected every rank at the same training step, got "
+                f"{self.where}.{verb}: expected every shard at the same training step, got "
                 f"{steps} by rank. Call it on all ranks between the same two batches."
             )
-        for shard in self.shards:
-            shard.is_frozen = is_frozen
+        self._mark_frozen(is_frozen, frozen)
+
+    @locked
+    @changes
+    def _mark_frozen(self, is_frozen: bool, frozen: set[str]) -> None:
+        def mark(_: bool) -> None:
+            for shard in self.shards:
+                shard.is_frozen = is_frozen
+            (frozen.add if is_frozen else frozen.discard)(self.name)
+
+        run_to_end(mark)
 
     @collective
     def stats(self) -> Stats:
