@@ -116,7 +116,7 @@ class LifeModel:
             elif self.counts_first:
                 counted = self.waiting.get(number)
                 total = times + (0 if counted is None or self._is_due(counted) else counted.count)
-                if total >= self.admission.count:
+                if times and total >= self.admission.count:
                     taken[number] = total
             elif not isinstance(self.admission, dyn.Never) and (
                 times and self.is_drawn(number, times, self.next_step)

@@ -299,8 +299,9 @@ class RowLife:
         is_refused = ~is_admitted
         if asked is not None:
             # An id of which no occurrence counts is never admitted, and its counter stays as it is.
-            is_refused &= asked.counted > 0
-            is_waiting = None if is_waiting is None else is_waiting & (is_admitted | is_refused)
+            is_asking = asked.counted > 0
+            is_admitted, is_refused = is_admitted & is_asking, is_refused & is_asking
+            is_waiting = None if is_waiting is None else is_waiting & is_asking
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         waits_no_more = None
         if is_waiting is not None:
