@@ -17,6 +17,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 
+IN_TIME = dyn.LeastFrequentlyUsed(half_life_time=10)
 DEFERS = RowOptimizer(OptimizerKind.EXACT_SGD, learning_rate=0.1, defer_updates=True)
 
 
@@ -141,3 +142,21 @@ def test_a_gpu_drops_the_counters_that_the_cpu_drops():
         one, two = (table.export_state() for table in tables)
         assert same_state(one, on_host(two)) and one["waiting"].shape == (3, 635)
         assert device.mixed == []
+
+
+def test_a_half_life_may_begin_twice_in_a_step():
+    """Both begin at the same step. The candidates listed in the first do not outlive it."""
+    both = Accumulating(living_table(IN_TIME, limit=128, optimizer=DEFERS))
+    often = range(8, 128)
+    both.set_time(5)
+    both.forward(*range(8), *[*often] * 8)
+    both.end_step()
+    both.set_time(15)
+    both.forward(*[*range(8)] * 2, 1000)  # a full table lists candidates: 8 with 2.5, the others with 4
+    both.set_time(25)
+    both.forward(*[1000] * 50)  # now the others have 2
+    both.end_step()
+    for newest in range(2000, 2008):
+        both.forward(*[newest] * 9)
+        both.end_step()
+        both.compare()

@@ -167,7 +167,7 @@ class RowLife:
         self._row_limit = row_limit
         self._device = device
         self._candidates = self._no_candidates()
-        self._listed_in = 0  # the first step of the half-life of the listed candidates
+        self._listed_in: list[int] = []  # `Decay.begins` at the search for the listed candidates
 
     def _no_candidates(self) -> EvictionCandidates | CountCandidates:
         if self._by_count:
@@ -395,8 +395,8 @@ class RowLife:
                 yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
             )
         begins = self._decay.begins(step, self.clock)
-        if self._listed_in != begins[-1]:  # counts have fallen since the search
-            self._candidates, self._listed_in = self._no_candidates(), begins[-1]
+        if self._listed_in != begins:  # counts have fallen since the search
+            self._candidates, self._listed_in = self._no_candidates(), begins
         assert isinstance(self._candidates, CountCandidates)
         scores = DecayedScores(self.scores, self._decay, begins)
         return (yield from self._candidates.lowest(scores, id_map, high, step, most, ahead))
