@@ -152,7 +152,9 @@ def test_a_half_life_may_begin_twice_in_a_step():
     both.forward(*range(8), *[*often] * 8)
     both.end_step()
     both.set_time(15)
-    both.forward(*[*range(8)] * 2, 1000)  # a full table lists candidates: 8 with 2.5, the others with 4
+    both.forward(
+        *[*range(8)] * 2, 1000
+    )  # a full table lists candidates: 8 with 2.5, the others with 4
     both.set_time(25)
     both.forward(*[1000] * 50)  # now the others have 2
     both.end_step()

@@ -449,7 +449,7 @@ class RowLife:
         if not self.is_unscored:
             return self
         made, scores = copy(self), Scores(self.scores.store.shift, self._device)
-        scores.store.reserve(self.scores.store.capacity)
+        scores.store.reserve(high)
         for start in range(0, high, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)
