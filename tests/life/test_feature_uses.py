@@ -127,6 +127,21 @@ def test_an_id_that_is_drawn_only_as_a_negative_expires():
         assert beside.table.last_seen(ids_of(7)).tolist() == [last]
 
 
+@pytest.mark.parametrize("other", [(False, True, True), (True, False, True)])
+def test_a_counter_beyond_the_count_waits_for_an_occurrence_that_counts(other):
+    """A load into a table with a smaller count leaves such counters, and so does a sync of replicas."""
+    saved = living_table(None, dyn.AdmitAfter(5))
+    make_group(saved)(ids_of(7, 7, 7, 7), torch.tensor([0, 4]), training=True)
+    table = living_table(None, dyn.AdmitAfter(3))
+    table.load_state(saved.export_state())
+    uses = uses_of_flags([(*ALL, True), other])
+    group = make_group(table, features=[2], pooling="none", uses=uses)
+    group(ids_of(7), torch.tensor([0, 0, 1]), training=True)
+    assert table.ids().tolist() == [] and table.count(ids_of(7)).tolist() == [4]
+    group(ids_of(7, 7), torch.tensor([0, 1, 2]), training=True)
+    assert table.ids().tolist() == [7] and table.count(ids_of(7)).tolist() == [5]
+
+
 def test_a_row_evicted_by_the_step_that_reads_it_reads_as_unseen():
     """The row is given to another id in the same step: the negative must not read or train it."""
     beside = Beside(("lru", "all"), [(True, True, True), (False, False, True)], 0)

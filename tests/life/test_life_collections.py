@@ -217,6 +217,20 @@ def test_loaded_weights_alone_are_seen_at_the_step_of_the_load(make):
     assert train(loaded, ([1], [])) == {1, 2}
 
 
+@pytest.mark.parametrize("change", [torch.nn.Module.half, copy.deepcopy])
+def test_a_change_between_the_loads_of_rows_and_of_the_optimizer_scores_no_row(change):
+    """The rows were saved without scores: they count as seen at the step that the optimizer brings."""
+    adam = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
+    config = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(steps=2))
+    saved, loaded = pooled(None, fused_params=adam), pooled(config, fused_params=adam)
+    train(saved, *[([1], [2])] * 6)
+    loaded.load_state_dict(saved.state_dict())
+    loaded = change(loaded)
+    loaded.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
+    assert asked(loaded, 1, 2)[0] == [6, 6]
+    assert train(loaded, ([1], [])) == {1, 2}
+
+
 def test_a_table_without_room_is_as_it_was_though_another_op_call_ran():
     """Tables of two pooling types need two op calls; each call changes all its tables or none."""
     configs = [

@@ -1,31 +1,17 @@
 """The memory of blocks on a CPU follows the rows in use, also when other blocks were freed before."""
 
-import ctypes
 import mmap
-import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from block_pages import advice_of, committed_pages
 
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.page_advice import HUGE_PAGE_BYTES
 
 # Blocks of 8 MiB: malloc takes such sizes from its heap once one was freed.
 COLUMNS, SHIFT = 16, 17
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def committed_pages(block: Tensor) -> int:
-    """Returns how many of the block's pages the system has committed."""
-    first = -(-block.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = (block.data_ptr() + block.nbytes - first) // mmap.PAGESIZE
-    found = (ctypes.c_ubyte * pages)()
-    size = ctypes.c_size_t(pages * mmap.PAGESIZE)
-    assert LIBC.mincore(ctypes.c_void_p(first), size, found) == 0, ctypes.get_errno()
-    return sum(page & 1 for page in found)
 
 
 def new_store(dtype: torch.dtype = torch.float32) -> RowStore:
@@ -45,18 +31,6 @@ def test_a_fresh_block_commits_nothing_after_others_were_freed(dtype: torch.dtyp
     store.write(torch.tensor([5]), torch.ones(1, COLUMNS))
     assert committed_pages(store.blocks[0]) == 1
     assert store.read(torch.tensor([5])).sum() == COLUMNS
-
-
-def advice_of(block: Tensor) -> set[str]:
-    """Returns the flags of the mapping in which the block begins."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
-            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-            inside = begin <= block.data_ptr() < end
-        elif inside and line.startswith("VmFlags:"):
-            return set(line.split()[1:])
-    raise AssertionError("not mapped")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

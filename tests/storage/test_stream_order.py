@@ -229,7 +229,7 @@ def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda)
         blocks = list(staged.weights.blocks)
         cuda.on("B")
         device.forget()
-        staged.convert(torch.float16)
+        staged.convert(torch.float16, 80)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
 

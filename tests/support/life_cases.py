@@ -60,8 +60,13 @@ def living_table(eviction=None, admission=None, limit=1000, **options) -> TableS
     config |= {name: options.pop(name) for name in config if name in options}
     return TableShard(
         config=dyn.DynamicTableConfig(**config, admission=admission, eviction=eviction),
-        optimizer=RowOptimizer(kind=kind, learning_rate=RATE),
-        **({"name": "t", "num_embeddings": limit, "embedding_dim": 4} | options),
+        **{
+            "name": "t",
+            "num_embeddings": limit,
+            "embedding_dim": 4,
+            "optimizer": RowOptimizer(kind=kind, learning_rate=RATE),
+            **options,
+        },
     )
 
 

@@ -79,6 +79,9 @@ class LifeModel:
         self.rows: dict[int, Row] = {}
         self.waiting: dict[int, Counted] = {}
         self.step = self.births = 0
+        self.is_open = (
+            False  # True: the next forward belongs to the last step, as with deferred updates
+        )
         self.clock: int | None = None  # None until it is set
         self.is_new_time = False  # True if the time was set after the last step
         self.causes: Counter[str] = Counter()
@@ -87,9 +90,13 @@ class LifeModel:
         """Returns the ids with a row that expire at the next step."""
         return {number for number, row in self.rows.items() if self._is_due(row)}
 
+    @property
+    def next_step(self) -> int:
+        return self.step + (not self.is_open)
+
     def _is_due(self, row: Counted) -> bool:
         if self.steps_kept is not None:
-            return self.step + 1 - row.last_seen > self.steps_kept
+            return self.next_step - row.last_seen > self.steps_kept
         if self.time_kept is not None:
             return (self.clock or 0) - (row.time or 0) > self.time_kept
         return False
@@ -109,10 +116,10 @@ class LifeModel:
             elif self.counts_first:
                 counted = self.waiting.get(number)
                 total = times + (0 if counted is None or self._is_due(counted) else counted.count)
-                if total >= self.admission.count:
+                if times and total >= self.admission.count:
                     taken[number] = total
             elif not isinstance(self.admission, dyn.Never) and (
-                times and self.is_drawn(number, times, self.step + 1)
+                times and self.is_drawn(number, times, self.next_step)
             ):
                 taken[number] = times
         return taken
@@ -120,7 +127,9 @@ class LifeModel:
     def check(self, ids: list[int], uses: list[Use] | None = None) -> None:
         """Raises TooFew if a batch does not fit."""
         stay, new = set(self.rows) - self.due(), self.admitted(ids, uses)
-        held = stay & _counted(ids, uses) if self.makes_room else stay
+        held = (
+            stay & (_counted(ids, uses) | self._seen(self.next_step)) if self.makes_room else stay
+        )
         if (self.makes_room or new) and len(held) + len(new) > self.limit:
             raise TooFew(len(held), len(new))
 
@@ -142,7 +151,7 @@ class LifeModel:
         for number in [n for n, counted in self.waiting.items() if self._is_due(counted)]:
             del self.waiting[number]
             self.causes["counters_expired"] += 1
-        self.step += 1
+        self.step = self.next_step
         self.is_new_time = False
         first = dict.fromkeys(new, 0)
         uses_of_ids = uses or [ALL] * len(ids)
@@ -162,17 +171,21 @@ class LifeModel:
                     came = self.waiting[number].count if number in self.waiting else 0
                     self.waiting[number] = Counted(self.step, came + 1, self.clock)
         if self.makes_room:
-            self._make_room(len(new), _counted(ids, uses))
+            self._make_room(len(new))
         for number, count in new.items():
             self.waiting.pop(number, None)
             self._start(number, self.step, count if self.unit is None else first[number])
         self._drop_counters(rows_before)
         return [self.rows[number].born if number in self.rows else None for number in ids]
 
-    def _make_room(self, new: int, batch: set[int]) -> None:
+    def _seen(self, step: int) -> set[int]:
+        """Returns the ids with a row that a forward of a step has seen; assigned rows have count 0."""
+        return {n for n, row in self.rows.items() if row.last_seen == step and row.count}
+
+    def _make_room(self, new: int) -> None:
         surplus = len(self.rows) + new - self.limit
         if surplus > 0:
-            others = sorted(set(self.rows) - batch, key=self._score)
+            others = sorted(set(self.rows) - self._seen(self.step), key=self._score)
             for number in others[: max(surplus, self.limit // 64)]:
                 self._drop(number, "evicted_full")
 
@@ -235,9 +248,9 @@ class LifeModel:
 
     def set_time(self, time: int) -> None:
         """Sets the time of later training forwards. The first time holds for all earlier forwards too."""
-        self.is_new_time |= self.clock not in (None, time)
+        self.is_new_time |= self.clock not in (None, time) and not self.is_open
         for row in [*self.rows.values(), *self.waiting.values()]:
-            if self.clock is None or row.last_seen > self.step:
+            if self.clock is None or row.last_seen >= self.next_step:
                 row.time = time
         self.clock = time
 

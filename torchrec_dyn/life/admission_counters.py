@@ -144,7 +144,11 @@ class AdmissionCounters:
             return None
         share = limit // FREED_SHARE
         most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high_water_mark
-        lowest = self._candidates.lowest(self._scores, self.id_map, high, step + 1, most, ahead)
+        # Counters of the present step may be dropped, but not listed: a further forward of the step may give
+        # their rows to other ids, with the same `last_seen`.
+        lowest = self._candidates.lowest(
+            self._scores, self.id_map, high, step, most, ahead, until=step + 1
+        )
         return self._drop_of(*(yield from lowest))
 
     def forget_listed(self) -> None:

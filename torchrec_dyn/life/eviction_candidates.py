@@ -70,11 +70,19 @@ class EvictionCandidates:
         self._ids, self._rows, self._last_seen, self._seen_at = rest
 
     def lowest(
-        self, scores: Scores, id_map: IdMap, high: int, before: int, most: int, ahead: int
+        self,
+        scores: Scores,
+        id_map: IdMap,
+        high: int,
+        before: int,
+        most: int,
+        ahead: int,
+        until: int | None = None,
     ) -> HostRead[tuple[Tensor, Tensor]]:
         """Returns the ids and rows of the `most` oldest rows: from the list, or by a search.
 
-        A search is as `list`, of up to `ahead` rows for later calls too.
+        A search is as `list`, of up to `ahead` rows for later calls too. If fewer than `most` rows were last
+        seen before step `before`, rows last seen before step `until` follow, which are never listed.
         """
         oldest = None
         if 2 * most <= ahead:
@@ -84,7 +92,7 @@ class EvictionCandidates:
                 if most <= len(self._rows):  # nothing was seen since the search
                     # Copies: the free rows and the log of changes keep them, and would keep the whole list.
                     oldest = self._ids[:most].clone(), self._rows[:most].clone()
-        return oldest or scores.lowest(id_map, high, before, most)
+        return oldest or scores.lowest(id_map, high, before if until is None else until, most)
 
     def oldest(self, most: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor] | None]:
         """Returns the ids and rows of the `most` oldest rows of the list; None if it has fewer."""

@@ -167,7 +167,7 @@ class RowLife:
         self._row_limit = row_limit
         self._device = device
         self._candidates = self._no_candidates()
-        self._listed_in = 0  # the first step of the half-life of the listed candidates
+        self._listed_in: list[int] = []  # `Decay.begins` at the search for the listed candidates
 
     def _no_candidates(self) -> EvictionCandidates | CountCandidates:
         if self._by_count:
@@ -299,8 +299,9 @@ class RowLife:
         is_refused = ~is_admitted
         if asked is not None:
             # An id of which no occurrence counts is never admitted, and its counter stays as it is.
-            is_refused &= asked.counted > 0
-            is_waiting = None if is_waiting is None else is_waiting & (is_admitted | is_refused)
+            is_asking = asked.counted > 0
+            is_admitted, is_refused = is_admitted & is_asking, is_refused & is_asking
+            is_waiting = None if is_waiting is None else is_waiting & is_asking
         numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
         waits_no_more = None
         if is_waiting is not None:
@@ -394,8 +395,8 @@ class RowLife:
                 yield from self._candidates.lowest(self.scores, id_map, high, step, most, ahead)
             )
         begins = self._decay.begins(step, self.clock)
-        if self._listed_in != begins[-1]:  # counts have fallen since the search
-            self._candidates, self._listed_in = self._no_candidates(), begins[-1]
+        if self._listed_in != begins:  # counts have fallen since the search
+            self._candidates, self._listed_in = self._no_candidates(), begins
         assert isinstance(self._candidates, CountCandidates)
         scores = DecayedScores(self.scores, self._decay, begins)
         return (yield from self._candidates.lowest(scores, id_map, high, step, most, ahead))
@@ -448,7 +449,7 @@ class RowLife:
         if not self.is_unscored:
             return self
         made, scores = copy(self), Scores(self.scores.store.shift, self._device)
-        scores.store.reserve(self.scores.store.capacity)
+        scores.store.reserve(high)
         for start in range(0, high, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)

@@ -149,7 +149,7 @@ class AlignedState:
                     mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
                     store = store.converted(1, torch.float32, mean)
                 if is_same:
-                    store.reserve(shard.weights.capacity)
+                    store.reserve(shard.row_numbers.high_water_mark)
                 states.append(store)
             if not is_same:
                 states = self._in_order_of(number, shard, states)
@@ -169,7 +169,7 @@ class AlignedState:
         """Returns copies of loaded stores in the order of a shard's rows."""
         ordered = [one.empty() for one in shard.states]
         for one in ordered:
-            one.reserve(shard.weights.capacity)
+            one.reserve(shard.row_numbers.high_water_mark)
         for _, own, staged in self._stretches(self._canonical[number]):
             for one, store in zip(ordered, stores, strict=True):
                 one.write(own, store.read(staged))

@@ -242,17 +242,21 @@ class StagedRows:
         self.id_map, self.weights, self.scores, self.others = id_map, weights, scores, []
         return kept
 
-    def convert(self, dtype: torch.dtype) -> None:
-        """Converts the weights block by block; after an interrupt a second call completes it."""
+    def convert(self, dtype: torch.dtype, rows: int) -> None:
+        """Converts the first `rows` weights block by block; after an interrupt a second call completes it."""
         if self.weights.dtype == dtype:
             return
         if self._converted is None:
             converted = self.weights.empty(dtype=dtype)
-            converted.reserve(self.weights.capacity)
+            converted.reserve(rows)
             self._converted = converted
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
-            blocks[len(blocks) - len(left)][: len(left[0])].copy_(left[0])
+            done = len(blocks) - len(left)
+            count = min(
+                rows - (done << self.weights.shift), len(left[0])
+            )  # the rest has no memory yet
+            blocks[done][:count].copy_(left[0][:count])
             self.weights.drop_first()
         self.weights = self._converted
 
@@ -334,7 +338,7 @@ def commit_rows(
         step: the last training step recorded in the rows of any rank; used only if the table has a life.
     """
     rows = staged.compact()
-    staged.convert(table.dtype)
+    staged.convert(table.dtype, rows)
     with replaced_whole(table):
         _swap(table, staged, rows, clock, step)
         if initializer is not None:

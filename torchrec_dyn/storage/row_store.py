@@ -363,6 +363,7 @@ class RowStore:
         together = self._zeros(blocks << self.shift)
         BLOCKS.renew()
         self.blocks = list(together.split(1 << self.shift)) if blocks else []
+        self._choose_pages(rows)
 
     def reserve_filled(self, rows: int, number: float) -> None:
         """Fills an empty store with `rows` rows of a number."""

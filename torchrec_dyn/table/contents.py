@@ -113,10 +113,14 @@ def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tenso
 
     So the copy treats these scores as missing, as this table does.
     """
-    state = read_state(table, on_host)
-    if table.life is not None and table.life.is_unscored:
-        return {name: tensor for name, tensor in state.items() if name not in BY_ROW}
-    return state
+    return _loaded_parts(table, read_state(table, on_host))
+
+
+def _loaded_parts(table: TableArrays, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a table's state without the scores, if its rows were loaded without them."""
+    if table.life is None or not table.life.is_unscored:
+        return state
+    return {name: tensor for name, tensor in state.items() if name not in BY_ROW}
 
 
 class Contents(NamedTuple):
@@ -147,7 +151,10 @@ def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def stored_state(table: TableArrays) -> Contents:
-    """Returns the contents of a table in canonical order; its rows are read when they are asked for."""
+    """Returns the contents of a table in canonical order; its rows are read when they are asked for.
+
+    Without the scores of rows that were loaded without scores, as in `state_for_copy`.
+    """
     ids, rows = table.id_map.contents()
 
     def reader(store: RowStore) -> Callable[[int, int], Tensor]:
@@ -155,7 +162,8 @@ def stored_state(table: TableArrays) -> Contents:
 
     by_row = {"weight": reader(table.weights)}
     by_row |= {named.name: reader(named.store) for named in named_states(table)}
-    return Contents(ids, table.step, by_row, {} if table.life is None else table.life.export(rows))
+    life = {} if table.life is None else _loaded_parts(table, table.life.export(rows))
+    return Contents(ids, table.step, by_row, life)
 
 
 def write_state(table: TableArrays, contents: Contents) -> None:

@@ -1,0 +1,34 @@
+"""What the system has committed of a block of memory, and which pages it was advised to take."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def committed_pages(block: Tensor) -> int:
+    """Returns how many of the block's pages the system has committed."""
+    first = -(-block.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (block.data_ptr() + block.nbytes - first) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * pages)()
+    size = ctypes.c_size_t(pages * mmap.PAGESIZE)
+    assert _LIBC.mincore(ctypes.c_void_p(first), size, found) == 0, ctypes.get_errno()
+    return sum(page & 1 for page in found)
+
+
+def advice_of(block: Tensor) -> set[str]:
+    """Returns the flags of the mapping in which the block begins."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            inside = begin <= block.data_ptr() < end
+        elif inside and line.startswith("VmFlags:"):
+            return set(line.split()[1:])
+    raise AssertionError("not mapped")
