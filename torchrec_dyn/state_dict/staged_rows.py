@@ -311,8 +311,8 @@ class StagedRows:
 
     @property
     def has_scores(self) -> bool:
-        """True if scores were received, even if their chunks have no rows."""
-        return {"last_seen", "count"} <= self._received.keys()
+        """True if scores were received for the rows that were read; without rows, none lacks a score."""
+        return not self.places.count or {"last_seen", "count"} <= self._received.keys()
 
 
 def commit_rows(
