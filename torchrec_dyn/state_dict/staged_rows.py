@@ -223,6 +223,8 @@ class StagedRows:
             The number of rows in the stores, with the rows of `others`.
         """
         kept, self._reader = self.id_map.num_ids, None
+        if not self.others:  # they are compact, perhaps since a commit that was interrupted
+            return kept
         if self.places.count - kept <= kept // 8:
             return self.places.count
         ids, rows = self.id_map.contents()
