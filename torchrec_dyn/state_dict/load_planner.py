@@ -62,6 +62,7 @@ class LoadPlanner(DefaultLoadPlanner):
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
+    _begun: list[TableEntry]  # entries of sharded tables
     _names: dict[str, str]  # names of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
@@ -112,10 +113,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 begun.append(entry)
             else:
                 entry.leave_out()
+        self._begun = begun
         LoadSession(begun)
-        for entry in begun:
-            if isinstance(entry, ModelEntry) and entry.is_of_state_dict:
-                note_begun(entry)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -142,7 +141,13 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Reads the rows that DCP does not read, and returns the plan as DCP's planner does."""
+        """Reads the rows that DCP does not read, and returns the plan as DCP's planner does.
+
+        DCP calls it on all ranks, or on none: if a rank cannot make its plan, the load fails before.
+        """
+        for entry in self._begun:
+            if isinstance(entry, ModelEntry) and entry.is_of_state_dict:
+                note_begun(entry)
         self._left = len(new_plan.items)
         for reads in self._reads.values():
             reads.read()
