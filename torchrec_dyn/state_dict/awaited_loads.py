@@ -106,8 +106,6 @@ def drop_awaited(lock: TableLock) -> list[str]:
     names = _awaited.pop(lock, {})
     for reference in names.values():
         entry = None if reference is None else reference()
-        if entry is not None:
-            of_load = [] if entry.session is None else entry.session.entries
-            for one in (entry, *of_load):
-                one.staged = one.session = None
+        if entry is not None and entry.session is not None:
+            entry.session.drop(lock)
     return sorted(names)
