@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     ROW_TENSORS,
@@ -201,12 +202,19 @@ def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns True if a tensor belongs to an unsharded table: a config is beside it, here and as saved.
+    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it.
 
     The size of such a tensor depends on the contents of the table.
     """
-    config = f"{fqn.rpartition('.')[0]}.config"
-    return config in flat and config in saved
+    prefix, _, name = fqn.rpartition(".")
+    told = [flat.get(f"{prefix}.{one}") for one in ("config", "checksum")]
+    config = saved.get(f"{prefix}.config")
+    return (
+        name in (*MODEL_NAMES, *OPTIMIZER_TENSORS)
+        and [getattr(one, "dtype", None) for one in told] == [torch.uint8, torch.int64]
+        and isinstance(config, TensorStorageMetadata)
+        and config.properties.dtype == torch.uint8
+    )
 
 
 def _check_chunks(fqn: str, saved: Any) -> None:
