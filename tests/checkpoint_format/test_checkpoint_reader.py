@@ -22,7 +22,7 @@ from saved_cases import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
-from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
+from torchrec_dyn.checkpoint_format.checkpoint_reader import _owners, open_checkpoint
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 
 KEY = "model." + MODEL_KEY
@@ -548,3 +548,22 @@ def test_one_of_many_tables_is_opened_alone(tmp_path, monkeypatch):
     assert read and not any("user" in one for one in read)
     assert not open_checkpoint(tmp_path, "model").tables
     assert len(open_checkpoint(tmp_path).tables) == 2 and any("user" in one for one in read)
+
+
+class Counted(str):
+    """A key that counts how often it is taken apart."""
+
+    splits = 0
+
+    def split(self, *options):
+        Counted.splits += 1
+        return super().split(*options)
+
+
+def test_optimizer_states_are_compared_with_few_of_many_tables():
+    names = [f"table_{number}" for number in range(300)]
+    tables = {Counted(f"model.sparse.{name}"): None for name in names}
+    optimizers = {f"optimizer.state.sparse.{name}.weight.{name}": None for name in names}
+    owners, ownerless = _owners(optimizers, tables)
+    assert owners == dict(zip(tables, optimizers, strict=True)) and not ownerless
+    assert Counted.splits <= 2 * len(names)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
+from replicated_models import batch_of, case_of, replica_of, sharding_groups, shards_of
 from sharded_cases import Case, Table, three_tables, usual_plan
 from sharded_training import batches, collection_of, shard, sharder_of, with_dense_sgd
 from torch import nn
@@ -153,3 +154,60 @@ def test_gradients_of_static_tables_spread_over_ranks_are_refused() -> None:
     for message in workers.run(beside_static_tables, "table_wise", world_size=2):
         assert "static.s with the kernel dense, whose gradients are spread" in message
     assert workers.run(beside_static_tables, "data_parallel", world_size=2) == ["", ""]
+
+
+def replica_with_a_head() -> tuple[Any, Case]:
+    """Returns a replica of one rank, and its case; the dense gradients are averaged over both ranks."""
+    case = replace(case_of({"t": None}), fused_params=DEFERRED)
+    model = replica_of(case)
+    model.module.head = nn.Linear(2, 1)
+    for one in model.module.head.parameters():
+        one.grad = torch.ones_like(one)
+    return model, case
+
+
+def train_replica(model: Any, case: Case, factor: float = 1.0) -> None:
+    output = model(batch_of(case, 0)).values()
+    output.backward(torch.full_like(output, factor))
+
+
+def clipped_over_replicas() -> None:
+    model, case = replica_with_a_head()
+    train_replica(model, case, 1.0 + 50.0 * dist.get_rank())
+    own: list[Any] = [None, None]
+    dist.all_gather_object(own, float(dyn.clip_grad_norm_(model, math.inf)))
+    expected = math.sqrt(own[0] ** 2 + own[1] ** 2 - 3.0)  # both have the three dense ones
+    everyone = dist.group.WORLD
+    norm = float(dyn.clip_grad_norm_(model, 0.5, group=everyone))
+    assert norm == pytest.approx(expected, rel=1e-6) and own[1] > 2 * own[0] > 0.5
+    torch.testing.assert_close(model.module.head.weight.grad, torch.full((1, 2), 0.5 / norm))
+    clipped = float(dyn.clip_grad_norm_(model, math.inf, group=everyone))
+    assert clipped == pytest.approx(0.5, rel=1e-4)
+    other = sharding_groups()[1 - dist.get_rank()]
+    with pytest.raises(ValueError, match="clip_grad_norm_: expected a group with all ranks"):
+        dyn.clip_grad_norm_(model, 1.0, group=other)
+    with pytest.raises(ValueError, match="GradScaler: expected a group with all ranks"):
+        dyn.GradScaler(model, "cpu", group=other)
+
+
+def test_replicas_clip_by_one_norm() -> None:
+    workers.run(clipped_over_replicas, world_size=2)
+
+
+def scaled_over_replicas() -> None:
+    model, case = replica_with_a_head()
+    scaler = dyn.GradScaler(model, "cpu", group=dist.group.WORLD, init_scale=8.0)
+    rows = []
+    for step in range(3):
+        model.fused_optimizer.zero_grad()
+        scaler.scale(torch.ones(()))  # which makes the scale
+        train_replica(model, case, math.inf if step == dist.get_rank() == 1 else 8.0)
+        scaler.step(model.fused_optimizer)
+        scaler.update()
+        rows.append(shards_of(model)["t.0"]["weight"])
+        assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[1], rows[2])
+
+
+def test_replicas_skip_a_step_together() -> None:
+    workers.run(scaled_over_replicas, world_size=2)

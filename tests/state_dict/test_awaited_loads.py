@@ -6,17 +6,19 @@ import copy
 import gc
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import held, quietly, save, state_dict_of
+from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
 from checkpoint_small import case, on_one, read, sharded, step, unsharded
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, drop_load
+from torchrec_dyn.state_dict.row_reads import RowReads
 
 NAMES = ("t", "u")
 AWAITED = r"expected load_state_dict after dcp.load .* for tables \['t', 'u'\] are not in these.*drop_load"
@@ -108,6 +110,58 @@ def drops_staged_rows(path: str) -> bool:
         and all(entry.staged is None for entry in entries)
         and str(held(model)) == str(before)
     )
+
+
+def drops_one_of_two(path: str) -> tuple[int, int]:
+    student, teacher = sharded(case()), sharded(case())
+    step(student, [1, 2, 3])
+    step(teacher, [4, 5, 6, 7])
+
+    def both() -> dict[str, Any]:
+        return {"student": state_dict_of(student), "teacher": state_dict_of(teacher)}
+
+    quietly(dcp.save, both(), checkpoint_id=path)
+    expected = held(teacher)
+    student, teacher = sharded(case()), sharded(case())
+    state = read(both(), path)
+    assert drop_load(student) == ["t"]
+    put(teacher, state["teacher"])
+    assert not differences(held(teacher), expected)
+    step(student, [1])
+    step(teacher, [4])
+    return tables_of(student)[0].num_rows, tables_of(teacher)[0].num_rows
+
+
+def test_a_dropped_load_leaves_the_rows_of_another_model(tmp_path: Path) -> None:
+    assert on_one(drops_one_of_two, tmp_path) == (1, 4)
+
+
+def fails_on_one_rank(path: str) -> None:
+    model = sharded(case(2, "row_wise", rows=4000))
+    step(model, list(range(0, 900, 3)))
+    save(model, path)
+
+    def fail(folder: str) -> None:
+        planner = LoadPlanner(path=folder)
+        with pytest.raises(CheckpointException):
+            quietly(dcp.load, state_dict_of(model), checkpoint_id=path, planner=planner)
+
+    is_last = dist.get_rank() == 1
+    fail(f"{path}_not_mounted" if is_last else path)  # before any rank reads rows
+    step(model, [1])
+    assert drop_load(model) == []
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last:
+            patch.setattr(RowReads, "read", mock.Mock(side_effect=OSError))
+        fail(path)
+    with pytest.raises(ValueError, match=r"rows that were read for tables \['t'\]"):
+        step(model, [1])
+    assert drop_load(model) == ["t"]
+    step(model, [1])
+
+
+def test_a_load_that_fails_on_one_rank_is_awaited_on_all_or_none(tmp_path: Path) -> None:
+    workers.run(fails_on_one_rank, str(tmp_path / "saved"), world_size=2)
 
 
 def test_rows_that_another_model_takes_are_not_awaited(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -305,3 +306,23 @@ def trained_by_another_thread(path: str) -> bool:
 
 def test_a_step_between_the_check_and_the_commit_of_optimizer_state(tmp_path: Path) -> None:
     assert on_one(trained_by_another_thread, tmp_path)
+
+
+def loaded_again_after_an_error(path: str) -> list[str]:
+    of = case(optimizer="EXACT_ROWWISE_ADAGRAD")
+    trained, model = sharded(of), sharded(of)
+    for count in (20, 10):
+        step(trained, list(range(count)))
+    save(trained, path)
+    state = read(state_dict_of(model), path)
+    model.load_state_dict(state["model"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aligned_state, "run_to_end", mock.Mock(side_effect=MemoryError))
+        with pytest.raises(RuntimeError, match="MemoryError"):
+            model.fused_optimizer.load_state_dict(state["optimizer"])
+    model.fused_optimizer.load_state_dict(state["optimizer"])
+    return differences(held(model), held(trained))
+
+
+def test_optimizer_state_whose_commit_failed_can_be_loaded_again(tmp_path: Path) -> None:
+    assert on_one(loaded_again_after_an_error, tmp_path) == []

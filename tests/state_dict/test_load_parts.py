@@ -15,6 +15,7 @@ from checkpoint_cases import differences, held, put, quietly, save, state_dict_o
 from checkpoint_small import COUNTED, LRU, case, on_one, read, sharded, step, unsharded
 from sharded_training import Holder, collection_of, sharder_of
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
@@ -230,3 +231,15 @@ def repeated_ids(path: str) -> str:
 
 def test_an_unsharded_collection_in_a_sharded_model_reports_what_is_wrong(tmp_path: Path) -> None:
     assert "repeated" in on_one(repeated_ids, tmp_path)
+
+
+def test_a_config_beside_tensors_of_another_module_makes_them_no_table(tmp_path: Path) -> None:
+    """DCP's own checks stay: of a tensor that is missing, and of another size."""
+    loss = torch.arange(4.0)
+    for config in ("lr=1", torch.zeros(3, dtype=torch.uint8)):
+        saved = {"trainer": {"config": config, "loss": loss, "step": torch.tensor(3)}}
+        quietly(dcp.save, saved, checkpoint_id=tmp_path)
+        for changed in ({"average": torch.ones(5)}, {"loss": torch.zeros(8)}):
+            state = {"trainer": {**saved["trainer"], **changed}}
+            with pytest.raises(CheckpointException, match=f"trainer.{next(iter(changed))}"):
+                quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())

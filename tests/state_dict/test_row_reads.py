@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import quietly, save, state_dict_of, tables_of
 from checkpoint_damage import flips_in_numbers
-from checkpoint_small import AGED, COUNTED, case, sharded, step
+from checkpoint_small import AGED, COUNTED, LRU, case, read, sharded, step
+from sharded_cases import usual_plan
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
+import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, only_to_load
 from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.state_dict import row_reads
@@ -176,3 +179,28 @@ def one_rank_alone(path: str) -> None:
 
 def test_a_rank_that_sums_nothing_is_an_error_of_a_save_on_every_rank(tmp_path: Path) -> None:
     workers.run(one_rank_alone, str(tmp_path / "saved"), world_size=2)
+
+
+def one_rank_without_rows(path: str) -> list[int]:
+    of = case(2, "row_wise", config=LRU, rows=4000)
+    model, ids = sharded(of), torch.arange(100)
+    mine = ids[dyn.owner_ranks(model.module.collection, "t", ids)[:, 0] == 0][:6]
+    for one in mine.tolist():
+        step(model, [one])
+    save(model, path)
+    model = sharded(of)
+    state = {"model": model.state_dict()}
+    quietly(dcp.load, state, checkpoint_id=path, planner=LoadPlanner(path=path))
+    model.load_state_dict(state["model"])
+    (sharder,), collection = model.sharders, model.module.collection
+    moved = {"t": usual_plan("table_wise", 8, 2, 2, rows=4000)}
+    sharder.reshard(collection, moved, model._env, model.device)
+    optimizer = read({"optimizer": model.fused_optimizer.state_dict()}, path)["optimizer"]
+    model.fused_optimizer.load_state_dict(optimizer)
+    return collection.table("t").whole.last_seen(mine).tolist()
+
+
+def test_scores_stay_if_a_rank_reads_no_row(tmp_path: Path) -> None:
+    """Such a rank once said that the table was loaded without scores, and a reshard told all ranks."""
+    found = workers.run(one_rank_without_rows, str(tmp_path / "saved"), world_size=2)
+    assert found == [[1, 2, 3, 4, 5, 6]] * 2

@@ -220,12 +220,17 @@ def _owners(
     Returns:
         Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
+    by_name: dict[str, list[str]] = defaultdict(
+        list
+    )  # a table that matches has the last word of the path
+    for table in tables:
+        by_name[_name_of(table)].append(table)
     claims: dict[str, list[str]] = defaultdict(list)
     ownerless = []
     for key in optimizers:
         best: dict[str, tuple[int, int]] = {}
         path = key.split(".")[:-2]
-        for table in tables:
+        for table in by_name.get(path[-1], ()) if path else ():
             ours = table.split(".")
             for at, word in enumerate(path):
                 named = path[at + 1 :]

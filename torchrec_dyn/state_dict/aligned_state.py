@@ -161,7 +161,7 @@ class AlignedState:
         # After an interrupt (Ctrl-C) all column shards have the same scores and step, which decide evictions.
         run_to_end(*(partial(_swap, *one) for one in zip(table.shards, loaded, strict=True)))
         entry.staged = entry.session = None
-        entry.renew()  # if the same state dict is loaded again, its tensors are the table's own
+        entry.renew()  # loaded again, these tensors are the table's own; those of the module are out of date
 
     def _in_order_of(
         self, number: int, shard: TableShard, stores: list[RowStore]

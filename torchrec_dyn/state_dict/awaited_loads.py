@@ -4,8 +4,9 @@ Rows that `dcp.load` reads lie beside the tables, or in the tensors of a state d
 `load_state_dict` would read and train tables without them, so it is an error on every rank.
 
 What is awaited is noted with the lock of a collection: every rank has it, with or without rows of a table,
-and it stays the same when tables move. Of a sharded table a load is noted when it begins, because all ranks
-begin it; so it is awaited even if a rank then cannot read its rows.
+and it stays the same when tables move. Of a sharded table a load is noted once all ranks have planned it,
+before any rank reads rows; so it is awaited on all ranks, even if a rank then cannot read its rows, or on
+none.
 
 Legend: R and K rows, D columns.
 """
@@ -58,7 +59,7 @@ def note_read_plain(weight: Tensor) -> None:
 
 
 def note_begun(entry: TableEntry) -> None:
-    """Notes that a load of a sharded table begins."""
+    """Notes that the rows of a sharded table are read next, on all ranks."""
     table = entry.table
     _awaited.setdefault(table.lock, {})[table.name] = weakref.ref(entry)
 
@@ -105,8 +106,6 @@ def drop_awaited(lock: TableLock) -> list[str]:
     names = _awaited.pop(lock, {})
     for reference in names.values():
         entry = None if reference is None else reference()
-        if entry is not None:
-            of_load = [] if entry.session is None else entry.session.entries
-            for one in (entry, *of_load):
-                one.staged = one.session = None
+        if entry is not None and entry.session is not None:
+            entry.session.drop(lock)
     return sorted(names)

@@ -1,7 +1,7 @@
 """Saves and loads the state dicts of a collection and of its optimizer, sharded or not.
 
 A load takes plain tensors, copies of this rank's saved tensors, or tensors that DCP has loaded
-(load_planner.py). It changes all tables or no table.
+(load_planner.py). It verifies all tables before it changes any, and then changes one after the other.
 """
 
 from __future__ import annotations

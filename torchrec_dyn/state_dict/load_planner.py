@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,
     ROW_TENSORS,
@@ -62,6 +63,7 @@ class LoadPlanner(DefaultLoadPlanner):
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
+    _begun: list[TableEntry]  # entries of sharded tables
     _names: dict[str, str]  # names of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _plain: set[str]  # all keys of unsharded tables
@@ -112,10 +114,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 begun.append(entry)
             else:
                 entry.leave_out()
+        self._begun = begun
         LoadSession(begun)
-        for entry in begun:
-            if isinstance(entry, ModelEntry) and entry.is_of_state_dict:
-                note_begun(entry)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
@@ -142,7 +142,13 @@ class LoadPlanner(DefaultLoadPlanner):
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Reads the rows that DCP does not read, and returns the plan as DCP's planner does."""
+        """Reads the rows that DCP does not read, and returns the plan as DCP's planner does.
+
+        DCP calls it on all ranks, or on none: if a rank cannot make its plan, the load fails before.
+        """
+        for entry in self._begun:
+            if isinstance(entry, ModelEntry) and entry.is_of_state_dict:
+                note_begun(entry)
         self._left = len(new_plan.items)
         for reads in self._reads.values():
             reads.read()
@@ -196,12 +202,19 @@ def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns True if a tensor belongs to an unsharded table: a config is beside it, here and as saved.
+    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it.
 
     The size of such a tensor depends on the contents of the table.
     """
-    config = f"{fqn.rpartition('.')[0]}.config"
-    return config in flat and config in saved
+    prefix, _, name = fqn.rpartition(".")
+    told = [flat.get(f"{prefix}.{one}") for one in ("config", "checksum")]
+    config = saved.get(f"{prefix}.config")
+    return (
+        name in (*MODEL_NAMES, *OPTIMIZER_TENSORS)
+        and [getattr(one, "dtype", None) for one in told] == [torch.uint8, torch.int64]
+        and isinstance(config, TensorStorageMetadata)
+        and config.properties.dtype == torch.uint8
+    )
 
 
 def _check_chunks(fqn: str, saved: Any) -> None:

@@ -283,6 +283,13 @@ class LoadSession:
         for entry in entries:
             entry.session = self
 
+    def drop(self, lock: TableLock) -> None:
+        """Drops what was read for the tables of a collection, which has this lock."""
+        for entry in self.entries:
+            if entry.lock is lock:
+                entry.staged = entry.session = None
+        self.entries = [entry for entry in self.entries if entry.lock is not lock]
+
     def verify(self, where: str) -> None:
         """Verifies all tables, once. Collective.
 

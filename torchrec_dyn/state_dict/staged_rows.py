@@ -223,6 +223,8 @@ class StagedRows:
             The number of rows in the stores, with the rows of `others`.
         """
         kept, self._reader = self.id_map.num_ids, None
+        if not self.others:  # they are compact, perhaps since a commit that was interrupted
+            return kept
         if self.places.count - kept <= kept // 8:
             return self.places.count
         ids, rows = self.id_map.contents()
@@ -315,8 +317,8 @@ class StagedRows:
 
     @property
     def has_scores(self) -> bool:
-        """True if scores were received, even if their chunks have no rows."""
-        return {"last_seen", "count"} <= self._received.keys()
+        """True if scores were received for the rows that were read; without rows, none lacks a score."""
+        return not self.places.count or {"last_seen", "count"} <= self._received.keys()
 
 
 def commit_rows(

@@ -321,18 +321,15 @@ class RowStore:
     def converted(
         self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
     ) -> RowStore:
-        """Moves all rows into a new store of another shape, block by block. This store is empty afterwards.
+        """Returns a store of all rows in another shape. This store stays as it is, and may be dropped then.
 
         convert: returns [M, columns] of any dtype for [M, self.columns].
         """
         result = self.empty(columns, dtype)
         result.reserve(self.capacity)
-        self._spare = []
-        BLOCKS.renew()
-        for block in result.blocks[: len(self.blocks)]:
-            rows = self.blocks[0]
+        for block, rows in zip(result.blocks, self.blocks, strict=False):
             block[: len(rows)].copy_(convert(rows))
-            self.drop_first()
+        self.keep_in_use()
         return result
 
     def drop_first(self) -> None:

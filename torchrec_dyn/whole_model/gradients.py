@@ -34,17 +34,20 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Clips the gradients of a model by their norm over dense parameters and dynamic rows together.
 
     Like `torch.nn.utils.clip_grad_norm_`, after backward and before `optimizer.step()`: if the norm of all
     gradients is above `max_norm`, all are multiplied by `max_norm / (norm + 1e-6)`. The gradient of a dynamic
     row is the sum that its optimizer would take, also over micro-batches. Each row counts once, on the rank
-    that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks and
-    count once. Static sharded tables update their rows in backward, so they are not counted, as with torch.
+    that holds it, and each column shard counts its columns. Dense parameters are the same on all ranks of
+    `group` and count once. Static sharded tables update their rows in backward, so they are not counted, as
+    with torch.
 
-    Collective: all ranks call it. Needs memory for the row sums of one table group at a time, 4 bytes a
-    column of each distinct row, and reads the result on the host.
+    Collective: all ranks of `group` call it. Needs memory for the row sums of one table group at a time, 4
+    bytes a column of each distinct row, and reads the result on the host.
 
     Args:
         model: DistributedModelParallel, or any module with dynamic collections. All of its dynamic tables
@@ -52,13 +55,16 @@ def clip_grad_norm_(
         max_norm: the largest norm.
         norm_type: p of the norm, above 0; may be infinity.
         error_if_nonfinite: True to raise an error if the norm is NaN or infinite.
+        group: the ranks that have the same dense parameters; None: those over which the model is sharded.
+            For `Replicas`, whose dense gradients are averaged over all replicas, it has all ranks
+            (`dist.group.WORLD`). Then the rows of each replica count, and the norm is the same everywhere.
 
     Returns:
         The norm before clipping, [] float32 on the CPU.
 
     Raises:
         ValueError: updates are not deferred, the model has static tables of the compute kernel "dense" that
-            are not replicated, or an argument is not valid.
+            are not replicated, an argument is not valid, or `group` lacks ranks of the model.
         RuntimeError: with `error_if_nonfinite`, the norm is NaN or infinite; no gradient has changed.
     """
     where = "clip_grad_norm_"
@@ -67,7 +73,7 @@ def clip_grad_norm_(
         raise ValueError(
             f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type} and {max_norm}."
         )
-    grouped = _deferring_groups(model, where)
+    grouped = _deferring_groups(model, where, group)
     _check_no_sharded_gradients(model, where)
     grads = [one.grad for one in model.parameters() if one.grad is not None and one.grad.numel()]
     parts = [float(_whole(torch.linalg.vector_norm(grad, power))) for grad in grads]
@@ -116,11 +122,13 @@ def _whole(norm: Tensor) -> Tensor:
     return norm if full is None else full()
 
 
-def _deferring_groups(model: nn.Module, where: str) -> _Groups:
-    """Returns the table groups of each collection, with its ranks.
+def _deferring_groups(
+    model: nn.Module, where: str, group: dist.ProcessGroup | None = None
+) -> _Groups:
+    """Returns the table groups of each collection, with the ranks that decide together: its own, or `group`.
 
     Raises:
-        ValueError: updates of a collection are not deferred.
+        ValueError: updates of a collection are not deferred, or `group` lacks some of its ranks.
     """
     grouped: _Groups = []
     for path, collection in collections_of(model, where):
@@ -130,8 +138,22 @@ def _deferring_groups(model: nn.Module, where: str) -> _Groups:
                 "got tables that backward updates: their gradients are gone. Set "
                 "fused_params={'defer_updates': True, ...}."
             )
-        grouped.append(groups_of(collection))
+        own, groups = groups_of(collection)
+        if group is not None:
+            _check_has_ranks(group, own, where)
+        grouped.append((group or own, groups))
     return grouped
+
+
+def _check_has_ranks(group: dist.ProcessGroup, own: dist.ProcessGroup | None, where: str) -> None:
+    is_member = dist.get_rank(group) >= 0
+    ranks = dist.get_process_group_ranks(group) if is_member else []
+    mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+    if outside := sorted({*mine} - {*ranks}):
+        raise ValueError(
+            f"{where}: expected a group with all ranks of the model, got {ranks} without {outside}. Pass the "
+            "group of all ranks that have the same dense parameters."
+        )
 
 
 def _check_no_sharded_gradients(model: nn.Module, where: str) -> None:
@@ -152,29 +174,37 @@ class GradScaler(TorchGradScaler):
     """torch's GradScaler for a model with deferred row updates.
 
     Gradients of rows are divided by the scale with those of the dense parameters. If any gradient of the
-    optimizer is NaN or infinite on any rank, `step` skips the rows and the dense part on every rank.
-    bfloat16 needs no scaler.
+    optimizer is NaN or infinite on any rank of `group`, `step` skips the rows and the dense part on all of
+    them. bfloat16 needs no scaler.
 
     Pass the optimizer of rows and dense parameters as one, e.g. a CombinedOptimizer, and call `zero_grad()`
-    after each step, which drops what a skipped step has left. All ranks call `unscale_` and `step`, which are
-    collective.
+    after each step, which drops what a skipped step has left. All ranks of `group` call `unscale_` and
+    `step`, which are collective.
 
     Args:
         model: the model with dynamic collections, all with `fused_params={"defer_updates": True}`.
         device: that of `torch.amp.GradScaler`.
+        group: as in `clip_grad_norm_`.
         **options: the other arguments of `torch.amp.GradScaler`.
 
     Raises:
-        ValueError: if it is enabled and updates are not deferred.
+        ValueError: if it is enabled, and updates are not deferred or `group` lacks ranks of the model.
     """
 
     unscales_rows = True  # read by the optimizers of rows (modules/wrapper_checks.py)
 
-    def __init__(self, model: nn.Module, device: str = "cuda", **options: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: str = "cuda",
+        *,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(device, **options)
-        self._model = model
+        self._model, self._group = model, group
         if self._enabled:
-            _deferring_groups(model, "GradScaler")
+            _deferring_groups(model, "GradScaler", group)
 
     def _unscale_grads_(
         self,
@@ -193,10 +223,10 @@ class GradScaler(TorchGradScaler):
             if not any(id(param) in held for param in params):
                 continue
             is_ours = True
-            process_group, groups = groups_of(collection)
+            own, groups = groups_of(collection)
             factor = float(inv_scale)
             of_ranks = gather_results(
-                process_group, where, partial(_unscaled, groups, factor, of_dense)
+                self._group or own, where, partial(_unscaled, groups, factor, of_dense)
             )
             is_infinite |= any(of_ranks)
         if is_ours:
