@@ -227,11 +227,11 @@ class Checkpoints:
         """Takes over where a save has led to; raises its error if nobody was told."""
         self._saving = None
         entry = saving.wait().entry
-        if entry is not None:
+        if entry is None:
+            self._failed.add(saving.id)
+        else:
             self._line = [entry] if entry.is_full else [*self._line, entry]
             self._highest, self._marker = entry.sequence, saving.marker
-            return
-        self._failed.add(saving.id)
         if not saving.is_told:
             saving.result()
 
@@ -316,7 +316,7 @@ class Checkpoints:
         writer = EntryWriter(
             entry, folder, parts, checksums, values, dict(options), of_group, rank, prune
         )
-        return Saving(identity, writer.write, made)
+        return Saving(writer, made)
 
     def _begin(self) -> tuple[int, str, float]:
         """Returns sequence, id and time of the next entry. On rank 0 only."""
