@@ -14,6 +14,7 @@ from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.dense_part import without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
+from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint_format import Entry, open_files
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
@@ -40,16 +41,18 @@ def load_entry(
         keys = set[str]().union(*saved.values())
         state = _places_to_load(model, optimizer, tables, line[-1], keys)
         alone = {"process_group": group, "no_dist": group is None}
-        dcp.load(
-            _with_states(state, saved[line[0].tables]),
-            checkpoint_id=line[0].tables,
-            planner=LoadPlanner(path=line[0].tables),
-            **alone,
-        )
+        with interrupts_raised():
+            dcp.load(
+                _with_states(state, saved[line[0].tables]),
+                checkpoint_id=line[0].tables,
+                planner=LoadPlanner(path=line[0].tables),
+                **alone,
+            )
         if len(line) > 1:
             dense = _with_states(without_tables(state, tables), saved[line[-1].dense])
             # DCP's own planner would ask for the state {} of a static table that lies on another rank.
-            dcp.load(dense, checkpoint_id=line[-1].dense, planner=LoadPlanner(), **alone)
+            with interrupts_raised():
+                dcp.load(dense, checkpoint_id=line[-1].dense, planner=LoadPlanner(), **alone)
             states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
             state["model"].update(dense["model"])
             state["optimizer"].update({**dense["optimizer"], "state": states})
