@@ -300,6 +300,31 @@ def test_the_optimizer_of_another_model_is_not_saved(tmp_path: Path) -> None:
     assert told[0] == told[1] and names(tmp_path / "kept") == []
 
 
+def errors_of_one_rank_in_saves(path: str) -> list[str]:
+    job, rank, told = Job(path, TWO, full_every=2), dist.get_rank(), []
+    for kind in ("full", "delta"):
+        for place, name, method in (
+            (job.model, "state_dict", "save"),
+            (job.optimizer, "state_dict", "save"),
+            (checkpoints, "staged", "async_save"),
+        ):
+            with (
+                failing(place, name, 1 if rank else 99, MemoryError("only here")),
+                pytest.raises(RuntimeError) as caught,
+            ):
+                job.save(method, is_trained=False)
+            told.append(str(caught.value))
+        assert job.save().kind == kind
+    job.checkpoints.close()
+    return told
+
+
+def test_an_error_of_one_rank_in_a_save_is_an_error_of_all(tmp_path: Path) -> None:
+    told = workers.run(errors_of_one_rank_in_saves, str(tmp_path / "kept"), world_size=2)
+    assert told == [["Checkpoints.save(rank=1): only here"] * 6] * 2
+    assert names(tmp_path / "kept") == ["delta-00000002", "full-00000001"]
+
+
 def errors_of_one_rank(path: str) -> list[str]:
     job = Job(path, TWO, full_every=2)
     job.save()

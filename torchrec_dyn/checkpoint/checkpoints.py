@@ -45,7 +45,7 @@ from torchrec_dyn.checkpoint.further_values import (
 )
 from torchrec_dyn.checkpoint.pruning import PRUNED, entry_folders, outdated, remove
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
-from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
 from torchrec_dyn.state_dict import only_to_save
 from torchrec_dyn.whole_model import sharding_types, tables_of
 
@@ -266,14 +266,14 @@ class Checkpoints:
         sequence, identity, began = of_ranks[0][2]  # type: ignore[misc]
         folder = self.path / f"{_WRITING}{sequence:08}-{identity}"
         is_full = any(is_due for is_due, *_ in of_ranks)
-        try:
-            parts: dict[str, dict[str, Any]]
+
+        def fix() -> tuple[dict[str, dict[str, Any]], Any, Marker | None]:
             if is_full:
                 made = mark(model) if self._full_every > 1 else None
                 with nullcontext() if in_background else only_to_save():
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 parts = {"state": state}
-                checksums = run_together(group, _SAVE, lambda: checksums_in(state, tables))
+                checksums = checksums_in(state, tables)
             else:
                 assert marker is not None
                 changes = collect_changes(model, folder / "changes", marker)
@@ -282,11 +282,12 @@ class Checkpoints:
                 made = changes.marker
                 checksums = checksums_in(changes.state, tables, "result")
             if in_background:
-                checksums, parts = run_together(
-                    group,
-                    _SAVE,
-                    lambda: (staged(checksums), {name: staged(one) for name, one in parts.items()}),
-                )
+                checksums = staged(checksums)
+                parts = {name: staged(one) for name, one in parts.items()}
+            return parts, checksums, made
+
+        try:
+            parts, checksums, made = settle(group, _SAVE, fix)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
