@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.delta_export import Marker
@@ -73,10 +75,10 @@ class EntryWriter:
             if self.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        gather_results(self.group, _CALL, lambda: self._prune(entry) if self.rank == 0 else None)
 
     def clear(self, entry: Entry) -> None:
         """Removes what is no longer kept now that the entry is there. Collective."""
+        gather_results(self.group, _CALL, lambda: self._prune(entry) if self.rank == 0 else None)
 
     def _write(self) -> Entry:
         group, rank, folder = self.group, self.rank, self.folder
@@ -103,6 +105,16 @@ class EntryWriter:
                 "after the next save.",
                 stacklevel=2,
             )
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Returns an error with its traceback as a text: the frames hold the copies of the rows."""
+    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for one in (error, *(fault for fault, _ in failures)):
+        one.__traceback__ = one.__context__ = one.__cause__ = None
+    error.__cause__ = RuntimeError(f"in the thread of async_save\n{told}")
+    return error
 
 
 class Saving:
@@ -132,7 +144,7 @@ class Saving:
             self.entry = self._writer.write()  # it is there, whatever comes now
             self._writer.clear(self.entry)
         except BaseException as error:  # it is raised in the thread that waits
-            self._error = error
+            self._error = error if self._thread is None else _without_frames(error)
         finally:
             self._writer = None  # it holds the copies
 
