@@ -14,7 +14,7 @@ import workers
 from checkpoint_cases import differences, held, train
 from checkpoint_jobs import TWO, Job, failing, flip, names
 
-from torchrec_dyn.checkpoint import checkpoints, entry_files, entry_load
+from torchrec_dyn.checkpoint import LoadPlanner, checkpoints, entry_files, entry_load, save_files
 from torchrec_dyn.checkpoint.pruning import outdated
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, read_chain
 
@@ -37,6 +37,37 @@ def test_a_kill_while_entries_are_removed_leaves_no_lone_delta(tmp_path: Path) -
     job.save()
     job.checkpoints.close()
     assert names(tmp_path / "kept") == ["delta-00000005", "full-00000004"]
+
+
+def test_an_interrupt_while_entries_are_removed_costs_no_entry(tmp_path: Path) -> None:
+    """The new entry is there already: the same job goes on from it."""
+    job = Job(tmp_path / "kept", keep=1)
+    job.save()
+    with failing(shutil, "rmtree", 1, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+        job.save()
+    assert names(tmp_path / "kept")[1:] == ["full-00000002"]
+    assert job.save().sequence == 3
+    job.checkpoints.close()
+
+
+def test_an_interrupt_is_no_damage(tmp_path: Path) -> None:
+    """DCP wraps Ctrl-C, or the SystemExit of a signal handler, as it wraps a damaged file."""
+    job = Job(tmp_path / "kept", full_every=9)
+    for _ in range(2):
+        job.save()
+    for place, name, number in (
+        (LoadPlanner, "finish_plan", 1),  # the tables of the full save
+        (LoadPlanner, "finish_plan", 2),  # the dense part
+        (LoadPlanner, "finish_plan", 3),  # the delta
+        (save_files.TableWriter, "write_data", 1),
+    ):
+        with failing(place, name, number, SystemExit(15)), pytest.raises(SystemExit):
+            job.restore() if place is LoadPlanner else job.save()
+        if place is LoadPlanner:
+            assert job.restore().step == 2
+    assert names(tmp_path / "kept") == ["delta-00000002", "full-00000001"]
+    assert job.save().kind == "delta"
+    job.checkpoints.close()
 
 
 def test_what_crashes_left_goes_when_it_is_old(tmp_path: Path) -> None:
@@ -267,6 +298,31 @@ def test_the_optimizer_of_another_model_is_not_saved(tmp_path: Path) -> None:
     told = workers.run(save_with_another_optimizer, str(tmp_path / "kept"), world_size=2)
     assert "expected the optimizer with the state of this table, got one of another" in told[0]
     assert told[0] == told[1] and names(tmp_path / "kept") == []
+
+
+def errors_of_one_rank_in_saves(path: str) -> list[str]:
+    job, rank, told = Job(path, TWO, full_every=2), dist.get_rank(), []
+    for kind in ("full", "delta"):
+        for place, name, method in (
+            (job.model, "state_dict", "save"),
+            (job.optimizer, "state_dict", "save"),
+            (checkpoints, "staged", "async_save"),
+        ):
+            with (
+                failing(place, name, 1 if rank else 99, MemoryError("only here")),
+                pytest.raises(RuntimeError) as caught,
+            ):
+                job.save(method, is_trained=False)
+            told.append(str(caught.value))
+        assert job.save().kind == kind
+    job.checkpoints.close()
+    return told
+
+
+def test_an_error_of_one_rank_in_a_save_is_an_error_of_all(tmp_path: Path) -> None:
+    told = workers.run(errors_of_one_rank_in_saves, str(tmp_path / "kept"), world_size=2)
+    assert told == [["Checkpoints.save(rank=1): only here"] * 6] * 2
+    assert names(tmp_path / "kept") == ["delta-00000002", "full-00000001"]
 
 
 def errors_of_one_rank(path: str) -> list[str]:

@@ -51,6 +51,18 @@ def without(state, is_kept):
     }
 
 
+def test_row_wise_state_of_other_column_cuts(tmp_path, capsys):
+    """One number for each row and column shard: their number differs, or one is alone."""
+    model, cuts = model_state(ROWS), [(0, 6), (0, 2, 6), (0, 2, 4, 6)]
+    for some in cuts:
+        save_table(tmp_path / str(len(some)), model, optimizer_state(ROWS, some))
+    for one, other in ((2, 3), (3, 4)):
+        status, text, _ = told(capsys, tmp_path / str(one), tmp_path / str(other))
+        rows = f"{ROWS:,}"
+        assert status == 1
+        assert line_of(text, "momentum1") == f"{rows} of {rows} rows differ, in their columns"
+
+
 def test_equal_contents_under_other_plans_are_equal(tmp_path, capsys):
     paths = [tmp_path / "one", tmp_path / "other"]
     for path, setup in zip(

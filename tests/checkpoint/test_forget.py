@@ -1,5 +1,6 @@
 """`Checkpoints.forget`: ids are erased from the model and the directory; the report says where they were."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,30 @@ def test_each_rank_names_its_own(tmp_path: Path) -> None:
     assert any("the model" in places for places in one[0]["plain"].values())
     (entry,) = read_chain(tmp_path / "kept").entries
     assert ids_in_entry(entry, {"plain": torch.tensor([100, 101, 102, 103])}) == {"plain": set()}
+
+
+def test_a_file_that_cannot_be_removed_is_an_error(tmp_path: Path) -> None:
+    """The save removes old entries, too, and leaves what it cannot remove in a hidden folder."""
+    kept, real = tmp_path / "kept", os.unlink
+    job = Job(kept, keep=1)
+    job.save()
+    one = int(held(job.model)["plain from 0: ids"][0])
+    ids = {"plain": torch.tensor([one])}
+
+    def busy(path: Any, *args: Any, **options: Any) -> None:
+        if str(path).endswith(".distcp"):
+            raise OSError(16, "Device or resource busy", path)
+        real(path, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", busy)
+        with pytest.raises(OSError, match="Device or resource busy"):
+            job.forget(ids)
+    assert one.to_bytes(8, "little", signed=True) in bytes_of(kept)
+    told = job.forget(ids)
+    assert not list(kept.glob(".[pw]*")) and names(kept) == [told.entry.path.name]
+    assert [path.name for path in told.removed] == ["full-00000002"]  # by its save
+    job.checkpoints.close()
 
 
 def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,19 @@ from torchrec_dyn.checkpoint.further_values import (
     options_of,
     saved_values,
 )
-from torchrec_dyn.checkpoint.pruning import PRUNED, entry_folders, outdated, remove
+from torchrec_dyn.checkpoint.pruning import (
+    WRITING,
+    entry_folders,
+    outdated,
+    remove,
+    remove_hidden,
+)
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
-from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
 from torchrec_dyn.state_dict import only_to_save
 from torchrec_dyn.whole_model import sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
-_WRITING = ".writing-"
 
 
 class Restored(NamedTuple):
@@ -227,11 +232,11 @@ class Checkpoints:
         """Takes over where a save has led to; raises its error if nobody was told."""
         self._saving = None
         entry = saving.wait().entry
-        if entry is not None:
+        if entry is None:
+            self._failed.add(saving.id)
+        else:
             self._line = [entry] if entry.is_full else [*self._line, entry]
             self._highest, self._marker = entry.sequence, saving.marker
-            return
-        self._failed.add(saving.id)
         if not saving.is_told:
             saving.result()
 
@@ -264,16 +269,16 @@ class Checkpoints:
 
         of_ranks = gather_results(group, _SAVE, begin)
         sequence, identity, began = of_ranks[0][2]  # type: ignore[misc]
-        folder = self.path / f"{_WRITING}{sequence:08}-{identity}"
+        folder = self.path / f"{WRITING}{sequence:08}-{identity}"
         is_full = any(is_due for is_due, *_ in of_ranks)
-        try:
-            parts: dict[str, dict[str, Any]]
+
+        def fix() -> tuple[dict[str, dict[str, Any]], Any, Marker | None]:
             if is_full:
                 made = mark(model) if self._full_every > 1 else None
                 with nullcontext() if in_background else only_to_save():
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 parts = {"state": state}
-                checksums = run_together(group, _SAVE, lambda: checksums_in(state, tables))
+                checksums = checksums_in(state, tables)
             else:
                 assert marker is not None
                 changes = collect_changes(model, folder / "changes", marker)
@@ -282,11 +287,12 @@ class Checkpoints:
                 made = changes.marker
                 checksums = checksums_in(changes.state, tables, "result")
             if in_background:
-                checksums, parts = run_together(
-                    group,
-                    _SAVE,
-                    lambda: (staged(checksums), {name: staged(one) for name, one in parts.items()}),
-                )
+                checksums = staged(checksums)
+                parts = {name: staged(one) for name, one in parts.items()}
+            return parts, checksums, made
+
+        try:
+            parts, checksums, made = settle(group, _SAVE, fix)
         except BaseException:
             if rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -316,14 +322,14 @@ class Checkpoints:
         writer = EntryWriter(
             entry, folder, parts, checksums, values, dict(options), of_group, rank, prune
         )
-        return Saving(identity, writer.write, made)
+        return Saving(writer, made)
 
     def _begin(self) -> tuple[int, str, float]:
         """Returns sequence, id and time of the next entry. On rank 0 only."""
         self._chain = chain = self._claim()
         sequence, now = chain.highest + 1, time.time()
         identity = secrets.token_hex(16)
-        (self.path / f"{_WRITING}{sequence:08}-{identity}").mkdir()
+        (self.path / f"{WRITING}{sequence:08}-{identity}").mkdir()
         return sequence, identity, now
 
     def _claim(self) -> SavedChain:
@@ -339,9 +345,7 @@ class Checkpoints:
                     "Wait until it has ended, or give another directory."
                 ) from None
             self._lock = lock
-        for pattern in (_WRITING, PRUNED):
-            for unfinished in self.path.glob(f"{pattern}*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+        remove_hidden(self.path, ignore_errors=True)
         chain = read_chain(self.path)
         if left := [entry.path for entry in chain.entries if entry.id in self._failed]:
             remove(left)  # the disk failed after their rename, and again when it was to be undone
@@ -469,18 +473,22 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
         wanted = checked_ids(tables, ids)
-        in_entries, unread = gather_results(
-            group, _FORGET, lambda: search([] if rank else self._claim().entries, wanted)
-        )[0]
+
+        def find() -> tuple[list[Path], Any]:
+            entries = [] if rank else self._claim().entries
+            return [] if rank else entry_folders(self.path), search(entries, wanted)
+
+        before, (in_entries, unread) = gather_results(group, _FORGET, find)[0]
         in_model = ids_in_model(tables, wanted)
         erase(model, tables, wanted)
         entry = self.save(model, optimizer, step=step, extra=extra, full=True)
 
-        def clear() -> list[Path]:
-            others = [] if rank else entry_folders(self.path)
-            return remove([one for one in others if one != entry.path], ignore_errors=False)
+        def clear() -> None:
+            if rank == 0:
+                remove(one for one in entry_folders(self.path) if one != entry.path)
+                remove_hidden(self.path, ignore_errors=False)
 
-        removed = gather_results(group, _FORGET, clear)[0]
+        run_together(group, _FORGET, clear)
         left = ids_in_model(tables, wanted)
         saved = gather_results(group, _FORGET, lambda: {} if rank else ids_in_entry(entry, wanted))
         if any(left.values()) or any(saved[0].values()):
@@ -488,7 +496,7 @@ class Checkpoints:
                 f"{_FORGET}: expected ids that are gone, got {left} in the model and {saved[0]} in "
                 "the entry. Call it between two steps, in the thread that trains."
             )
-        return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, removed)
+        return Forgotten(entry, places_of(wanted, in_model, in_entries), unread, before)
 
     def prune(self) -> list[Path]:
         """Removes what is no longer kept; not collective, for the job that writes.

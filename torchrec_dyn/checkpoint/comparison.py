@@ -207,10 +207,9 @@ def _of_rows(one: SavedTable, other: SavedTable) -> Iterator[str]:
             yield titled(f"only in the {side}", f"{count:,} ids")
     for name in names:
         if found.rows.get(name):
-            yield titled(
-                name,
-                f"{found.rows[name]:,} of {found.common:,} rows differ, by at most {found.most[name]:.3g}",
-            )
+            most = found.most.get(name)
+            how = "in their columns" if most is None else f"by at most {most:.3g}"
+            yield titled(name, f"{found.rows[name]:,} of {found.common:,} rows differ, {how}")
     if found.examples:
         yield titled("for example", ", ".join(map(str, found.examples)))
         yield "  ids that differ, by range"
@@ -237,8 +236,9 @@ def _compare(
         own = _differ(a, b)
         if own.any():
             found.rows[name] = found.rows.get(name, 0) + int(own.sum())
-            gap = (a[own].double() - b[own].double()).abs().max().item()
-            found.most[name] = max(found.most.get(name, 0.0), gap)
+            if a.shape == b.shape:
+                gap = (a[own].double() - b[own].double()).abs().max().item()
+                found.most[name] = max(found.most.get(name, 0.0), gap)
             differs |= own
     found.common += len(here)
     for side, alone in enumerate((ids[~is_common], others[is_alone])):

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     SavedTable,
@@ -173,9 +174,10 @@ def _read(
     def load() -> None:
         planner, alone = LoadPlanner(path=path), group is None
         try:
-            dcp.load(
-                wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone
-            )
+            with interrupts_raised():
+                dcp.load(
+                    wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone
+                )
         except CheckpointException as error:
             # The same on every rank: only the first rank that failed names its fault.
             if rank == min(error.failures):

@@ -19,24 +19,31 @@ def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> di
         )
 
 
-def is_state_of(name: str, table: Table) -> bool:
-    """Returns True if an optimizer's state dict has the state of a table under a name.
+def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, list[str]]:
+    """Returns by table the names under which an optimizer's state dict has its state.
 
-    The name may begin below the model, as of a collection's own optimizer, or with a name of the optimizer.
+    A name may begin below the model, as of a collection's own optimizer, or with a name of the optimizer. The
+    name of a dense parameter may end as one of a table, too, but its state has no config of the table.
     """
-    key = f".{table.key}.weight"
-    return key.endswith(f".{name}") or f".{name}".endswith(key)
+    by_config = {f"{table.name}.config": table for table in tables}
+    names: dict[str, list[str]] = {table.name: [] for table in tables}
+    for name, state in states.items():
+        for table in (by_config[one] for one in state if one in by_config):
+            key = f".{table.key}.weight"
+            if key.endswith(f".{name}") or f".{name}".endswith(key):
+                names[table.name].append(name)
+    return names
 
 
 def without_tables(state: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
     """Returns the entries of state dicts that are of no dynamic table."""
-    keys = tuple(f"{table.key}." for table in tables)
-    of_optimizer = {
-        name: value
-        for name, value in state["optimizer"]["state"].items()
-        if not any(is_state_of(name, table) for table in tables)
-    }
+    keys = {table.key for table in tables}
+    states = state["optimizer"]["state"]
+    left_out = {name for names in names_of_states(states, tables).values() for name in names}
     return {
-        "model": {k: v for k, v in state["model"].items() if not k.startswith(keys)},
-        "optimizer": {**state["optimizer"], "state": of_optimizer},
+        "model": {k: v for k, v in state["model"].items() if k.rpartition(".")[0] not in keys},
+        "optimizer": {
+            **state["optimizer"],
+            "state": {name: one for name, one in states.items() if name not in left_out},
+        },
     }

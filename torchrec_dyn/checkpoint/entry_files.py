@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrec_dyn.checkpoint.dense_part import is_state_of
+from torchrec_dyn.checkpoint.dense_part import names_of_states
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
@@ -131,12 +131,10 @@ def checksums_in(
         ValueError: the optimizer has no state of a table, or is of another model.
     """
     both = {}
+    states = state["optimizer"]["state"]
+    names = names_of_states(states, tables)
     for table in tables:
-        found = [
-            one
-            for name, one in state["optimizer"]["state"].items()
-            if is_state_of(name, table) and f"{table.name}.{words}" in one
-        ]
+        found = [states[name] for name in names[table.name]]
         if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{words}"]):
             raise ValueError(
                 f"{table.where}: expected the optimizer with the state of this table, got "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -13,11 +14,13 @@ from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.dense_part import without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
+from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint_format import Entry, open_files
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
 
 _CALL = "Checkpoints.restore"
+_STATE = "optimizer.state."
 
 
 def load_entry(
@@ -34,19 +37,31 @@ def load_entry(
     values, options = run_together(group, _CALL, lambda: read_values(line[-1], rank))
 
     def load() -> None:
-        state = _places_to_load(model, optimizer, tables, line)
+        saved = {folder: _saved_states(folder) for folder in (line[0].tables, line[-1].dense)}
+        keys = set[str]().union(*saved.values())
+        state = _places_to_load(model, optimizer, tables, line[-1], keys)
         alone = {"process_group": group, "no_dist": group is None}
-        dcp.load(
-            state, checkpoint_id=line[0].tables, planner=LoadPlanner(path=line[0].tables), **alone
-        )
+        with interrupts_raised():
+            dcp.load(
+                _with_states(state, saved[line[0].tables]),
+                checkpoint_id=line[0].tables,
+                planner=LoadPlanner(path=line[0].tables),
+                **alone,
+            )
         if len(line) > 1:
-            dense = without_tables(state, tables)
-            dcp.load(dense, checkpoint_id=line[-1].dense, **alone)
+            dense = _with_states(without_tables(state, tables), saved[line[-1].dense])
+            # DCP's own planner would ask for the state {} of a static table that lies on another rank.
+            with interrupts_raised():
+                dcp.load(dense, checkpoint_id=line[-1].dense, planner=LoadPlanner(), **alone)
             states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
             state["model"].update(dense["model"])
             state["optimizer"].update({**dense["optimizer"], "state": states})
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        kept = _with_states(state, keys)
+        for name in state["optimizer"]["state"].keys() - kept["optimizer"]["state"].keys():
+            for of_optimizer in _states(optimizer):  # it had no state when the entry was saved
+                of_optimizer.pop(optimizer.params[name], None)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
         set_options(optimizer, options)
 
     settle(group, _CALL, load)
@@ -55,8 +70,37 @@ def load_entry(
     return values
 
 
+def _saved_states(folder: Path) -> set[str]:
+    """Returns the keys of optimizer state in a checkpoint; each begins with the name of a parameter."""
+    saved = open_files(folder)[1].state_dict_metadata
+    return {key.removeprefix(_STATE) for key in saved if key.startswith(_STATE)}
+
+
+def _begins(key: str) -> set[str]:
+    """Returns the begins of a key up to a dot, and the key: one of them is the name of a parameter."""
+    parts = key.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def _with_states(state: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
+    """Returns state dicts without the state of parameters of which no state is among the keys."""
+    saved = set[str]().union(*map(_begins, keys))
+    states = state["optimizer"]["state"].items()
+    kept = {name: one for name, one in states if name in saved or not one}
+    return {"model": state["model"], "optimizer": {**state["optimizer"], "state": kept}}
+
+
+def _states(optimizer: Any) -> Iterator[MutableMapping[Any, Any]]:
+    """Yields the mappings from parameters to state of an optimizer and of those that it joins or wraps."""
+    if optimizer is not None:
+        yield optimizer.state
+        yield from _states(getattr(optimizer, "_optimizer", None))
+        for _, one in getattr(optimizer, "optimizers", ()):
+            yield from _states(one)
+
+
 def _places_to_load(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], line: Sequence[Entry]
+    model: nn.Module, optimizer: Any, tables: Sequence[Table], entry: Entry, keys: set[str]
 ) -> dict[str, Any]:
     """Returns state dicts with a place for each saved state of the optimizer. Collective.
 
@@ -64,40 +108,33 @@ def _places_to_load(
     optimizer without state takes a step of zeros, whose results the load replaces.
 
     Raises:
-        ValueError: on every rank, if saved state has no place: it is of another optimizer.
+        ValueError: on every rank, if saved state has no place on any rank: it is of another optimizer.
     """
-
-    def missing(state: Mapping[str, Any]) -> list[str]:
-        there = tuple(
-            f"optimizer.state.{name}." for name, one in state["optimizer"]["state"].items() if one
-        )
-        of_tables = tuple(f"{table.key}.weight." for table in tables)
-        return [
-            key
-            for folder in {line[0].tables, line[-1].dense}
-            for key in open_files(folder)[1].state_dict_metadata
-            if key.startswith("optimizer.state.")
-            and not key.startswith(there)
-            and not any(one in key for one in of_tables)
-        ]
-
-    def check(state: Mapping[str, Any]) -> None:
-        if left := missing(state):
-            raise ValueError(
-                f"{line[-1].path}: expected an optimizer with state for {left[0]}, got one without. Restore "
-                "with the optimizers and parameters that were saved."
-            )
 
     def state_to_load() -> dict[str, Any]:
         with only_to_load():
             return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
+    def missing(state: Mapping[str, Any]) -> list[str]:
+        """Returns the keys without a place on any rank: a static table lies on some ranks only."""
+
+        def here() -> set[str]:
+            there = {name for name, one in state["optimizer"]["state"].items() if one}
+            return {key for key in keys if there.isdisjoint(_begins(key))}
+
+        return sorted(set.intersection(*gather_results(group, _CALL, here)))
+
     group = tables[0].group
     state = state_to_load()
-    lacks = gather_results(group, _CALL, lambda: bool(missing(state)))
-    if any(lacks) and hasattr(optimizer, "init_state"):
+    left = missing(state)
+    if left and hasattr(optimizer, "init_state"):
         optimizer.init_state()
         optimizer.zero_grad()
         state = state_to_load()
-    run_together(group, _CALL, lambda: check(state))
+        left = missing(state)
+    if left:
+        raise ValueError(
+            f"{entry.path}: expected an optimizer with state for {_STATE}{left[0]}, got one without. Restore "
+            "with the optimizers and parameters that were saved."
+        )
     return state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.delta_export import Marker
@@ -68,13 +70,15 @@ class EntryWriter:
             OSError: on every rank, if a file cannot be written. No entry is left, as after any error.
         """
         try:
-            entry = self._write()
+            return self._write()
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise
+
+    def clear(self, entry: Entry) -> None:
+        """Removes what is no longer kept now that the entry is there. Collective."""
         gather_results(self.group, _CALL, lambda: self._prune(entry) if self.rank == 0 else None)
-        return entry
 
     def _write(self) -> Entry:
         group, rank, folder = self.group, self.rank, self.folder
@@ -103,6 +107,16 @@ class EntryWriter:
             )
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """Returns an error with its traceback as a text: the frames hold the copies of the rows."""
+    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    for one in (error, *(fault for fault, _ in failures)):
+        one.__traceback__ = one.__context__ = one.__cause__ = None
+    error.__cause__ = RuntimeError(f"in the thread of async_save\n{told}")
+    return error
+
+
 class Saving:
     """A save that `Checkpoints.async_save` began, whose files are written while training goes on.
 
@@ -114,24 +128,25 @@ class Saving:
         is_told: True if `result` has raised the error of the save.
     """
 
-    def __init__(self, id: str, write: Callable[[], Entry], marker: Marker | None) -> None:
+    def __init__(self, writer: EntryWriter, marker: Marker | None) -> None:
         self.pause = 0.0
-        self.id, self.marker = id, marker
+        self.id, self.marker = writer.entry.id, marker
         self.entry: Entry | None = None
         self.is_told = False
-        self._write: Callable[[], Entry] | None = write
+        self._writer: EntryWriter | None = writer
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
         """Writes the entry."""
-        assert self._write is not None
+        assert self._writer is not None
         try:
-            self.entry = self._write()
+            self.entry = self._writer.write()  # it is there, whatever comes now
+            self._writer.clear(self.entry)
         except BaseException as error:  # it is raised in the thread that waits
-            self._error = error
+            self._error = error if self._thread is None else _without_frames(error)
         finally:
-            self._write = None  # it holds the copies
+            self._writer = None  # it holds the copies
 
     def start(self) -> None:
         """Begins to write the entry in a thread."""
@@ -141,7 +156,7 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """True if the entry is there, or the save has failed."""
-        return self._write is None
+        return self._writer is None
 
     def wait(self) -> Saving:
         """Waits until the entry is there, or the save has failed."""

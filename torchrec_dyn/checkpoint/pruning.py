@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_files
 
-PRUNED = ".pruned-"
+WRITING, _PRUNED = ".writing-", ".pruned-"
 
 
 def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) -> list[Path]:
@@ -66,21 +66,29 @@ def entry_folders(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.name.startswith(("full-", "delta-")))[::-1]
 
 
-def remove(paths: Iterable[Path], ignore_errors: bool = True) -> list[Path]:
+def remove(paths: Iterable[Path]) -> list[Path]:
     """Removes folders of entries, and returns them. A reader finds a whole entry or none.
 
-    Args:
-        paths: the folders.
-        ignore_errors: True if files that cannot be removed may stay in a hidden folder, which the next writer
-            removes.
+    Files that cannot be removed stay in a hidden folder, for `remove_hidden`.
 
     Raises:
-        OSError: a folder cannot be renamed, or without `ignore_errors` a file not removed.
+        OSError: a folder cannot be renamed.
     """
     removed = []
     for path in paths:
-        aside = path.parent / f"{PRUNED}{path.name}-{secrets.token_hex(8)}"
+        aside = path.parent / f"{_PRUNED}{path.name}-{secrets.token_hex(8)}"
         path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=ignore_errors)
+        shutil.rmtree(aside, ignore_errors=True)
         removed.append(path)
     return removed
+
+
+def remove_hidden(path: Path, ignore_errors: bool) -> None:
+    """Removes what saves and removals that did not end have left in a checkpoint directory.
+
+    Raises:
+        OSError: without `ignore_errors`, a file cannot be removed.
+    """
+    for pattern in (WRITING, _PRUNED):
+        for folder in path.glob(f"{pattern}*"):
+            shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import FileWriter, naming
 
@@ -45,21 +46,22 @@ def save_files(
     if "://" not in str(path):
         writer = TableWriter(path)
         writer.fs = _Files()
-    try:
-        dcp.save(
-            state,
-            checkpoint_id=path if writer is None else None,
-            storage_writer=writer,
-            process_group=group,
-            no_dist=group is None,
-        )
-    except CheckpointException as error:
-        if writer is not None:
-            _remove_files(Path(path), is_new)
-        for fault, _ in error.failures.values():
-            if isinstance(fault, OSError) and fault.errno is not None:
-                raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
-        raise
+    with interrupts_raised():
+        try:
+            dcp.save(
+                state,
+                checkpoint_id=path if writer is None else None,
+                storage_writer=writer,
+                process_group=group,
+                no_dist=group is None,
+            )
+        except CheckpointException as error:
+            if writer is not None:
+                _remove_files(Path(path), is_new)
+            for fault, _ in error.failures.values():
+                if isinstance(fault, OSError) and fault.errno is not None:
+                    raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
+            raise
 
 
 def _remove_files(folder: Path, is_new: bool) -> None:

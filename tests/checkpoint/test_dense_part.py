@@ -1,0 +1,169 @@
+"""What `Checkpoints` saves beside the tables: dense parameters and the state of their optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import workers
+from checkpoint_cases import differences, quietly
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import usual_plan
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import Checkpoints
+
+TABLES = {
+    name: EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
+    for name in ("user", "fixed", "other")
+}
+
+
+class Net(nn.Module):
+    """A tower that has the name of the table, and a head that is trained from a step on."""
+
+    def __init__(self, head_from: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head_from = head_from
+        self.sparse = dyn.DynamicEmbeddingBagCollection(
+            [TABLES["user"]], fused_params={"optimizer": "ADAM", "learning_rate": 0.02}
+        )
+        self.user = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Job:
+    """A model that trains one batch for each save."""
+
+    def __init__(self, path: Path, head_from: int = 0) -> None:
+        self.model = Net(head_from)
+        named = self.model.named_parameters()
+        dense = KeyedOptimizerWrapper(
+            {name: one for name, one in named if not name.startswith("sparse.")},
+            lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        )
+        rows = self.model.sparse.fused_optimizer
+        self.optimizer = CombinedOptimizer([("sparse", rows), dense])
+        self.checkpoints = Checkpoints(path, keep=9, full_every=3)
+
+    def train(self, step: int) -> None:
+        ids = torch.arange(4) + step
+        batch = KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))
+        outputs = self.model.user(self.model.sparse(batch).values()) * self.model.weight
+        if step >= self.model.head_from:
+            outputs = self.model.head(outputs)
+        self.optimizer.zero_grad(set_to_none=True)
+        outputs.square().sum().backward()
+        self.optimizer.step()
+
+    def save(self, step: int) -> Any:
+        return quietly(self.checkpoints.save, self.model, self.optimizer, step=step)
+
+    def restore(self, **options: Any) -> Any:
+        return quietly(self.checkpoints.restore, self.model, self.optimizer, **options)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state_dict()["state"].items()
+        of_optimizer = {f"{key} {name}": one for key, of in state for name, one in of.items()}
+        of_model = self.model.state_dict()
+        return {name: one.clone() for name, one in (of_model | of_optimizer).items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    """Saves full, delta, delta, full; the head is trained from step 2 on."""
+    path = tmp_path_factory.mktemp("saved") / "kept"
+    job, moments = Job(path, head_from=2), []
+    for step in range(4):
+        job.train(step)
+        job.save(step)
+        moments.append(job.held())
+    job.checkpoints.close()
+    assert len(moments[0]) + 6 == len(moments[2])
+    return path, moments
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_state_is_as_it_was(saved: Any, step: int) -> None:
+    """Also of a parameter without state then: of a new job, and of one that has trained it since."""
+    path, moments = saved
+    job = Job(path)
+    for _ in range(2):
+        assert job.restore(step=step).step == step
+        assert not differences(job.held(), moments[step])
+        job.train(9)
+
+
+def test_state_of_another_optimizer(saved: Any) -> None:
+    job = Job(saved[0])
+    job.optimizer = CombinedOptimizer([("sparse", job.model.sparse.fused_optimizer)])
+    with pytest.raises(
+        ValueError, match=r"expected an optimizer with state for optimizer\.state\.h"
+    ):
+        job.restore(step=3)
+
+
+class Mixed(nn.Module):
+    """A dynamic table and two static ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = dyn.DynamicEmbeddingBagCollection([TABLES["user"]])
+        self.static = EmbeddingBagCollection([TABLES["fixed"], TABLES["other"]])
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> torch.Tensor:
+        rows = torch.cat([self.sparse(batch).values(), self.static(batch).values()], 1)
+        return self.over(rows).square().sum()
+
+
+def mixed(rule: EmbOptimType) -> tuple[Any, Any]:
+    """Each static table lies on another rank."""
+    plans = {name: usual_plan("table_wise", 4, 2, 2, turn, 100) for turn, name in enumerate(TABLES)}
+    static = {name: plans.pop(name) for name in ("fixed", "other")}
+    sharders: Any = [
+        dyn.DynamicEmbeddingBagCollectionSharder(),
+        EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1, "optimizer": rule}),
+    ]
+    plan = ShardingPlan({"sparse": plans, "static": static})
+    model = DistributedModelParallel(Mixed(), plan=plan, sharders=sharders)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    )
+    return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def restore_static_tables(path: str) -> list[bool]:
+    ids, told = torch.arange(12) % 7, []
+    batch = KeyedJaggedTensor([*TABLES], ids, lengths=torch.ones_like(ids))
+    for rule in (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD):  # without state, and with
+        (model, optimizer), checkpoints = mixed(rule), Checkpoints(f"{path}/{rule}", full_every=3)
+        for step in range(2):
+            model(batch).backward()
+            optimizer.step()
+            quietly(checkpoints.save, model, optimizer, step=step)
+        checkpoints.close()
+        again, its_optimizer = mixed(rule)
+        restored = quietly(checkpoints.restore, again, its_optimizer)
+        assert (restored.step, restored.skipped) == (1, [])
+        told += [torch.equal(one(batch), model(batch)) for one in (again, mixed(rule)[0])]
+    return told
+
+
+def test_static_tables_of_other_ranks(tmp_path: Path) -> None:
+    """The optimizer of a rank has no state of a table that lies on another rank."""
+    told = workers.run(restore_static_tables, str(tmp_path), world_size=2)
+    assert told == [[True, False] * 2] * 2
