@@ -256,21 +256,26 @@ def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
     workers.run(wrong_batches, case, world_size=1)
 
 
-def narrow_ids(case: Case) -> None:
-    """int32 on one rank trains as int64 on all: every id is widened before it is sent."""
+def other_dtypes(case: Case) -> None:
+    """Ids and lengths in int32 and weights in float64 on one rank train as int64 and float32 on all.
+
+    Without weighted bags that rank alone has weights.
+    """
     rank, ends = dist.get_rank(), []
     unsharded = collection_of(case, fused_params=case.fused_params)
-    for narrow in (None, 1, 0):
+    for other in (None, 1, 0):
         model = shard(case, copy.deepcopy(unsharded))
         for step in range(3):
             mine = batches(case, step)[0][rank]
-            ids = mine.values() % 2**20 - 5
-            features = KeyedJaggedTensor(
-                keys=mine.keys(),
-                values=ids.int() if rank == narrow else ids,
-                lengths=mine.lengths(),
-                weights=mine.weights_or_none(),
+            ids, lengths, weights = (
+                mine.values() % 2**20 - 5,
+                mine.lengths(),
+                mine.weights_or_none(),
             )
+            if rank == other:
+                ids, lengths = ids.int(), lengths.int()
+                weights = torch.rand(ids.numel()) if weights is None else weights.double()
+            features = KeyedJaggedTensor(mine.keys(), ids, weights, lengths)
             outputs = outputs_by_name(case, model(features))
             torch.autograd.backward(sum(value.square().sum() for value in outputs.values()))
         ends.append(
@@ -286,11 +291,19 @@ def narrow_ids(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "pooled, kind", [(True, "column_wise"), (True, "row_wise"), (False, "row_wise")]
+    "pooled, weighted, kind",
+    [
+        (True, True, "column_wise"),
+        (True, True, "row_wise"),
+        (True, False, "row_wise"),
+        (False, False, "row_wise"),
+        (False, False, "table_wise"),
+    ],
 )
-def test_int32_ids_train_as_int64_ids(pooled: bool, kind: str) -> None:
-    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))], pooled=pooled, weighted=pooled)
-    workers.run(narrow_ids, case, world_size=2)
+def test_ranks_may_have_batches_of_other_dtypes(pooled: bool, weighted: bool, kind: str) -> None:
+    table = Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))
+    case = Case([table], pooled=pooled, weighted=weighted)
+    workers.run(other_dtypes, case, world_size=2)
 
 
 def keys_in_another_order(case: Case) -> None:

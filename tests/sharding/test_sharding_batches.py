@@ -132,7 +132,12 @@ def scores_travel(case: Case) -> None:
     with pytest.raises(ValueError, match="expected weights"):
         model(without)
     if not case.pooled:
-        model.eval()(without)
+        # Ranks that evaluate need no weights, whatever the other ranks have.
+        is_first = torch.distributed.get_rank() == 0
+        model.eval()(mine if is_first else without)
+        with pytest.raises(ValueError, match="expected every rank in the same mode"):
+            model.train(is_first)(mine if is_first else without)
+        model.train()
         with pytest.raises(ValueError, match=r"use_index_dedup=False with LowestScore, as in tabl"):
             shard(replace(case, dedup=True), collection_of(case))
 

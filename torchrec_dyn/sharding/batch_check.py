@@ -70,17 +70,13 @@ class BatchCheck:
             self.where,
             self._scored,
         )
-        if self._weighted and has_weights and torch.is_grad_enabled():
-            self._check_weights_need_no_gradient(features.weights())
-        if self._scored:
-            features = self._with_scores(features, training)
         varies = self._pooled and features.variable_stride_per_key()
         if varies and features.inverse_indices_or_none() is None:
             raise ValueError(
                 f"{self.where}: expected inverse_indices where the number of bags varies by feature, "
                 f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
             )
-        features = _sendable(features, read.ids)
+        features = _sendable(features, read.ids, self._sent_weights(features, training))
         # TorchRec would add up the lengths again, and wait for a GPU.
         features._length_per_key = read.counts
         if is_usual:
@@ -92,20 +88,24 @@ class BatchCheck:
         # A feature that no table reads may be missing. Then feature 0 fills its position, which is not read.
         return features.permute([position.get(key, 0) for key in self._first_keys])
 
-    def _with_scores(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
-        """Returns a batch with weights in float32 that require no gradient; checks them for training."""
+    def _sent_weights(self, features: KeyedJaggedTensor, training: bool) -> Tensor | None:
+        """Returns the weights to send, [N] float32; None on every rank if the tables read none."""
         weights = features.weights_or_none()
+        counted = self._scored and self.needs_weights
         if weights is None:
-            if training and self.needs_weights:
+            if counted and training:
                 raise no_scores(self.where)
-            return features
-        if training and self.needs_weights:
+            # In evaluation no scores are read, but another rank may have some.
+            return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
+        if not (self._weighted or self._scored):
+            return None
+        if self._weighted and torch.is_grad_enabled():
+            self._check_weights_need_no_gradient(weights)
+        if counted and training:
             wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
             if wrong:
                 raise wrong_scores(self.where, wrong)
-        if weights.dtype == torch.float32 and not weights.requires_grad:
-            return features
-        return _made(features, features.values(), weights.detach().float())
+        return (weights.detach() if weights.requires_grad else weights).float()
 
     def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
         if weights.requires_grad:
@@ -121,26 +121,28 @@ class BatchCheck:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
 
 
-def _sendable(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns a batch with these ids, int64 on every rank: ranks must not send different dtypes.
+def _sendable(
+    features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None
+) -> KeyedJaggedTensor:
+    """Returns a batch with these ids and weights: ranks must not send different dtypes.
 
-    Its tensors are contiguous: some backends cannot send e.g. a column of a matrix.
+    Ids and lengths are int64. The tensors are contiguous: some backends cannot send e.g. a column of a matrix.
     """
-    parts = (ids, features.lengths(), features.weights_or_none())
-    is_whole = all(part is None or part.is_contiguous() for part in parts)
-    if is_whole and ids is features.values():
+    lengths = features.lengths()
+    sent = (
+        ids.contiguous(),
+        lengths.long().contiguous(),
+        None if weights is None else weights.contiguous(),
+    )
+    given = (features.values(), lengths, features.weights_or_none())
+    if all(one is other for one, other in zip(sent, given, strict=True)):
         return features
-    return _made(features, ids, parts[2])
-
-
-def _made(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
-    """Returns the bags of a batch with other ids and weights, contiguous."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=ids.contiguous(),
-        weights=None if weights is None else weights.contiguous(),
-        lengths=features.lengths().contiguous(),
+        values=sent[0],
+        lengths=sent[1],
+        weights=sent[2],
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
         inverse_indices=features.inverse_indices_or_none(),
