@@ -1,6 +1,7 @@
 """Sharded collections inside models: beside static ones, under DDP, in evaluation, with faults."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -321,7 +322,34 @@ def keys_in_another_order(case: Case) -> None:
         assert (out["a"][0, 0], out["b"][0, 0]) == (1.0, 2.0), keys
 
 
+def sizes_in_another_order(case: Case) -> None:
+    """As above, with a size per feature: the inverse indices go by name, too."""
+    model = shard(case, collection_of(case)).eval()
+    ids, row = torch.tensor([7, 8]), torch.ones(8)
+    for number in range(2):
+        handle = model.module.collection.table(f"t{number}")
+        handle.assign(ids, torch.stack([row, row + 1]) + 2 * number)
+    for keys in (["b", "x", "a"], ["a", "b"], ["x", "a", "y", "b"]):
+        bags = [2 if key == "a" else 1 for key in keys]
+        features = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([ids[:count] for count in bags]),
+            lengths=torch.ones(sum(bags), dtype=torch.int64),
+            stride_per_key_per_rank=[[count] for count in bags],
+            inverse_indices=(keys[::-1], torch.tensor([[n - 1, 0] for n in bags[::-1]])),
+        )
+        out = outputs_by_name(case, model(features))
+        assert out["a"][:, 0].tolist() == [2.0, 1.0] and out["b"][:, 0].tolist() == [3.0, 3.0], keys
+    names = ["a", "x", "y"]
+    features._inverse_indices = (names, torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"expected inverse_indices of every.*got none of .*'b'"):
+        model(features)
+
+
+@pytest.mark.parametrize("of_batches", [keys_in_another_order, sizes_in_another_order])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_features_may_come_in_another_order(pooled: bool) -> None:
+def test_features_may_come_in_another_order(
+    pooled: bool, of_batches: Callable[[Case], None]
+) -> None:
     tables = [Table(f"t{i}", [f], usual_plan("row_wise", 8, 1, 1)) for i, f in enumerate("ab")]
-    workers.run(keys_in_another_order, Case(tables, pooled=pooled), world_size=1)
+    workers.run(of_batches, Case(tables, pooled=pooled), world_size=1)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.lookup import no_scores, wrong_scores
 from torchrec_dyn.modules import checked_features
+from torchrec_dyn.name_lists import listed
+
+_InverseIndices: TypeAlias = tuple[list[str], Tensor]
 
 
 class BatchCheck:
@@ -27,6 +32,7 @@ class BatchCheck:
         scored: True if some table scores its ids by the weights of a batch (LowestScore).
 
     Attributes:
+        features: those that the collection reads, each once, in the order of its tables.
         needs_weights: True if a batch of weighted bags must have weights; False if feature processors
             compute them later.
     """
@@ -39,7 +45,7 @@ class BatchCheck:
         where: str,
         scored: bool = False,
     ) -> None:
-        self._features = list(dict.fromkeys(features))
+        self.features = list(dict.fromkeys(features))
         self._weighted = weighted
         self._scored = scored
         self.needs_weights = True
@@ -58,7 +64,7 @@ class BatchCheck:
             ValueError: if a feature is missing, the tensors do not match each other, or weights require
                 a gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
-        features = maybe_td_to_kjt(features, self._features)
+        features = maybe_td_to_kjt(features, self.features)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
@@ -70,13 +76,8 @@ class BatchCheck:
             self.where,
             self._scored,
         )
-        varies = self._pooled and features.variable_stride_per_key()
-        if varies and features.inverse_indices_or_none() is None:
-            raise ValueError(
-                f"{self.where}: expected inverse_indices where the number of bags varies by feature, "
-                f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
-            )
-        features = _sendable(features, read.ids, self._sent_weights(features, training))
+        inverse = self._inverse_indices(features)
+        features = _sendable(features, read.ids, self._sent_weights(features, training), inverse)
         # TorchRec would add up the lengths again, and wait for a GPU.
         features._length_per_key = read.counts
         if is_usual:
@@ -86,7 +87,25 @@ class BatchCheck:
             return features
         position = {key: i for i, key in enumerate(keys)}
         # A feature that no table reads may be missing. Then feature 0 fills its position, which is not read.
-        return features.permute([position.get(key, 0) for key in self._first_keys])
+        features = features.permute([position.get(key, 0) for key in self._first_keys])
+        features._inverse_indices = inverse  # TorchRec drops them
+        return features
+
+    def _inverse_indices(self, features: KeyedJaggedTensor) -> _InverseIndices | None:
+        """Returns the bag of each sample, for the collection's features in order if their bags vary."""
+        given = features.inverse_indices_or_none()
+        if not features.variable_stride_per_key() or (given is None and not self._pooled):
+            return given
+        names = [] if given is None else given[0]
+        if names == self.features:
+            return given
+        if missing := sorted(set(self.features) - set(names)):
+            raise ValueError(
+                f"{self.where}: expected inverse_indices of every feature where the number of bags varies "
+                f"by feature, {features.stride_per_key()}, got none of features {listed(missing)}. "
+                "Pass them in the KeyedJaggedTensor."
+            )
+        return self.features, reorder_inverse_indices(given, self.features)
 
     def _sent_weights(self, features: KeyedJaggedTensor, training: bool) -> Tensor | None:
         """Returns the weights to send, [N] float32; None on every rank if the tables read none."""
@@ -116,17 +135,20 @@ class BatchCheck:
             )
 
     def _check_names(self, keys: Sequence[str]) -> None:
-        for name in self._features:
+        for name in self.features:
             if name not in keys:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
 
 
 def _sendable(
-    features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None
+    features: KeyedJaggedTensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    inverse: _InverseIndices | None,
 ) -> KeyedJaggedTensor:
-    """Returns a batch with these ids and weights: ranks must not send different dtypes.
+    """Returns a batch with these tensors: ranks must not send different dtypes.
 
-    Ids and lengths are int64. The tensors are contiguous: some backends cannot send e.g. a column of a matrix.
+    Ids and lengths are int64. Tensors are contiguous: some backends cannot send e.g. a column of a matrix.
     """
     lengths = features.lengths()
     sent = (
@@ -135,7 +157,8 @@ def _sendable(
         None if weights is None else weights.contiguous(),
     )
     given = (features.values(), lengths, features.weights_or_none())
-    if all(one is other for one, other in zip(sent, given, strict=True)):
+    is_given = all(one is other for one, other in zip(sent, given, strict=True))
+    if is_given and inverse is features.inverse_indices_or_none():
         return features
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
@@ -145,5 +168,5 @@ def _sendable(
         weights=sent[2],
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        inverse_indices=features.inverse_indices_or_none(),
+        inverse_indices=inverse,
     )
