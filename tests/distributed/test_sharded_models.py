@@ -351,5 +351,6 @@ def sizes_in_another_order(case: Case) -> None:
 def test_features_may_come_in_another_order(
     pooled: bool, of_batches: Callable[[Case], None]
 ) -> None:
-    tables = [Table(f"t{i}", [f], usual_plan("row_wise", 8, 1, 1)) for i, f in enumerate("ab")]
+    plan = usual_plan("row_wise", 8, 1, 1)
+    tables = [Table(f"t{i}", [f], plan, pooling="MEAN") for i, f in enumerate("ab")]
     workers.run(of_batches, Case(tables, pooled=pooled), world_size=1)

@@ -182,10 +182,7 @@ class ShardedDynamicEmbeddingBagCollection(
         for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
             if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread:
                 feature_of_output.update(zip(names, config.feature_names, strict=True))
-        return MeanDivisor(
-            [feature_of_output.get(name) for name in self._embedding_names],
-            self._embedding_dims,
-        )
+        return MeanDivisor([feature_of_output.get(name) for name in self._embedding_names])
 
     def _finished(
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
