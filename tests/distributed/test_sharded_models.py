@@ -1,6 +1,7 @@
 """Sharded collections inside models: beside static ones, under DDP, in evaluation, with faults."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -256,21 +257,26 @@ def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
     workers.run(wrong_batches, case, world_size=1)
 
 
-def narrow_ids(case: Case) -> None:
-    """int32 on one rank trains as int64 on all: every id is widened before it is sent."""
+def other_dtypes(case: Case) -> None:
+    """Ids and lengths in int32 and weights in float64 on one rank train as int64 and float32 on all.
+
+    Without weighted bags that rank alone has weights.
+    """
     rank, ends = dist.get_rank(), []
     unsharded = collection_of(case, fused_params=case.fused_params)
-    for narrow in (None, 1, 0):
+    for other in (None, 1, 0):
         model = shard(case, copy.deepcopy(unsharded))
         for step in range(3):
             mine = batches(case, step)[0][rank]
-            ids = mine.values() % 2**20 - 5
-            features = KeyedJaggedTensor(
-                keys=mine.keys(),
-                values=ids.int() if rank == narrow else ids,
-                lengths=mine.lengths(),
-                weights=mine.weights_or_none(),
+            ids, lengths, weights = (
+                mine.values() % 2**20 - 5,
+                mine.lengths(),
+                mine.weights_or_none(),
             )
+            if rank == other:
+                ids, lengths = ids.int(), lengths.int()
+                weights = torch.rand(ids.numel()) if weights is None else weights.double()
+            features = KeyedJaggedTensor(mine.keys(), ids, weights, lengths)
             outputs = outputs_by_name(case, model(features))
             torch.autograd.backward(sum(value.square().sum() for value in outputs.values()))
         ends.append(
@@ -286,11 +292,19 @@ def narrow_ids(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "pooled, kind", [(True, "column_wise"), (True, "row_wise"), (False, "row_wise")]
+    "pooled, weighted, kind",
+    [
+        (True, True, "column_wise"),
+        (True, True, "row_wise"),
+        (True, False, "row_wise"),
+        (False, False, "row_wise"),
+        (False, False, "table_wise"),
+    ],
 )
-def test_int32_ids_train_as_int64_ids(pooled: bool, kind: str) -> None:
-    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))], pooled=pooled, weighted=pooled)
-    workers.run(narrow_ids, case, world_size=2)
+def test_ranks_may_have_batches_of_other_dtypes(pooled: bool, weighted: bool, kind: str) -> None:
+    table = Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))
+    case = Case([table], pooled=pooled, weighted=weighted)
+    workers.run(other_dtypes, case, world_size=2)
 
 
 def keys_in_another_order(case: Case) -> None:
@@ -308,7 +322,35 @@ def keys_in_another_order(case: Case) -> None:
         assert (out["a"][0, 0], out["b"][0, 0]) == (1.0, 2.0), keys
 
 
+def sizes_in_another_order(case: Case) -> None:
+    """As above, with a size per feature: the inverse indices go by name, too."""
+    model = shard(case, collection_of(case)).eval()
+    ids, row = torch.tensor([7, 8]), torch.ones(8)
+    for number in range(2):
+        handle = model.module.collection.table(f"t{number}")
+        handle.assign(ids, torch.stack([row, row + 1]) + 2 * number)
+    for keys in (["b", "x", "a"], ["a", "b"], ["x", "a", "y", "b"]):
+        bags = [2 if key == "a" else 1 for key in keys]
+        features = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([ids[:count] for count in bags]),
+            lengths=torch.ones(sum(bags), dtype=torch.int64),
+            stride_per_key_per_rank=[[count] for count in bags],
+            inverse_indices=(keys[::-1], torch.tensor([[n - 1, 0] for n in bags[::-1]])),
+        )
+        out = outputs_by_name(case, model(features))
+        assert out["a"][:, 0].tolist() == [2.0, 1.0] and out["b"][:, 0].tolist() == [3.0, 3.0], keys
+    names = ["a", "x", "y"]
+    features._inverse_indices = (names, torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"expected inverse_indices of every.*got none of .*'b'"):
+        model(features)
+
+
+@pytest.mark.parametrize("of_batches", [keys_in_another_order, sizes_in_another_order])
 @pytest.mark.parametrize("pooled", [True, False])
-def test_features_may_come_in_another_order(pooled: bool) -> None:
-    tables = [Table(f"t{i}", [f], usual_plan("row_wise", 8, 1, 1)) for i, f in enumerate("ab")]
-    workers.run(keys_in_another_order, Case(tables, pooled=pooled), world_size=1)
+def test_features_may_come_in_another_order(
+    pooled: bool, of_batches: Callable[[Case], None]
+) -> None:
+    plan = usual_plan("row_wise", 8, 1, 1)
+    tables = [Table(f"t{i}", [f], plan, pooling="MEAN") for i, f in enumerate("ab")]
+    workers.run(of_batches, Case(tables, pooled=pooled), world_size=1)

@@ -38,6 +38,31 @@ def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
     run(Case(tables, exact=False, variable=True, tolerance=1e-2))
 
 
+def in_another_order(batch: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+    """Returns a batch with the opposite order of keys, and the inverse indices in the order of `names`."""
+    places = list(range(len(batch.keys())))[::-1]
+    made, inverse = batch.permute(places), batch.inverse_indices()
+    made._inverse_indices = (names, inverse[1][[inverse[0].index(name) for name in names]])
+    return made
+
+
+def batches_in_turn(case: Case, step: int) -> tuple[list[KeyedJaggedTensor], KeyedJaggedTensor]:
+    """Returns batches of one size, three with a size per feature in three orders, and again of one size."""
+    per_rank, together = batches(replace(case, variable=step in (1, 2, 3)), step)
+    keys = together.keys()
+    if step == 2:
+        per_rank = [in_another_order(batch, keys[::-1]) for batch in per_rank]
+    if step == 3:
+        per_rank = [in_another_order(batch, [keys[-1], *keys[:-1]]) for batch in per_rank]
+    return per_rank, together
+
+
+@every_plan
+def test_orders_and_sizes_change_from_batch_to_batch(plans: str) -> None:
+    case = case_of_plans(plans, steps=5)
+    workers.run(train_beside, case, batches_in_turn, world_size=4, local_size=2)
+
+
 @pytest.mark.parametrize("plans", ["whole rows", "spread rows"])
 def test_weighted_bags(plans: str) -> None:
     run(case_of_plans(plans, weighted=True))
@@ -132,7 +157,12 @@ def scores_travel(case: Case) -> None:
     with pytest.raises(ValueError, match="expected weights"):
         model(without)
     if not case.pooled:
-        model.eval()(without)
+        # Ranks that evaluate need no weights, whatever the other ranks have.
+        is_first = torch.distributed.get_rank() == 0
+        model.eval()(mine if is_first else without)
+        with pytest.raises(ValueError, match="expected every rank in the same mode"):
+            model.train(is_first)(mine if is_first else without)
+        model.train()
         with pytest.raises(ValueError, match=r"use_index_dedup=False with LowestScore, as in tabl"):
             shard(replace(case, dedup=True), collection_of(case))
 

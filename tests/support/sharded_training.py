@@ -8,6 +8,7 @@ number of ranks.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,16 +195,19 @@ def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str)
         )
 
 
-def train_beside(case: Case) -> int:
-    """Trains both collections and asserts that they stay equal; returns the rows on this rank."""
+def train_beside(case: Case, batches_of: Callable[[Case, int], Any] = batches) -> int:
+    """Trains both collections and asserts that they stay equal; returns the rows on this rank.
+
+    `batches_of` returns the batches of a step, as `batches` does.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = collection_of(case, fused_params=case.fused_params)
     sharded = shard(case, copy.deepcopy(unsharded))
     sizes = list(case.batch_sizes or [5] * world)
     for step in range(case.steps):
-        per_rank, together = batches(case, step)
+        per_rank, together = batches_of(case, step)
         mine, whole = sharded(per_rank[rank]), unsharded(together)
-        if case.variable and not case.pooled:
+        if together.variable_stride_per_key() and not case.pooled:
             whole = expanded(whole, together)
         got, expected = outputs_by_name(case, mine), parts_of_rank(case, whole, sizes, rank)
         assert set(got) == set(expected)

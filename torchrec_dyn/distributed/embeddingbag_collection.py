@@ -169,9 +169,11 @@ class ShardedDynamicEmbeddingBagCollection(
             # An interrupted first batch may have created some dists.
             self._input_dists, self._feature_splits, self._features_order = [], [], []
             self._create_input_dist(features.keys())
+            # Of batches with a size per feature, which may come later: only names and the device are read.
+            self._create_inverse_indices_permute_indices(
+                (self._check_batch.features, features.values())
+            )
             self._has_uninitialized_input_dist = False
-            if features.variable_stride_per_key():
-                self._create_inverse_indices_permute_indices(features.inverse_indices_or_none())
 
     def _mean_divisor(self, setup: ShardingSetup) -> MeanDivisor:
         """Returns the divisor of the outputs that must be divided after the output dist."""
@@ -180,10 +182,7 @@ class ShardedDynamicEmbeddingBagCollection(
         for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
             if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread:
                 feature_of_output.update(zip(names, config.feature_names, strict=True))
-        return MeanDivisor(
-            [feature_of_output.get(name) for name in self._embedding_names],
-            self._embedding_dims,
-        )
+        return MeanDivisor([feature_of_output.get(name) for name in self._embedding_names])
 
     def _finished(
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext

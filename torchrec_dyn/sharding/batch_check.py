@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.lookup import no_scores, wrong_scores
 from torchrec_dyn.modules import checked_features
+from torchrec_dyn.name_lists import listed
+
+_InverseIndices: TypeAlias = tuple[list[str], Tensor]
 
 
 class BatchCheck:
@@ -27,6 +32,7 @@ class BatchCheck:
         scored: True if some table scores its ids by the weights of a batch (LowestScore).
 
     Attributes:
+        features: those that the collection reads, each once, in the order of its tables.
         needs_weights: True if a batch of weighted bags must have weights; False if feature processors
             compute them later.
     """
@@ -39,7 +45,7 @@ class BatchCheck:
         where: str,
         scored: bool = False,
     ) -> None:
-        self._features = list(dict.fromkeys(features))
+        self.features = list(dict.fromkeys(features))
         self._weighted = weighted
         self._scored = scored
         self.needs_weights = True
@@ -58,7 +64,7 @@ class BatchCheck:
             ValueError: if a feature is missing, the tensors do not match each other, or weights require
                 a gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
-        features = maybe_td_to_kjt(features, self._features)
+        features = maybe_td_to_kjt(features, self.features)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
@@ -70,17 +76,8 @@ class BatchCheck:
             self.where,
             self._scored,
         )
-        if self._weighted and has_weights and torch.is_grad_enabled():
-            self._check_weights_need_no_gradient(features.weights())
-        if self._scored:
-            features = self._with_scores(features, training)
-        varies = self._pooled and features.variable_stride_per_key()
-        if varies and features.inverse_indices_or_none() is None:
-            raise ValueError(
-                f"{self.where}: expected inverse_indices where the number of bags varies by feature, "
-                f"{features.stride_per_key()}, got none. Pass them in the KeyedJaggedTensor."
-            )
-        features = _sendable(features, read.ids)
+        inverse = self._inverse_indices(features)
+        features = _sendable(features, read.ids, self._sent_weights(features, training), inverse)
         # TorchRec would add up the lengths again, and wait for a GPU.
         features._length_per_key = read.counts
         if is_usual:
@@ -90,22 +87,44 @@ class BatchCheck:
             return features
         position = {key: i for i, key in enumerate(keys)}
         # A feature that no table reads may be missing. Then feature 0 fills its position, which is not read.
-        return features.permute([position.get(key, 0) for key in self._first_keys])
+        features = features.permute([position.get(key, 0) for key in self._first_keys])
+        features._inverse_indices = inverse  # TorchRec drops them
+        return features
 
-    def _with_scores(self, features: KeyedJaggedTensor, training: bool) -> KeyedJaggedTensor:
-        """Returns a batch with weights in float32 that require no gradient; checks them for training."""
+    def _inverse_indices(self, features: KeyedJaggedTensor) -> _InverseIndices | None:
+        """Returns the bag of each sample, for the collection's features in order if their bags vary."""
+        given = features.inverse_indices_or_none()
+        if not features.variable_stride_per_key() or (given is None and not self._pooled):
+            return given
+        names = [] if given is None else given[0]
+        if names == self.features:
+            return given
+        if missing := sorted(set(self.features) - set(names)):
+            raise ValueError(
+                f"{self.where}: expected inverse_indices of every feature where the number of bags varies "
+                f"by feature, {features.stride_per_key()}, got none of features {listed(missing)}. "
+                "Pass them in the KeyedJaggedTensor."
+            )
+        return self.features, reorder_inverse_indices(given, self.features)
+
+    def _sent_weights(self, features: KeyedJaggedTensor, training: bool) -> Tensor | None:
+        """Returns the weights to send, [N] float32; None on every rank if the tables read none."""
         weights = features.weights_or_none()
+        counted = self._scored and self.needs_weights
         if weights is None:
-            if training and self.needs_weights:
+            if counted and training:
                 raise no_scores(self.where)
-            return features
-        if training and self.needs_weights:
+            # In evaluation no scores are read, but another rank may have some.
+            return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
+        if not (self._weighted or self._scored):
+            return None
+        if self._weighted and torch.is_grad_enabled():
+            self._check_weights_need_no_gradient(weights)
+        if counted and training:
             wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
             if wrong:
                 raise wrong_scores(self.where, wrong)
-        if weights.dtype == torch.float32 and not weights.requires_grad:
-            return features
-        return _made(features, features.values(), weights.detach().float())
+        return (weights.detach() if weights.requires_grad else weights).float()
 
     def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
         if weights.requires_grad:
@@ -116,32 +135,38 @@ class BatchCheck:
             )
 
     def _check_names(self, keys: Sequence[str]) -> None:
-        for name in self._features:
+        for name in self.features:
             if name not in keys:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
 
 
-def _sendable(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns a batch with these ids, int64 on every rank: ranks must not send different dtypes.
+def _sendable(
+    features: KeyedJaggedTensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    inverse: _InverseIndices | None,
+) -> KeyedJaggedTensor:
+    """Returns a batch with these tensors: ranks must not send different dtypes.
 
-    Its tensors are contiguous: some backends cannot send e.g. a column of a matrix.
+    Ids and lengths are int64. Tensors are contiguous: some backends cannot send e.g. a column of a matrix.
     """
-    parts = (ids, features.lengths(), features.weights_or_none())
-    is_whole = all(part is None or part.is_contiguous() for part in parts)
-    if is_whole and ids is features.values():
+    lengths = features.lengths()
+    sent = (
+        ids.contiguous(),
+        lengths.long().contiguous(),
+        None if weights is None else weights.contiguous(),
+    )
+    given = (features.values(), lengths, features.weights_or_none())
+    is_given = all(one is other for one, other in zip(sent, given, strict=True))
+    if is_given and inverse is features.inverse_indices_or_none():
         return features
-    return _made(features, ids, parts[2])
-
-
-def _made(features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
-    """Returns the bags of a batch with other ids and weights, contiguous."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=ids.contiguous(),
-        weights=None if weights is None else weights.contiguous(),
-        lengths=features.lengths().contiguous(),
+        values=sent[0],
+        lengths=sent[1],
+        weights=sent[2],
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
-        inverse_indices=features.inverse_indices_or_none(),
+        inverse_indices=inverse,
     )

@@ -3,14 +3,18 @@
 A rank that holds part of the rows cannot divide by the length of the bag. So the kernels sum, and the
 outputs of MEAN tables with spread rows are divided here, after stitching. Other outputs are not divided.
 (TorchRec 1.8.0 divides every output of the collection, and none under grid.)
+
+Legend: B examples, F features, O outputs, D columns of all outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 
@@ -18,49 +22,48 @@ class MeanDivisor:
     """Computes the divisor of each output of a collection.
 
     Args:
-        features: for each output the feature whose bag lengths divide it; None: it is not divided.
-        widths: number of columns of each output.
+        features: [O], for each output the feature whose bag lengths divide it; None: it is not divided.
 
     Attributes:
         is_needed: True if any output is divided.
     """
 
-    def __init__(self, features: Sequence[str | None], widths: Sequence[int]) -> None:
-        self._features = list(features)
-        self._widths = list(widths)
-        self.is_needed = any(feature is not None for feature in self._features)
+    def __init__(self, features: Sequence[str | None]) -> None:
+        self._outputs = len(features)
+        self._divided = [i for i, feature in enumerate(features) if feature is not None]
+        self._features = [feature for feature in features if feature is not None]
+        self.is_needed = bool(self._divided)
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the divisor of a batch of B examples, [B, sum of widths] float32, at least 1."""
-        columns = [
-            None if feature is None else _bag_lengths(features, feature)
-            for feature in self._features
-        ]
-        batch_size = next(lengths for lengths in columns if lengths is not None).numel()
-        one = torch.ones(batch_size, device=features.device())
-        lengths = torch.stack([one if c is None else c for c in columns], dim=1)
-        widths = torch.tensor(self._widths, device=features.device())
-        return lengths.repeat_interleave(widths, dim=1, output_size=sum(self._widths))
-
-
-def _bag_lengths(features: KeyedJaggedTensor, feature: str) -> Tensor:
-    """Returns the length of each example's bag, [B] float32; 1 for an empty bag."""
-    key = features.keys().index(feature)
-    strides = features.stride_per_key()
-    begin = sum(strides[:key])
-    lengths = features.lengths()[begin : begin + strides[key]].clamp(min=1).float()
-    inverse = features.inverse_indices_or_none()
-    if features.variable_stride_per_key() and inverse is not None:
-        return lengths[inverse[1][inverse[0].index(feature)]]
-    return lengths
+        """Returns the divisor of a batch of B examples, [B, O] float32, at least 1."""
+        keys = features.keys()
+        position = {key: i for i, key in enumerate(keys)}
+        places = [position[feature] for feature in self._features]
+        lengths, device = features.lengths(), features.device()
+        if features.variable_stride_per_key():
+            firsts = list(accumulate(features.stride_per_key(), initial=0))
+            first_bags = torch.tensor([firsts[i] for i in places], device=device)
+            bags = reorder_inverse_indices(features.inverse_indices(), self._features)
+            chosen = lengths[bags + first_bags.unsqueeze(1)]
+        else:
+            of_features = lengths.view(len(keys), features.stride())
+            chosen = of_features[torch.tensor(places, device=device)]
+        divisor = torch.ones(self._outputs, chosen.shape[1], device=device)
+        divisor[torch.tensor(self._divided, device=device)] = chosen.clamp(min=1).float()
+        return divisor.t().contiguous()
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
-    """Divides sums by divisor [B, sum of widths], of their shape; a callback of TorchRec's awaitable."""
-    values = pooled.values()
+    """Divides sums [B, D] by the divisor [B, O] of each output; a callback of TorchRec's awaitable."""
+    values, widths = pooled.values(), pooled.length_per_key()
+    if len(set(widths)) == 1:  # without a matrix as large as the outputs
+        means = (values.unflatten(1, (len(widths), widths[0])) / divisor.unsqueeze(2)).flatten(1)
+    else:
+        repeats = torch.tensor(widths, device=values.device)
+        means = values / divisor.repeat_interleave(repeats, dim=1, output_size=sum(widths))
     return KeyedTensor(
         keys=pooled.keys(),
-        length_per_key=pooled.length_per_key(),
-        values=(values / divisor).to(values.dtype),
+        length_per_key=widths,
+        values=means.to(values.dtype),
         key_dim=1,
     )

@@ -90,11 +90,28 @@ class _WithinNode(_CreatesPooledLookup):
         )
 
 
-class TableWisePooled(_CreatesPooledLookup, TwPooledEmbeddingSharding):
+class _WholeRows(_CreatesPooledLookup):
+    """Mixin for TorchRec's pooled shardings that keep all rows of a column range on one rank."""
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+        """Creates the output dist for batches with and without a batch size per feature.
+
+        TorchRec's creates at the first batch only what that batch needs.
+        """
+        output_dist: Any = super().create_output_dist(device)
+        output_dist._create_output_dist_module(
+            EmbeddingShardingContext(variable_batch_per_feature=True)
+        )
+        return output_dist
+
+
+class TableWisePooled(_WholeRows, TwPooledEmbeddingSharding):
     """Whole tables on one rank each."""
 
 
-class ColumnWisePooled(_CreatesPooledLookup, CwPooledEmbeddingSharding):
+class ColumnWisePooled(_WholeRows, CwPooledEmbeddingSharding):
     """Column ranges of tables on any ranks."""
 
     def _init_combined_embeddings(self) -> None:
