@@ -95,7 +95,7 @@ inline void check_tensor(const char* op, const char* name, const Tensor& tensor,
 }
 
 // Checks that the tensors that an op writes share no memory with each other or with a tensor that it reads: what it has
-// checked stays true while it writes, and no two tasks write one place.
+// checked stays true while it writes. Tables that name the same tensors in their layout are not found.
 class SeparateMemory {
  public:
   SeparateMemory& writes(const Tensor& tensor) { return add(written_, tensor); }

@@ -2,8 +2,10 @@
 //
 // The host does not wait for each call to know whether all was right. A GPU has one record in its memory, all zeros if
 // there is no error. A kernel that finds an error writes the record, unless it holds an earlier one, and its call
-// writes nothing to its arguments. A lookup marks its counts of absent ids, which the host reads anyway (FindRows), if
-// there is an error; the host then takes the record and raises the error (storage/raise_errors_cuda.cpp).
+// changes no table, but for an insert into a map that is too full, which fills it (callers reserve slots first). What
+// such a call returns means nothing; the rows that it refuses are counted. A lookup marks its counts of absent ids,
+// which the host reads anyway (FindRows), if there is an error; the host then takes the record and raises the error
+// (storage/raise_errors_cuda.cpp).
 // With TORCHREC_DYN_SYNC_ERRORS=1 each call waits for its kernels and raises their error (DeviceCall::finish).
 #pragma once
 

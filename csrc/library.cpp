@@ -121,7 +121,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
       "int most) -> (Tensor ids, Tensor rows)");
-  // ids [M], distinct, last_seen [M] -> [M]: the permutation that sorts them by last_seen, then by mixed id, unsigned.
+  // ids [M], last_seen [M] -> [M]: a permutation that sorts them by last_seen, then by mixed id, unsigned. Equal pairs
+  // are neighbours, in any order.
   m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
 
   // ---- ranks: the owners of ids

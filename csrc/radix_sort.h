@@ -1,5 +1,5 @@
-// Sorts words by their high 32 bits and keeps the order of words with equal high bits: the dedupe sorts
-// row << 32 | position, so that the gradients of one row are added in the order of the batch on any number of threads.
+// Sorts words, key << 32 | place, by their keys, and keeps the order of words with equal keys. The places of these
+// ascend.
 //
 // Source: least-significant-digit radix sort, Knuth, TAOCP vol. 3, section 5.2.5, algorithm R.
 #pragma once

@@ -64,7 +64,7 @@ BagArguments read_arguments(const char* op, const Tensor& rows, const std::optio
 }
 
 // Calls launch(bags, threads of units, whether each table is one block) and reports what the kernels find wrong. They
-// write a new tensor only.
+// write an output only, which means nothing after an error.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
          uintptr_t element_bytes, const Launch& launch) {

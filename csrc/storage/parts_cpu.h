@@ -1,6 +1,7 @@
 // Parts: the ids of several tables, cut by hash, so that all threads work on one table. A part holds the ids of
-// one table whose hashes begin with the same bits, in their order. The cut depends on the ids only, not on the
-// number of threads. `for_each_task(tasks, task)` calls task(i) for every i, on any threads.
+// one table whose hashes begin with the same bits, in their order. The slots of new ids depend on the cut: so
+// part_bits_of looks at ids and maps only, not at the number of threads. `for_each_task(tasks, task)` calls task(i) for
+// every i, on any threads.
 #pragma once
 
 #include <algorithm>

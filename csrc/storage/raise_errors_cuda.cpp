@@ -16,7 +16,7 @@ void raise_errors(const Tensor& like) {
     raise_device_error(record);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(std::string(error.what()) +
-                             " An earlier call on this GPU has found this: it has written nothing, later calls have "
+                             " An earlier call on this GPU has found this: it has changed no table, later calls have "
                              "run. Set TORCHREC_DYN_SYNC_ERRORS=1 to get the error in the call itself.");
   }
 }
