@@ -68,16 +68,16 @@ def held_by(collection: nn.Module) -> tuple[int, int]:
 
     The bytes of a table are its rows, optimizer state and id map; the bytes of a projection are its matrix.
     """
-    tables = [
-        table.stats()
-        for one in collection.modules()
-        if isinstance(one, (dyn.DynamicEmbeddingBagCollection, dyn.DynamicEmbeddingCollection))
-        for table in one.local_tables().values()
-    ]
+    numbers: dict[str, float] = {}
+    dyn.log_stats(collection, numbers, step=0)
+    rows, held = (
+        int(sum(number for name, number in numbers.items() if name.endswith(f"/{what}")))
+        for what in ("rows", "bytes")
+    )
     dense = sum(
         one.numel() * one.element_size() for one in collection.parameters() if not one.is_meta
     )
-    return int(sum(one["rows"] for one in tables)), int(sum(one["bytes"] for one in tables)) + dense
+    return rows, held + dense
 
 
 def train_and_evaluate(kind: str, options: argparse.Namespace) -> dict[str, float]:

@@ -3,6 +3,7 @@
 .venv/bin/torchrun --nproc-per-node 2 examples/online.py FOLDER    # kill it, and start it again
 """
 
+import gc
 import sys
 
 import torch
@@ -41,7 +42,9 @@ model = DistributedModelParallel(Model(), sharders=sharders, device=device)
 optimizer, positions = model.fused_optimizer, Positions(source, is_global=True)
 checkpoints = Checkpoints(f"{FOLDER}/checkpoints", full_every=4)
 checkpoints.restore(model, optimizer, extra={"position": positions})
-follower = serving.Follower(checkpoints.path, f"{FOLDER}/served")  # or in a process of its own
+# In production a process of its own, whose errors do not end the training: python -m torchrec_dyn follow
+is_first = dist.get_rank() == 0
+follower = serving.Follower(checkpoints.path, f"{FOLDER}/served") if is_first else None
 pipeline, batches = TrainPipelineSparseDist(model, optimizer, device), iter(positions)
 while positions.batches < BATCHES:
     pipeline.progress(batches)
@@ -49,5 +52,9 @@ while positions.batches < BATCHES:
     if positions.batches % 10 == 0:
         extra = {"position": positions}
         checkpoints.save(model, optimizer, step=positions.batches, extra=extra)
-        if dist.get_rank() == 0 and (followed := follower.poll()):
+        if follower and (followed := follower.poll()):
             print(f"batch {positions.batches}: {followed.entry.path.name} is served", flush=True)
+checkpoints.close()
+del model, optimizer, pipeline, batches, checkpoints
+gc.collect()  # a pipeline leaves reference cycles, which hold the process group
+dist.destroy_process_group()

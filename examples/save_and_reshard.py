@@ -40,7 +40,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
-from torchrec_dyn.state_dict.load_planner import LoadPlanner
+from torchrec_dyn.checkpoint import LoadPlanner
 
 OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,

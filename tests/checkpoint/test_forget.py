@@ -60,6 +60,7 @@ def test_ids_are_gone_and_the_report_says_where_they_were(tmp_path: Path) -> Non
     ).any()
     assert not torch.isin(left[prefix][:, 0], wanted["counted"]).any()
     assert not any(one in bytes_of(kept) for one in written)
+    assert job.restore().extra == {"next": told.entry.step}  # the job goes on
     assert job.save().kind == "delta"
     job.checkpoints.close()
 

@@ -40,7 +40,8 @@ class Job:
 
     def forget(self, ids: dict[str, Any]) -> Any:
         call = self.checkpoints.forget
-        return quietly(call, self.model, self.optimizer, ids, step=self.step)
+        extra = {"next": self.step}
+        return quietly(call, self.model, self.optimizer, ids, step=self.step, extra=extra)
 
     def restore(self, **options: Any) -> Any:
         restored = quietly(self.checkpoints.restore, self.model, self.optimizer, **options)
