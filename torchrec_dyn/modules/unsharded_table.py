@@ -153,9 +153,8 @@ class UnshardedTable(nn.Module):
             table.changes = before.changes  # earlier markers stay valid
             table.note_replaced(before.id_map)
         if before is not None:
-            before.generation += (
-                1  # the backward of an earlier forward would update rows that are gone
-            )
+            # The backward of an earlier forward would update rows that are gone.
+            before.generation += 1
         return table
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:

@@ -48,7 +48,7 @@ class MeanDivisor:
         else:
             of_features = lengths.view(len(keys), features.stride())
             chosen = of_features[torch.tensor(places, device=device)]
-        divisor = torch.ones(self._outputs, chosen.shape[1], device=device)
+        divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
         divisor[torch.tensor(self._divided, device=device)] = chosen.clamp(min=1).float()
         return divisor.t().contiguous()
 

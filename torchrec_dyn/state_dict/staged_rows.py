@@ -255,9 +255,8 @@ class StagedRows:
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
             done = len(blocks) - len(left)
-            count = min(
-                rows - (done << self.weights.shift), len(left[0])
-            )  # the rest has no memory yet
+            # The rest has no memory yet.
+            count = min(rows - (done << self.weights.shift), len(left[0]))
             blocks[done][:count].copy_(left[0][:count])
             self.weights.drop_first()
         self.weights = self._converted
