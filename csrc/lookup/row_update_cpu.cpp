@@ -7,6 +7,7 @@
 #include <atomic>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "floats16_cpu.h"
 #include "lookup/bags.h"
@@ -15,6 +16,7 @@
 #include "lookup/row_update_arguments.h"
 #include "lookup/senders.h"
 #include "lookup/senders_arguments.h"
+#include "lookup/table_segments_cpu.h"
 #include "lookup/updated_table.h"
 #include "parallel.h"
 #include "simd.h"
@@ -420,35 +422,24 @@ int64_t update_runs(const Runs<T>& all, const Workspace& workspace, Pass pass) {
   });
 }
 
-// Calls body(begin, end) for the ids of each segment of a table.
-template <typename Body>
-void for_segments_of(const Bags& bags, int64_t table, const Body& body) {
-  for (int64_t s = 0; s < bags.segment_count; ++s) {
-    const Segment& segment = bags.segments[s];
-    if (segment.table == table && segment.bags > 0)
-      body(bags.begin(segment.first_bag), bags.end(segment.first_bag + segment.bags - 1));
-  }
-}
-
-PartSize largest_part(const Bags& bags, const std::vector<TableLayout>& tables) {
+// One part may have all ids of its table.
+PartSize largest_part(const std::vector<int64_t>& ids, const std::vector<TableLayout>& tables) {
   PartSize most;
-  for (size_t t = 0; t < tables.size(); ++t) {
-    size_t ids = 0;
-    for_segments_of(bags, static_cast<int64_t>(t),
-                    [&](int64_t begin, int64_t end) { ids += static_cast<size_t>(end - begin); });
-    if (ids > 0) most = {std::max(most.ids, ids), std::max(most.columns, static_cast<size_t>(tables[t].columns))};
-  }
+  for (size_t t = 0; t < tables.size(); ++t)
+    if (ids[t] > 0)
+      most = {std::max(most.ids, static_cast<size_t>(ids[t])),
+              std::max(most.columns, static_cast<size_t>(tables[t].columns))};
   return most;
 }
 
 // Returns the number of rows that would not be finite.
 template <typename T>
-int64_t run_part(const UpdateJob<T>& job, const UpdatedTable<T>& table, int64_t table_index, int shift, int64_t part,
-                 Pass pass, Workspace& workspace) {
+int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const UpdatedTable<T>& table,
+                 int64_t table_index, int shift, int64_t part, Pass pass, Workspace& workspace) {
   const int64_t mask = (int64_t{1} << shift) - 1;
   RowRuns& rows = workspace.rows;
   rows.clear();
-  for_segments_of(job.bags, table_index, [&](int64_t begin, int64_t end) {
+  segments.visit(static_cast<size_t>(table_index), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part, job.rows[i], static_cast<uint32_t>(i));
   });
@@ -479,12 +470,12 @@ int64_t refused_rows(const std::vector<int64_t>& nonfinite, const std::vector<On
 }
 
 // Checks the steps of the tables that have rows in the batch.
-void check_steps(const char* op, const Tensor& streams, const UpdateArguments& read, const Bags& bags,
+void check_steps(const char* op, const Tensor& streams, const UpdateArguments& read, const TableSegments& segments,
                  const int64_t* rows) {
   const int64_t* stream = const_data<int64_t>(streams);
   for (size_t t = 0; t < read.tables.size(); ++t, stream += 3) {
     if (may_have_rows(read.rule, stream[2])) continue;
-    for_segments_of(bags, static_cast<int64_t>(t), [&](int64_t begin, int64_t end) {
+    segments.visit(t, [&](int64_t begin, int64_t end) {
       check_step(op, std::all_of(rows + begin, rows + end, [](int64_t row) { return row < 0; }), stream[2]);
     });
   }
@@ -498,7 +489,8 @@ void update_rows_(const UpdateCall& call) {
   const auto* row = const_data<int64_t>(call.rows);
   check_rows_of_bags(op, bags, updated_rows(read), row);
   const Senders sent = read_senders(op, call.senders, ids);
-  check_steps(op, call.streams, read, bags, row);
+  const TableSegments segments(bags, read.tables.size());
+  check_steps(op, call.streams, read, segments, row);
   const GradPlaces places = find_grad_places(bags, ids, call.mean);
   dispatch_row_type(op, call.weights, [&](auto zero) {
     using T = decltype(zero);
@@ -510,7 +502,7 @@ void update_rows_(const UpdateCall& call) {
     const int shift = part_shift(table_count, ids);
     const int64_t tasks = table_count << shift;
     const int64_t workers = worker_count(tasks);
-    const PartSize most = largest_part(bags, read.tables);
+    const PartSize most = largest_part(segments.ids(), read.tables);
     thread_local Workspaces kept;  // one for each row type
     std::vector<Workspace>& workspaces =
         kept.of(workers, most, sizeof(T) == sizeof(float), sent.of_id ? static_cast<size_t>(sent.ranks) + 1 : 0);
@@ -522,8 +514,8 @@ void update_rows_(const UpdateCall& call) {
         const auto t = static_cast<size_t>(table);
         const Pass pass = pass_of(read.on_nonfinite[t], is_trial);
         if (is_trial && pass == Pass::kPlain) return;
-        const int64_t rows =
-            run_part(job, updated.tables[t], table, shift, part, pass, workspaces[static_cast<size_t>(worker)]);
+        const int64_t rows = run_part(job, segments, updated.tables[t], table, shift, part, pass,
+                                      workspaces[static_cast<size_t>(worker)]);
         if (rows > 0) std::atomic_ref<int64_t>(nonfinite[t]).fetch_add(rows, std::memory_order_relaxed);
       });
       return nonfinite;
