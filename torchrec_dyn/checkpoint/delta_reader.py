@@ -37,7 +37,7 @@ from torchrec_dyn.state_dict import (
     ModelEntry,
     OptimizerEntry,
     StagedRows,
-    own_part,
+    places_of_part,
 )
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import TableShard
@@ -151,9 +151,11 @@ def _own_removed(saved: SavedTable, table: Table) -> Tensor:
     """Returns the removed ids among which this rank has its own."""
     if table.part is None:
         return _NONE
-    if table.layout.row_ranks == 1:
+    ranks = table.layout.row_ranks
+    if ranks == 1:
         return saved.read("removed")
-    places = own_part(partial(saved.rows, "removed"), saved.rows_of("removed"), table)
+    total = saved.rows_of("removed")
+    places = places_of_part(partial(saved.rows, "removed"), total, table.part, ranks)
     return torch.cat([_NONE, *(saved.rows("removed", *one) for one in places.ranges)])
 
 

@@ -220,9 +220,8 @@ def _owners(
     Returns:
         Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
-    # A table that matches has the last word of the path.
     by_name: dict[str, list[str]] = defaultdict(list)
-    for table in tables:
+    for table in tables:  # one that matches has the last word of the path
         by_name[_name_of(table)].append(table)
     claims: dict[str, list[str]] = defaultdict(list)
     ownerless = []

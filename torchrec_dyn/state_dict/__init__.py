@@ -30,7 +30,7 @@ from torchrec_dyn.state_dict.collection_state import (
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
-from torchrec_dyn.state_dict.own_places import own_part
+from torchrec_dyn.state_dict.own_places import places_of_part
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import (
     ModelSource,

@@ -63,6 +63,7 @@ class LoadPlanner(DefaultLoadPlanner):
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
+    _files: FileSystemReader | None  # of the path
     _begun: list[TableEntry]  # entries of sharded tables
     _names: dict[str, str]  # names of the tensors of sharded tables, by key
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
@@ -107,7 +108,11 @@ class LoadPlanner(DefaultLoadPlanner):
                 if of_saved is None:
                     self._empty.add(fqn)
         begun = []
-        places = {} if self._path is None else own_places(self._path, metadata, found)
+        self._files, places = None, {}
+        if self._path is not None:
+            self._files = FileSystemReader(self._path)
+            self._files.set_up_storage_reader(metadata, is_coordinator=True)
+            places = own_places(self._files, found)
         for prefix, (entry, tensors) in found.items():
             if tensors or not self.allow_partial_load:
                 entry.begin(tensors, *places.get(prefix, ()))
@@ -125,9 +130,7 @@ class LoadPlanner(DefaultLoadPlanner):
         ours = {*self._names, *self._empty}
         others = {fqn: value for fqn, value in self.state_dict.items() if fqn not in ours}
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
-        files = None if self._path is None else FileSystemReader(self._path)
-        if files is not None:
-            files.set_up_storage_reader(self.metadata, is_coordinator=True)
+        files = self._files
         for fqn, name in self._names.items():
             of_saved = saved.get(fqn)
             if isinstance(of_saved, TensorStorageMetadata) and name != "cells":

@@ -8,13 +8,12 @@ the load is refused.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from math import isqrt
 
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import ChunkedTensor
@@ -30,32 +29,28 @@ _READ_AT_ONCE = 1 << 14  # ids
 _TOP_BIT = 1 << 63
 
 
-def own_places(
-    path: str | os.PathLike[str], metadata: Metadata, found: _Found
-) -> dict[str, tuple[Places, Places | None]]:
+def own_places(files: FileSystemReader, found: _Found) -> dict[str, tuple[Places, Places | None]]:
     """Returns the places of this rank's rows and of its waiting ids, if any are saved, by the table's key.
 
     Args:
-        path: directory of the checkpoint.
-        metadata: of the checkpoint.
+        files: reader of the checkpoint, set up with its metadata.
         found: entries with their saved tensors by name, by the keys of their tables.
 
     Tables without saved ids, and tables whose rows are on one rank, are left out. Optimizer state has the
     places of its rows.
     """
-    reader = FileSystemReader(path)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
     of_tables: dict[str, tuple[Places, Places | None]] = {}
     for key, (entry, saved) in found.items():
         table, ids = entry.table, saved.get("ids")
-        if ids is not None and table.layout.row_ranks > 1 and table.part is not None:
-            rows = ChunkedTensor(f"'{key}.ids' in {path}", reader, f"{key}.ids", ids)
+        part, ranks = table.part, table.layout.row_ranks
+        if ids is not None and ranks > 1 and part is not None:
+            rows = ChunkedTensor(f"'{key}.ids' in {files.path}", files, f"{key}.ids", ids)
             waiting = None
             if "waiting" in saved:
-                name = f"{key}.waiting"
-                counters = ChunkedTensor(f"'{name}' in {path}", reader, name, saved["waiting"])
-                waiting = own_part(_ids_of(counters), saved["waiting"].size[0], table)
-            of_tables[key] = own_part(rows.rows, ids.size[0], table), waiting
+                name, of_waiting = f"{key}.waiting", saved["waiting"]
+                counters = ChunkedTensor(f"'{name}' in {files.path}", files, name, of_waiting)
+                waiting = places_of_part(_ids_of(counters), of_waiting.size[0], part, ranks)
+            of_tables[key] = places_of_part(rows.rows, ids.size[0], part, ranks), waiting
     keys = {_name_of(found[key][0].table): key for key in of_tables}
     for key, (entry, _) in found.items():
         of_rows = None if key in of_tables else keys.get(_name_of(entry.table))
@@ -70,12 +65,6 @@ def _name_of(table: Table) -> tuple[int, str]:
 
 def _ids_of(counters: ChunkedTensor) -> ReadIds:
     return lambda first, last: counters.rows(first, last)[:, 0].contiguous()
-
-
-def own_part(read: ReadIds, total: int, table: Table) -> Places:
-    """Returns the places of the ids that this rank owns; the arguments are those of `places_of_part`."""
-    assert table.part is not None
-    return places_of_part(read, total, table.part, table.layout.row_ranks)
 
 
 def places_of_part(read: ReadIds, total: int, part: int, ranks: int) -> Places:

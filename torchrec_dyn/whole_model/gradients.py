@@ -90,8 +90,8 @@ def clip_grad_norm_(
         for grad in grads:
             grad.mul_(factor)
         for _, groups in grouped:
-            for group in groups:
-                group.scale_updates(factor)
+            for one in groups:
+                one.scale_updates(factor)
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 
