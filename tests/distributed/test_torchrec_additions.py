@@ -1,4 +1,4 @@
-"""What TorchRec adds around its collections: written rows, evaluation on the CPU, other communications."""
+"""What TorchRec adds around its collections: written rows, evaluation on the CPU, stages, other sends."""
 
 from typing import Any
 
@@ -131,6 +131,29 @@ def evaluate(case: Case) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_hybrid_evaluation_on_the_cpu_reads_the_rows(pooled: bool) -> None:
     workers.run(evaluate, Case(three_tables(SEQUENCE, 2, 2), pooled=pooled), world_size=2)
+
+
+def stage_by_stage(case: Case) -> None:
+    collection = shard(case, collection_of(case)).module.collection
+    batch = batches(case, 0)[0][dist.get_rank()]
+    expected = outputs_by_name(case, collection(batch))
+    ctx = collection.create_context()
+    arrived = collection.input_dist(ctx, batch).wait().wait()
+    assert len(collection._shards.batches) == 1
+    outputs = collection.compute(ctx, arrived)
+    assert len(collection._shards.batches) == 0  # the ids are looked up: a reshard need not wait
+    found = outputs_by_name(case, collection.output_dist(ctx, outputs))
+    assert found.keys() == expected.keys() and len(found) > 3
+    for name in expected:
+        assert torch.equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_stages_may_be_called_one_by_one(pooled: bool) -> None:
+    tables = three_tables(SEQUENCE, 2, 2)
+    for table in tables if pooled else ():
+        table.pooling = "MEAN"  # divided after the output dist
+    workers.run(stage_by_stage, Case(tables, pooled=pooled), world_size=2)
 
 
 def communicate_by_priority(case: Case, ours: bool) -> str:

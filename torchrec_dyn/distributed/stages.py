@@ -124,15 +124,15 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
         """Looks up the ids that arrived and sends outputs back."""
-        if ctx.sent is not None:
-            ctx.sent.close()
-        if ctx.sending_stream is not None:
-            wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         look_up = partial(super().compute_and_output_dist, ctx, input)
         return self._finished(self._with_batch(ctx, look_up), ctx)
 
     def _with_batch(self, ctx: Any, look_up: Callable[[], _Output]) -> _Output:
         """Runs a lookup of the batch, with its senders and with the steps that were taken ahead of it."""
+        if ctx.sent is not None:
+            ctx.sent.close()
+        if ctx.sending_stream is not None:
+            wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         self._check_modes(ctx)
         with_steps = len(ctx.prefetched_steps) > 0
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,11 +80,12 @@ def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
     """Returns the rank of each shard of a table, and the shard's part of the whole table."""
     shards = sharding.sharding_spec.shards
     columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
-    whole = sum(width for _, width in set(columns))
+    row_shards = Counter(columns)
+    whole = sum(width for _, width in row_shards)
     # Ids are distributed by their mixed id over all ranks that share the rows; row ranges of the plan have no
     # effect.
     return [
-        (shard.placement.rank(), piece[1] / whole / columns.count(piece))
+        (shard.placement.rank(), piece[1] / whole / row_shards[piece])
         for shard, piece in zip(shards, columns, strict=True)
     ]
 

@@ -51,9 +51,14 @@ class IdExchange:
         self._call, self._group, self._device = call, group, device
         self._rank = dist.get_rank(group)
         asked = layout.pieces if pieces is None else pieces
-        world = range(dist.get_world_size(group))
         self._asked = asked
-        self._pieces = [[piece for piece in asked if rank in piece.ranks] for rank in world]
+        # All pieces on a rank have the same range of mixed ids: one part of the ids serves all of them.
+        parts: list[int | None] = [None] * dist.get_world_size(group)
+        self._pieces: list[list[Piece]] = [[] for _ in parts]
+        for piece in asked:
+            for part, rank in enumerate(piece.ranks):
+                parts[rank] = part
+                self._pieces[rank].append(piece)
         self._widths = [sum(piece.columns for piece in held) for held in self._pieces]
         by_rank: list[Tensor] = []
 
@@ -61,11 +66,7 @@ class IdExchange:
             mine = ids()
             nowhere = torch.empty(0, dtype=torch.int64, device="cpu")
             by_part = _positions_by_part(mine, layout)
-            # All pieces on a rank have the same range of mixed ids: one list of positions serves all of them.
-            self._positions = [
-                by_part[held[0].ranks.index(rank)] if held else nowhere
-                for rank, held in zip(world, self._pieces, strict=True)
-            ]
+            self._positions = [nowhere if part is None else by_part[part] for part in parts]
             self._count = mine.numel()
             by_rank.append(mine[torch.cat(self._positions)])
             return [positions.numel() for positions in self._positions]
@@ -137,7 +138,7 @@ class IdExchange:
         Returns:
             [M], in the order of this rank's ids and in the dtype of `numbers`.
         """
-        first = self._asked[0].ranks
+        first = set(self._asked[0].ranks)
         send_sizes = self._received if self._rank in first else [0] * len(self._received)
         receive_sizes = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
         got = self._exchange(lambda: numbers()[: sum(send_sizes)], send_sizes, receive_sizes)

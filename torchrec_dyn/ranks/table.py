@@ -214,12 +214,12 @@ class Table:
     def num_rows(self) -> int:
         """Rows in use on all ranks. Collective."""
         counts = self._gather("num_rows", lambda: sum(one.num_rows for one in self._first_shards))
-        return sum(counts[rank] for rank in self._first.ranks)
+        return sum(counts)
 
     @collective
     def ids(self) -> Tensor:
         """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
-        call, first, group = f"{self.where}.ids", self._first.ranks, self._sharded_over
+        call, group = f"{self.where}.ids", self._sharded_over
         held: list[Tensor] = []
 
         def read() -> int:
@@ -240,8 +240,7 @@ class Table:
                 dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
         def join() -> Tensor:
-            # With 2D parallelism the group has further copies of the table; their ids are not used.
-            together = torch.cat([part for rank, part in enumerate(parts) if rank in first])
+            together = torch.cat(tuple(parts))
             return together[canonical_order(together)].to(self.device)
 
         return run_together(group, call, join)
@@ -379,10 +378,9 @@ class Table:
     def stats(self) -> Stats:
         """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
         of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
-        holders = {rank for piece in self.layout.pieces for rank in piece.ranks}
         return _whole_stats(
             [of_ranks[rank][0] for rank in self._first.ranks],
-            [shard for rank in holders for shard in of_ranks[rank]],
+            [shard for of_rank in of_ranks for shard in of_rank],
         )
 
     def _send(

@@ -6,8 +6,7 @@
 included. The ids are sent to the ranks that hold them. Whole rows are returned in the caller's order. An
 error on one rank is raised on every rank.
 
-*Devices*: arguments may be on any device. Results are on the device of the table; of a sharded table on the
-device of `ids`, and without `ids` on the CPU.
+*Devices*: arguments may be on any device. Results are on the device of the table's rows.
 
 *Ids* are a tensor [M] int64. Any values, any order and repeats are valid; M may differ between ranks.
 Other ids raise ValueError; nothing has changed then.
