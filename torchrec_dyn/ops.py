@@ -400,7 +400,7 @@ def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
     """Returns the order of ids by last_seen, ties by mixed id, unsigned.
 
     Args:
-        ids: [M] int64, distinct.
+        ids: [M] int64; repeats with the same last_seen become neighbours.
         last_seen: [M] int64 in [0, 2^32).
 
     Returns:

@@ -112,11 +112,17 @@ def test_a_half_life_without_a_clock_warns_once(policy):
 
 
 def test_times_that_no_count_needs_are_forgotten():
+    """A row of an earlier time reads as the first time that is left: more than 39 half-lives ago."""
     stream = Stream(dyn.LeastFrequentlyUsed(half_life_time=2))
+    stream.table.set_time(0)
+    stream.step(1000)
     for time in range(300):
         stream.table.set_time(time)
         stream.step(time % 50, -1)
-    assert stream.table.export_state()["clock"].shape[1] < 170
+    clock = stream.table.export_state()["clock"]
+    assert clock.shape[1] < 170
+    assert 0 < clock[1, 0] <= 299 - 39 * 2
+    assert stream.last_seen(7) == [257] and stream.last_seen(1000) == [int(clock[1, 0])], "for 0"
     assert stream.last_seen(-1, 49) == [299, 299] and stream.counts(-1, 48) == [4, 1]
 
 

@@ -244,6 +244,20 @@ def test_a_directory_that_is_gone_is_an_error_of_its_user(tmp_path: Path) -> Non
     assert caught.value.errno == errno.ENOENT
 
 
+def test_a_directory_that_goes_away_may_be_made_again(tmp_path: Path) -> None:
+    """Its disk may have room: other advice than for a full one."""
+    place = tmp_path / "scratch"
+    place.mkdir()
+    store = RowStore(16, 4, torch.float32, torch.device("cpu"), str(place))
+    store.reserve(16)
+    place.rmdir()
+    with pytest.raises(OSError, match=r"No such file.* No row has changed\. Make the directory") as e:
+        store.reserve(17)
+    assert "Free space" not in str(e.value)
+    place.mkdir()
+    store.reserve(17)
+
+
 def test_rows_beside_a_gpu_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected rows on the CPU, since its storage is Mapped"):
         check_storage("T", FILES, torch.device("cuda:0"))

@@ -49,6 +49,22 @@ def test_assign_then_lookup(dtype):
     assert table.ids().tolist() == canonical_order(EXTREME_IDS)
 
 
+class WithoutMemory(torch.Tensor):
+    """Rows of which no copy in another dtype or on another device can be made."""
+
+    def to(self, *_, **__):
+        raise RuntimeError("can't allocate memory")
+
+
+def test_assign_without_memory_for_a_copy_of_the_rows_changes_nothing():
+    table = make_table(dtype=torch.float16)
+    table.assign(ids_of(1), torch.ones(1, 4))
+    before = table.export_state()
+    with pytest.raises(RuntimeError, match="allocate"):
+        table.assign(ids_of(1, 2), torch.zeros(2, 4).as_subclass(WithoutMemory))
+    assert same_state(table.export_state(), before)
+
+
 def test_assign_takes_the_last_of_repeats_and_keeps_state():
     table = trained_table()
     known = int(table.ids()[0])

@@ -59,7 +59,10 @@ class Clock:
         return self._steps[bisect_left(self._times, time, hi=len(self._steps))]
 
     def times_of(self, steps: Tensor) -> Tensor:
-        """Returns the time at each of steps [M] int64; -1 becomes -1."""
+        """Returns the time at each of steps [M] int64; -1 becomes -1.
+
+        A step before those of the kept times has the first of these.
+        """
         if not self._steps:
             return torch.where(steps < 0, -1, 0)
         first_steps, times = self.export().to(steps.device)

@@ -18,6 +18,8 @@ from torchrec_dyn.storage.page_advice import advise_random
 
 # By the names that /proc/self/mountinfo has for them.
 _FILE_SYSTEMS = ("ext4", "xfs", "tmpfs")
+# The directory is gone, or this process may not make files in it.
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def check_directory(where: str, directory: str) -> None:
@@ -78,11 +80,13 @@ def mapped_block(directory: str, rows: int, columns: int, dtype: torch.dtype) ->
             os.close(file)
     except OSError as error:
         number = error.errno or errno.EIO
+        advice = "Free space on the disk, or raise the limits of the process (ulimit -f, -n)."
+        if number in _NO_DIRECTORY:
+            advice = "Make the directory again, with the right to make files in it."
         raise OSError(
             number,
             f"RowStore: expected {size} more bytes for rows in {directory!r}, got: "
-            f"{os.strerror(number)}. No row has changed. Free space on the disk, or raise the limits of "
-            "the process (ulimit -f, -n).",
+            f"{os.strerror(number)}. No row has changed. {advice}",
         ) from error
     advise_random(block)  # rows of a batch lie anywhere
     return block.view(rows, columns)

@@ -115,10 +115,12 @@ class TableShard(TableArrays):
         ids = self._ids_here(ids, "assign")
         check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
         self.count_edit()
+        # Before an id is inserted: a copy may run out of memory.
+        rows = rows.detach().to(self.device, self.dtype).contiguous()
         found = self.find_or_insert(ids)
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         note_changed([self.change_log], ids, found, offsets)
-        self.weights.write(found, rows.detach().to(self.device))
+        self.weights.write(found, rows)
 
     @locked
     @changes

@@ -98,7 +98,8 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Returns:
         [M] int64 in the order of `ids`: training steps, or clock values with `ExpireAfter(time=...)` or a
         half-life in time. For a row that was assigned and not seen since, the step or time of its assignment.
-        -1 for an id without a row, also for a waiting id.
+        -1 for an id without a row, also for a waiting id. With a half-life in time and no `ExpireAfter`, an
+        id last seen more than 40 half-lives ago may have a later time: the first that the clock still keeps.
 
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
