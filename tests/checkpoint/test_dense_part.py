@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import workers
@@ -112,6 +113,32 @@ def test_state_of_another_optimizer(saved: Any) -> None:
         ValueError, match=r"expected an optimizer with state for optimizer\.state\.h"
     ):
         job.restore(step=3)
+
+
+def test_learning_rates_of_numpy_and_tensors(tmp_path: Path) -> None:
+    """A rate that a schedule computes with numpy, and one that a compiled optimizer has as a tensor."""
+    job, again = Job(tmp_path / "kept"), Job(tmp_path / "kept")
+    for rate in (np.float64(0.5), np.float32(0.25), torch.tensor(0.125)):
+        for group in job.optimizer.param_groups:
+            group["lr"], group["betas"] = rate, (np.float64(0.75), 0.5)
+        held = again.optimizer.param_groups[-1]["lr"] = torch.zeros(())
+        job.save(0)
+        assert again.restore().skipped == []
+        rows, dense = again.optimizer.param_groups
+        assert dense["lr"] is held and rows["lr"] == dense["lr"] == rate
+        assert type(rows["lr"]) is float and dense["betas"] == (0.75, 0.5)
+    job.checkpoints.close()
+
+
+def test_values_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    job = Job(tmp_path / "kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:77")
+        quietly(
+            job.checkpoints.save, job.model, job.optimizer, step=0, extra={"mean": torch.ones(2)}
+        )
+    job.checkpoints.close()
+    assert torch.equal(job.restore().extra["mean"], torch.ones(2))
 
 
 class Mixed(nn.Module):
