@@ -104,7 +104,7 @@ def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a number of numpy or of a tensor as Python's own, which can be read; other values as they are."""
+    """Returns a number of numpy or of a tensor as Python's own; other values as they are."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     if isinstance(value, Tensor) and value.numel() == 1:
