@@ -96,7 +96,7 @@ def test_entries_without_a_crc_are_told(tmp_path, capsys):
 
 
 def test_every_flipped_bit_of_an_entry_of_an_archive():
-    """Of its flags and sizes in the directory: zipfile raises many kinds of errors; each is told as damage."""
+    """Of its flags and sizes in the directory: zipfile raises many kinds of errors; each is damage."""
     written = io.BytesIO()
     torch.save(torch.arange(3), written)
     whole = written.getvalue()

@@ -221,11 +221,14 @@ def _owners(
         Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
     claims: dict[str, list[str]] = defaultdict(list)
+    named_so: dict[str, list[str]] = defaultdict(list)
+    for table in tables:
+        named_so[_name_of(table)].append(table)
     ownerless = []
     for key in optimizers:
         best: dict[str, tuple[int, int]] = {}
         path = key.split(".")[:-2]
-        for table in tables:
+        for table in named_so.get(path[-1], ()) if path else ():
             ours = table.split(".")
             for at, word in enumerate(path):
                 named = path[at + 1 :]
