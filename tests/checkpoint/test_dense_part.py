@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
@@ -117,6 +117,20 @@ def test_state_of_another_optimizer(saved: Any) -> None:
         ValueError, match=r"expected an optimizer with state for optimizer\.state\.h"
     ):
         job.restore(step=3)
+
+
+def test_state_that_cannot_be_dropped(tmp_path: Path) -> None:
+    """As of a static table, which its kernel holds: the entry is of another optimizer."""
+    job = Job(tmp_path / "kept")
+    rows, weight = ("sparse", job.model.sparse.fused_optimizer), job.model.weight
+    job.optimizer = CombinedOptimizer([rows])
+    job.save(0)
+    fused = KeyedOptimizer({"weight": weight}, {weight: {"sum": torch.ones(4)}}, [])
+    job.optimizer = CombinedOptimizer([rows, fused])
+    with pytest.raises(ValueError, match=r"Missing key .* optimizer\.state\.weight\.sum"):
+        job.restore()
+    assert fused.state[weight]["sum"].sum() == 4
+    job.checkpoints.close()
 
 
 def test_learning_rates_of_numpy_and_tensors(tmp_path: Path) -> None:
