@@ -1,5 +1,6 @@
 """`python -m torchrec_dyn verify`: checkpoints, deltas and files of rows, whole and damaged."""
 
+import io
 import random
 import warnings
 from pathlib import Path
@@ -13,7 +14,14 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.checkpoint import export_delta, export_rows, export_saved_rows, import_rows, mark
+from torchrec_dyn.checkpoint import (
+    export_delta,
+    export_rows,
+    export_saved_rows,
+    import_rows,
+    mark,
+    verification,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -85,6 +93,23 @@ def test_entries_without_a_crc_are_told(tmp_path, capsys):
     assert (
         told.rstrip().endswith("no damage, but 4 entries have no CRC") and "4 other entries" in told
     )
+
+
+def test_every_flipped_bit_of_an_entry_of_an_archive():
+    """Of its flags and sizes in the directory: zipfile raises many kinds of errors; each is damage."""
+    written = io.BytesIO()
+    torch.save(torch.arange(3), written)
+    whole = written.getvalue()
+    told, begin = "", whole.index(b"PK\x01\x02")
+    for bit in range(8 * begin, 8 * whole.index(b"PK\x01\x02", begin + 1)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            verification._is_checked("one", io.BytesIO(damaged))
+        except ValueError as error:
+            told += str(error)
+    for kind in ("RuntimeError", "error", "BadZipFile", "NotImplementedError"):
+        assert f"got {kind}: " in told, told
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "delta"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +41,28 @@ def load_entry(
         saved = {folder: _saved_states(folder) for folder in (line[0].tables, line[-1].dense)}
         keys = set[str]().union(*saved.values())
         state = _places_to_load(model, optimizer, tables, line[-1], keys)
+        lazy = _lazy_states(optimizer)
         alone = {"process_group": group, "no_dist": group is None}
         with interrupts_raised():
             dcp.load(
-                _with_states(state, saved[line[0].tables]),
+                _with_states(state, lazy, saved[line[0].tables]),
                 checkpoint_id=line[0].tables,
                 planner=LoadPlanner(path=line[0].tables),
                 **alone,
             )
         if len(line) > 1:
-            dense = _with_states(without_tables(state, tables), saved[line[-1].dense])
+            dense = _with_states(without_tables(state, tables), lazy, saved[line[-1].dense])
             # DCP's own planner would ask for the state {} of a static table that lies on another rank.
             with interrupts_raised():
                 dcp.load(dense, checkpoint_id=line[-1].dense, planner=LoadPlanner(), **alone)
             states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
             state["model"].update(dense["model"])
             state["optimizer"].update({**dense["optimizer"], "state": states})
-        kept = _with_states(state, keys)
-        for name in state["optimizer"]["state"].keys() - kept["optimizer"]["state"].keys():
-            for of_optimizer in _states(optimizer):  # it had no state when the entry was saved
-                of_optimizer.pop(optimizer.params[name], None)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
+        state = _with_states(state, lazy, keys)
+        for name in lazy.keys() - state["optimizer"]["state"].keys():
+            del lazy[name][optimizer.params[name]]  # it had no state when the entry was saved
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, options)
 
     settle(group, _CALL, load)
@@ -82,21 +83,26 @@ def _begins(key: str) -> set[str]:
     return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
 
 
-def _with_states(state: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
-    """Returns state dicts without the state of parameters of which no state is among the keys."""
+def _with_states(state: Mapping[str, Any], lazy: Container[str], keys: set[str]) -> dict[str, Any]:
+    """Returns state dicts without the lazy state of parameters of which no state is among the keys."""
     saved = set[str]().union(*map(_begins, keys))
     states = state["optimizer"]["state"].items()
-    kept = {name: one for name, one in states if name in saved or not one}
+    kept = {name: one for name, one in states if name in saved or name not in lazy}
     return {"model": state["model"], "optimizer": {**state["optimizer"], "state": kept}}
 
 
-def _states(optimizer: Any) -> Iterator[MutableMapping[Any, Any]]:
-    """Yields the mappings from parameters to state of an optimizer and of those that it joins or wraps."""
-    if optimizer is not None:
-        yield optimizer.state
-        yield from _states(getattr(optimizer, "_optimizer", None))
-        for _, one in getattr(optimizer, "optimizers", ()):
-            yield from _states(one)
+def _lazy_states(optimizer: Any) -> dict[str, dict[Any, Any]]:
+    """Returns, by names of parameters, the state that optimizers of torch have made in a step."""
+    found: list[dict[Any, Any]] = []
+    left = [optimizer]
+    while left:
+        one = left.pop()
+        if isinstance(one.state, defaultdict):  # CombinedOptimizer joins states in a new dict
+            found.append(one.state)
+        left += [other for _, other in getattr(one, "optimizers", ())]
+        left += [one._optimizer] if hasattr(one, "_optimizer") else []  # of TorchRec's wrappers
+    named = optimizer.params.items()
+    return {name: one for name, parameter in named for one in found if parameter in one}
 
 
 def _places_to_load(

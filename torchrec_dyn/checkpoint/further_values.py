@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from torchrec_dyn.checkpoint.entry_files import check_digest, digest_of
@@ -39,7 +40,7 @@ def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
         torch.save(state, memory)
         data = memory.getvalue()
         try:
-            torch.load(io.BytesIO(data), weights_only=True)
+            _load(data)
         except Exception as error:  # torch raises pickle's errors and its own
             raise ValueError(
                 "Checkpoints.save: expected tensors, numbers, texts, lists and dicts in "
@@ -48,6 +49,18 @@ def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
             ) from error
         saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
     return saved
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location=_place_of, weights_only=True)
+
+
+def _place_of(storage: Any, location: str) -> Any:
+    """Returns a storage on the device that it was saved from; where there is none, on the CPU."""
+    try:
+        return torch.serialization.default_restore_location(storage, location)
+    except RuntimeError:
+        return storage
 
 
 def _is_of_rank(state: Any) -> bool:
@@ -80,18 +93,35 @@ def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     """
     options: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
-        numbers = {name: one for name, one in group.items() if isinstance(one, (int, float, tuple))}
+        numbers = {
+            name: plain
+            for name, one in group.items()
+            if isinstance(plain := _plain(one), (int, float, tuple))
+        }
         own = {id(parameter) for parameter in group["params"]}
         options |= {key: numbers for key, one in optimizer.params.items() if id(one) in own}
     return options
 
 
+def _plain(value: Any) -> Any:
+    """Returns a number of numpy or of a tensor as Python's own; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
+
+
 def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes numbers of parameter groups, as `options_of` returned them."""
+    """Writes numbers of parameter groups, as `options_of` returned them; a tensor stays one."""
     keys = {id(parameter): key for key, parameter in optimizer.params.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            group.update(options.get(keys.get(id(parameter), ""), {}))
+            for name, number in options.get(keys.get(id(parameter), ""), {}).items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(number)
+                else:
+                    group[name] = number
 
 
 def write_values(
@@ -140,11 +170,8 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     data = path.read_bytes()
     check_digest(path, data, entry.digests.get(path.name))
     try:
-        saved = torch.load(io.BytesIO(data), weights_only=True)
-        values = {
-            name: torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
-            for name, text in saved["values"].items()
-        }
+        saved = _load(data)
+        values = {name: _load(text.numpy().tobytes()) for name, text in saved["values"].items()}
         return values, saved["options"]
     except Exception as error:  # of zipfile, pickle and torch
         raise ValueError(

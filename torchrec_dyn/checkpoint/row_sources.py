@@ -119,7 +119,7 @@ class SavedRows(RowSource):
             if line is None:
                 raise ValueError(
                     f"{call}: expected the full save and all deltas before {entry.path}, got a line that is "
-                    "not whole. Export a later step, from the next full save on."
+                    "not whole. Export another step, whose full save is there."
                 )
             folders = [one.tables for one in line]
         elif chain.skipped or step is not None:

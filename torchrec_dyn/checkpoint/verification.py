@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -86,7 +87,7 @@ def _is_checked(where: str, file: IO[bytes]) -> bool:
                 return False
             damaged = archive.testzip()
     # Damaged bytes of a zip archive may raise any of these.
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(
             f"{where}: expected an archive of torch.save, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
