@@ -132,9 +132,35 @@ def test_float32_is_exact_for_every_dtype(trained):
     rows = torch.randn(10, 4).to(trained)
     form = RowFormat(torch.float32)
     assert form.is_exact_for(trained)
-    assert torch.equal(form.decode(form.encode(rows, "t")).to(trained), rows)
+    assert torch.equal(form.decode(form.encode(rows, "t")), rows.float())
     assert not RowFormat(torch.int8).is_exact_for(trained)
     assert RowFormat(torch.float16).is_exact_for(trained) == (trained == torch.float16)
+
+
+@pytest.mark.parametrize(
+    "columns", [1, 4, 16, 64]
+)  # torch casts few and many columns by other code
+@pytest.mark.parametrize(
+    ("trained", "served"),
+    [
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_bits_of_training_are_kept(trained, served, columns):
+    """Also those of NaNs."""
+    if trained == torch.float32:
+        bits = torch.tensor([0x7FC00000, -1, 0x7F800001, 0x7F800000, 1], dtype=torch.int32)
+    else:
+        bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    rows = bits.view(trained)[:, None].repeat(1, columns)
+    form = RowFormat(served)
+    assert form.is_exact_for(trained)
+    found = form.as_trained(form.encode(rows, "t"), trained)
+    assert found.dtype == trained
+    assert torch.equal(found.view(bits.dtype), rows.view(bits.dtype))
 
 
 # Of int8 the bias and the scale are float16, so what lies above the bias may be 255 times as much.

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops, serving
 from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
 IDS = range(-10, 60)
@@ -147,6 +150,25 @@ def test_deltas_that_contradict_themselves_change_nothing(tmp_path, dtype, fault
     assert torch.equal(all_rows(collection(served, A, B)), rows)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)], ids=str
+)
+def test_a_row_of_nans_stops_no_deltas(tmp_path, dtype, bits):
+    nans = torch.full((4,), bits, dtype=torch.int16).view(dtype)
+    plain = Plain("a", 4, dtype=dtype).with_random(range(5))
+    table = replace(plain, rows={**plain.rows, 3: nans})
+    served = tmp_path / "served"
+    serving.build(save(tmp_path / "checkpoint", table), served)
+    states = [table, table.with_random([3], seed=1), table, table.without([3]), table]
+    for number, (before, after) in enumerate(pairwise(states)):
+        save_delta(tmp_path / f"d{number}", [before], [after])
+        serving.apply_delta(served, tmp_path / f"d{number}")
+    generation = served / current_generation(served)
+    (generation / "checksums.json").unlink()
+    serving.add_checksums(served)  # reads all rows
+    serving.verify(served)
+
+
 def test_another_model_is_refused(served, tmp_path):
     other = Plain("a", 8, dict(A.rows), seed=5)
     save_delta(tmp_path / "d", [other, B], [other.with_random([1]), B])
@@ -179,8 +201,6 @@ def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
 
 
 def test_one_writer_at_a_time(served, tmp_path):
-    from torchrec_dyn.serving.files import only_writer
-
     save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
     with only_writer(served), pytest.raises(ValueError, match="one writer at a time"):
         serving.apply_delta(served, tmp_path / "d")

@@ -85,7 +85,8 @@ class RowFormat:
             return _encode_int4(rows.float(), where)
         if self.dtype == torch.int8:
             return _encode_int8(rows.float(), where)
-        written = rows.to(self.dtype).contiguous()
+        written = _widened(rows) if self.dtype == torch.float32 else rows.to(self.dtype)
+        written = written.contiguous()
         # A wider format rounds nothing. An infinite number is rare: most rows are read once.
         is_exact = self.is_exact_for(rows.dtype)
         if not is_exact and bool(written.isinf().any()) and bool(_became_infinite(rows, written)):
@@ -105,6 +106,36 @@ class RowFormat:
         if self.dtype == INT4:
             steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
         return steps.float() * scale + bias
+
+    def as_trained(self, written: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns rows [M, D] of a dtype that the format `is_exact_for`, bit for bit as they were encoded.
+
+        Args:
+            written: [M, row_bytes] uint8.
+            dtype: the dtype of training.
+        """
+        numbers = written.contiguous().view(self.dtype)
+        return numbers if dtype == self.dtype else _narrowed(numbers, dtype)
+
+
+# torch's casts give NaNs other bits, and few numbers others than many. Content sums are of the bits.
+def _widened(rows: Tensor) -> Tensor:
+    """Casts to float32; `_narrowed` gives the bits back."""
+    if rows.dtype != torch.float16:
+        return rows.float()
+    bits = rows.view(torch.int16).int()
+    nans = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
+    return torch.where(rows.isnan(), nans.view(torch.float32), rows.float())
+
+
+def _narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts float32 to the dtype, float16 or bfloat16, from which `_widened` has cast it."""
+    bits = numbers.view(torch.int32)
+    if dtype == torch.bfloat16:
+        return (bits >> 16).to(torch.int16).view(dtype)
+    nans = bits >> 16 & 0x8000 | 0x7C00 | bits >> 13 & 0x3FF
+    rows = numbers.to(dtype).view(torch.int16)
+    return torch.where(numbers.isnan(), nans.to(torch.int16), rows).view(dtype)
 
 
 def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:

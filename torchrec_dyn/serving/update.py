@@ -417,8 +417,8 @@ class _Change:
         self._add("ids", -content_sum(self._name, "ids", ids, ids))
         if self._format.is_exact_for(self._dtype):
             usable = len(self._rows) // self._width * self._width
-            old = self._format.decode(self._rows[:usable].view(-1, self._width)[rows])
-            weight = old.to(self._dtype)
+            old = self._rows[:usable].view(-1, self._width)[rows]
+            weight = self._format.as_trained(old, self._dtype)
             self._add("weight", -content_sum(self._name, "weight", ids, weight))
 
     def _add(self, name: str, total: int) -> None:
