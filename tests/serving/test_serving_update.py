@@ -207,6 +207,24 @@ def test_one_writer_at_a_time(served, tmp_path):
     serving.apply_delta(served, tmp_path / "d")
 
 
+def test_a_process_forked_meanwhile_does_not_hold_the_lock(served, tmp_path):
+    """As a worker of a data loader, or of a server, that another thread starts."""
+    ours, theirs = os.pipe()
+    with only_writer(served):
+        child = os.fork()
+        if child == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the other end is closed
+            os._exit(0)
+    os.close(ours)
+    try:
+        save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
+        serving.apply_delta(served, tmp_path / "d")
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
 def kill_at_every_moment(folder: Path) -> int:
     """Applies a delta in processes that end before their 1st, 2nd, ... access to a file.
 

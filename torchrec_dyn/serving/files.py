@@ -167,4 +167,7 @@ def only_writer(folder: Path) -> Iterator[None]:
             raise SecondWriter(
                 f"{folder}: expected one writer at a time, got a second writer. Wait for the first."
             ) from None
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)
