@@ -1,5 +1,7 @@
 """apply_delta: a checkpoint and its deltas in order serve what the last checkpoint would."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -223,6 +225,19 @@ def test_a_process_forked_meanwhile_does_not_hold_the_lock(served, tmp_path):
     finally:
         os.close(theirs)
         os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_named(served, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
+    with pytest.raises(OSError, match=r"Function not implemented: '.*/lock'"):
+        serving.apply_delta(served, tmp_path / "d")
+    with pytest.raises(OSError, match=r"Function not implemented: '.*/lock'"):
+        serving.build(tmp_path / "checkpoint", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def kill_at_every_moment(folder: Path) -> int:

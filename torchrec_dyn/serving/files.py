@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import FileWriter, RunningSums
+from torchrec_dyn.checkpoint_format import FileWriter, RunningSums, naming
 
 LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
@@ -159,11 +159,13 @@ def only_writer(folder: Path) -> Iterator[None]:
 
     Raises:
         SecondWriter: if another process, or another thread, holds the lock.
+        OSError: if the file system has no locks.
     """
     with open(folder / LOCK, "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            with naming(folder / LOCK):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise SecondWriter(
                 f"{folder}: expected one writer at a time, got a second writer. Wait for the first."
             ) from None
