@@ -19,7 +19,7 @@ from follow_cases import Trainer, served_rows, sorted_ids
 
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint_format import read_chain
+from torchrec_dyn.checkpoint_format import chunked_tensor, read_chain
 from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import follower as follower_file
 from torchrec_dyn.serving.files import only_writer
@@ -94,6 +94,14 @@ def test_a_damaged_delta_is_told_and_what_is_sound_is_served(
     (job.entry("delta", 3) / "entry.json").unlink()
     assert job.follower.poll() is None and "expected entry.json" in job.follower.skipped[0]
     assert "an entry before it is missing" in job.follower.skipped[1] and job.serves(2)
+
+
+def test_followers_do_not_follow_torchs_default_device(job: Job) -> None:
+    for _ in range(2):
+        job.save(2)
+        with torch.device("meta"):  # the default device of the user
+            followed = job.follower.poll()
+    assert sorted_ids(followed.changed)["user"] == [2, 3, 50] and job.serves(4)
 
 
 def test_a_damaged_full_save_is_read_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

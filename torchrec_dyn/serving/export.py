@@ -99,12 +99,12 @@ def traced_features(
     lengths = torch.where(is_right, lengths, 0)
     offsets = _summed(lengths)
     if list(names) != list(keys):
-        chosen = torch.tensor([keys.index(name) for name in names])
-        bags = (chosen[:, None] * batch + torch.arange(batch)).view(-1)
+        chosen = torch.tensor([keys.index(name) for name in names], device="cpu")
+        bags = (chosen[:, None] * batch + torch.arange(batch, device="cpu")).view(-1)
         lengths, begins = lengths[bags], offsets[bags]
         offsets = _summed(lengths)
         shift = (begins - offsets[:-1]).repeat_interleave(lengths)
-        picked = torch.arange(shift.shape[0]) + shift
+        picked = torch.arange(shift.shape[0], device="cpu") + shift
         ids, weights = ids[picked], None if weights is None else weights[picked]
     return ids, offsets, weights, batch
 

@@ -114,9 +114,9 @@ class Appender:
         count, width = written.shape
         first = -(-self.used // width)
         if count:
-            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8))
+            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8, device="cpu"))
             self._add(written.contiguous().view(-1))
-        return torch.arange(first, first + count)
+        return torch.arange(first, first + count, device="cpu")
 
     def _add(self, data: Tensor) -> None:
         self._waiting.append(data)

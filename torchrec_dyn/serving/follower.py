@@ -328,10 +328,16 @@ def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Joins the changed and removed ids of deltas in order: what came last of each id, [M] int64 each."""
     ids = torch.cat([one for part in parts for one in part])
     is_removed = torch.cat(
-        [torch.full((len(one),), n == 1) for part in parts for n, one in enumerate(part)]
+        [
+            torch.full((len(one),), n == 1, device="cpu")
+            for part in parts
+            for n, one in enumerate(part)
+        ]
     )
     distinct, which = ids.unique(return_inverse=True)
-    last = torch.zeros_like(distinct).scatter_reduce_(0, which, torch.arange(len(ids)), "amax")
+    last = torch.zeros_like(distinct).scatter_reduce_(
+        0, which, torch.arange(len(ids), device="cpu"), "amax"
+    )
     is_gone = is_removed[last]
     return distinct[~is_gone], distinct[is_gone]
 

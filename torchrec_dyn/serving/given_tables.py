@@ -58,7 +58,9 @@ class GivenTables(nn.Module):
     @property
     def layout(self) -> Tensor:
         """The layout of `blocks`, [T, 4] int64: each table has one block."""
-        return torch.tensor([[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)])
+        return torch.tensor(
+            [[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
+        )
 
     def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the rows of ids as Generation does."""

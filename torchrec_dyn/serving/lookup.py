@@ -70,15 +70,16 @@ class ServedLookup(nn.Module):
         fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
         by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
         firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
-        of_column = torch.arange(len(table_of)).repeat_interleave(torch.tensor(self._columns))
         for name, numbers in {
-            "_fixed": torch.tensor(fixed),
-            "_by_batch": torch.tensor(by_batch),
-            "_first_feature": torch.tensor(firsts),
-            "_is_sum": torch.tensor([not means[t] for t in table_of]),
-            "_feature_of_column": of_column,
+            "_fixed": fixed,
+            "_by_batch": by_batch,
+            "_first_feature": firsts,
+            "_is_sum": [not means[t] for t in table_of],
+            "_feature_of_column": [
+                f for f, columns in enumerate(self._columns) for _ in range(columns)
+            ],
         }.items():
-            self.register_buffer(name, numbers, persistent=False)
+            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -174,7 +175,7 @@ class ServedLookup(nn.Module):
             out = nbit.gather(generation.rows, rows)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
-            tables = torch.arange(len(self._configs))
+            tables = torch.arange(len(self._configs), device="cpu")
             columns = torch.full_like(tables, width)
             segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
             out = ops.gather_pool(
@@ -201,7 +202,8 @@ class ServedLookup(nn.Module):
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
         """Returns the pooled initial rows of absent ids; ids with a row count as zeros."""
-        every_feature = torch.arange(self._features + 1) * batch
+        every_feature = torch.arange(self._features + 1, device="cpu") * batch
+        ends, lengths = offsets[1:], offsets.diff()
         parts = []
         for f, positions in self._absent_positions(rows, offsets[every_feature]):
             table = self._table_numbers[f]

@@ -204,7 +204,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             ids, offsets, _, batch = traced_features(
                 features, self._features, False, type(self).__name__
             )
-            firsts = offsets[torch.arange(len(self._features) + 1) * batch]
+            firsts = offsets[torch.arange(len(self._features) + 1, device="cpu") * batch]
             lengths = offsets.diff().split([batch] * len(self._features))
             counts = counts_between(firsts, ids)
         else:

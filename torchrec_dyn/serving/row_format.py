@@ -144,7 +144,9 @@ def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
 
 def _encode_int8(rows: Tensor, where: str) -> Tensor:
     if rows.numel() == 0:
-        return torch.empty(len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8)
+        return torch.empty(
+            len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8, device="cpu"
+        )
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     bias = _to_half(low, up=False)
     scale = _to_half((high - bias.float()) / _STEPS, up=True)
@@ -162,7 +164,9 @@ def _encode_int4(rows: Tensor, where: str) -> Tensor:
             f"{rows.shape[1]}. Serve them with rows=torch.int8."
         )
     if rows.numel() == 0:
-        return torch.empty(len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8)
+        return torch.empty(
+            len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8, device="cpu"
+        )
     low, high = torch.aminmax(rows, dim=1)
     # A range that float16 cannot hold in 15 steps is refused below; FBGEMM would write an infinite scale.
     if not bool(

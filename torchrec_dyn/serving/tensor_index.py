@@ -123,5 +123,5 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
 def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
     lines = "".join(one.line() + "\n" for one in indexed(generation, manifest))
-    pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()])
-    return {TENSORS: lines.encode(), KEYS: pairs.numpy().tobytes()}
+    pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
+    return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}

@@ -377,7 +377,7 @@ class _Change:
         self._sums = dict(table.sums)
         self.num_rows = table.num_rows
         self.result: dict[str, int] = {}
-        self.removed = torch.empty(0).long()
+        self.removed = torch.empty(0, device="cpu").long()
         self.changed = [self.removed]
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
