@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_cases import EMPTY, FILLED, GROWN, IDS, A, B, Scores, built, configs_of, grow
-from serving_cases import bag_configs, batch, save, sequence_configs
+from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
 from torch import nn
 
 from torchrec_dyn import ops, serving
@@ -112,6 +112,22 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
     expected = [part for one in ec(features).values() for part in (one.values(), one.lengths())]
     assert len(seen) == len(expected) == 6
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
+
+
+def test_a_refresh_while_a_program_is_traced(tmp_path):
+    served = built(tmp_path, torch.float32)
+    ebc = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
+    before, lookup = ebc.generation, ebc._lookup
+    with lookup.reading(lookup.given_tables()):
+        assert not ebc.refresh() and ebc.generation == before
+        grow(served)
+        assert ebc.refresh() and ebc.generation == current_generation(served) != before
+        assert ebc.ids("b").sort().values.tolist() == sorted(B.rows)
+        assert not any(name.endswith("generation.rows") for name, _ in ebc.named_buffers())
+    fresh = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
+    features = batch(["f_b"], IDS, 6, seed=0)
+    assert torch.equal(ebc(features).values(), fresh(features).values())
+    assert lookup.generation is lookup.served
 
 
 def test_what_cannot_be_compiled_is_named(tmp_path):

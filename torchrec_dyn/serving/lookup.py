@@ -10,6 +10,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -25,6 +26,9 @@ from torchrec_dyn.serving.generation import Generation, open_generation
 from torchrec_dyn.serving.given_tables import GivenTables
 from torchrec_dyn.serving.nbit import INT4, NBitPooling
 from torchrec_dyn.serving.unseen import UnseenRows
+
+# Held for an assignment only.
+_REPLACING = threading.Lock()
 
 
 class ServedLookup(nn.Module):
@@ -88,6 +92,7 @@ class ServedLookup(nn.Module):
         )
         self.serves_initial = unseen == "initial"
         self._unseen: list[UnseenRows] = []
+        self._served: tuple[Generation, ...] = ()  # one, which `reading` leaves
         self.refresh()
 
     def refresh(self) -> bool:
@@ -98,11 +103,24 @@ class ServedLookup(nn.Module):
         Raises:
             ValueError: if the new generation does not match the collection; the old generation stays served.
         """
+        while True:
+            before = self._served
+            found = self._open(*before)
+            if found is None:
+                return False
+            with _REPLACING:
+                if self._served is before:  # else another thread has refreshed meanwhile
+                    self._served = (found,)
+                    if not isinstance(self._modules.get("generation"), GivenTables):
+                        self.generation = found
+                    return True
+
+    def _open(self, before: Generation | None = None) -> Generation | None:
+        """Returns the current generation if it matches the collection; None if it is `before`."""
         names = [config.name for config in self._configs]
-        before = cast("Generation | None", self._modules.get("generation"))
         found = open_generation(self.folder, names, before, self._verify)
         if found is None:
-            return False
+            return None
         for config, table in zip(self._configs, found.tables, strict=True):
             if config.embedding_dim != table.embedding_dim:
                 raise ValueError(
@@ -114,23 +132,28 @@ class ServedLookup(nn.Module):
             self._unseen = [
                 UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
             ]
-        self.generation = found
-        return True
+        return found
+
+    @property
+    def served(self) -> Generation:
+        """The generation that is served, also while a program is traced."""
+        return self._served[0]
 
     def given_tables(self) -> GivenTables:
         """Returns tables of the same names and columns for a program, without their tensors."""
         columns = {config.name: config.embedding_dim for config in self._configs}
-        return GivenTables(columns, self.generation.nbit)
+        return GivenTables(columns, self.served.nbit)
 
     @contextmanager
     def reading(self, given: GivenTables) -> Iterator[None]:
         """Reads given tables instead of the generation, which is no part of the module meanwhile."""
-        before = self._modules["generation"]
-        self._modules["generation"] = given
+        with _REPLACING:
+            self._modules["generation"] = given
         try:
             yield
         finally:
-            self._modules["generation"] = before
+            with _REPLACING:
+                self._modules["generation"] = self.served
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
