@@ -257,8 +257,8 @@ class Follower:
                 self._take(group, told)
             except SecondWriter:
                 raise
-            except (ValueError, FileNotFoundError) as error:
-                if self._has_moved(seen):
+            except (ValueError, OSError) as error:
+                if self._has_moved(seen) or not _is_of_an_entry(error, group):
                     raise
                 if len(group) == 1:
                     until = time.monotonic() + _RETRY_SECONDS
@@ -340,6 +340,13 @@ def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     )
     is_gone = is_removed[last]
     return distinct[~is_gone], distinct[is_gone]
+
+
+def _is_of_an_entry(error: Exception, group: Sequence[Entry]) -> bool:
+    """Returns False for an error of the disk, unless it is of a file of an entry."""
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return True
+    return any(one.path in Path(str(error.filename)).parents for one in group)
 
 
 def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
