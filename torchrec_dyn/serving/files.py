@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,11 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 HUGE_PAGE = 2 << 20
 
 
-def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
+def mapped(path: Path, size: int, is_whole: bool = False, readable: int = 0) -> Tensor:
     """Maps the first bytes of a file, [size] uint8: pages are read at first use, and processes share them.
 
-    Writes change this process's own copy of the page.
+    Writes change this process's own copy of the page. Memory behind the tensor can be read up to byte
+    `readable`; if the file has no page for it, the file is read into memory.
 
     Raises:
         ValueError: if the file is shorter than `size`, or longer and `is_whole`.
@@ -42,7 +44,13 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
             raise ValueError(
                 f"{path}: expected {size} bytes, got {length}: it is {what}. Build it again."
             )
-        return _map(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE)
+        end = min(length, max(size, readable))
+        if readable - end <= -end % mmap.PAGESIZE:
+            return _map(file.fileno(), end, mmap.MAP_PRIVATE | _NO_RESERVE, size)
+        memory = bytearray(readable)
+        with naming(path):
+            file.readinto(memoryview(memory)[:end])
+        return _tensor(memory, size)
 
 
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
@@ -72,13 +80,18 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     finally:
         file.close()
     with open(path, "r+b") as opened:
-        return _map(opened.fileno(), size, mmap.MAP_SHARED)
+        return _map(opened.fileno(), size, mmap.MAP_SHARED, size)
 
 
-def _map(file: int, size: int, flags: int) -> Tensor:
+def _map(file: int, end: int, flags: int, size: int) -> Tensor:
+    return _tensor(mmap.mmap(file, end, flags=flags) if end else b"", size)
+
+
+def _tensor(memory: Any, size: int) -> Tensor:
+    """Returns the first bytes of a buffer, [size] uint8."""
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size)
 
 
 class SecondWriter(ValueError):

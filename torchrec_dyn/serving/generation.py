@@ -143,7 +143,9 @@ def _open(
         name,
         manifest,
         slots,
-        mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
+        mapped(
+            folder / manifest.rows_file, manifest.mapped_bytes(), readable=manifest.read_bytes()
+        ),
         tables,
     )
     if verify:

@@ -117,13 +117,20 @@ class Manifest:
             [self.rows_bytes, *(end * width for end, width in zip(ends, widths, strict=True))]
         )
 
+    def read_bytes(self) -> int:
+        """Returns the number of bytes of the rows file that lookups may read.
+
+        The rows files of older versions may be shorter.
+        """
+        return max(self.mapped_bytes(), self.rows_bytes + self.row_format.spare_bytes)
+
     def whole_rows(self, table: str) -> int:
         """Returns the number of whole rows of a table's width in the rows file, at least 1."""
         return max(1, self.rows_bytes // self.widths()[table])
 
     def file_bytes(self) -> int:
-        """Returns the length of a rows file that has `mapped_bytes` and the `whole_rows` of every table."""
-        return max([self.mapped_bytes(), *self.widths().values()])
+        """Returns the length of a rows file that has `read_bytes` and the `whole_rows` of every table."""
+        return max([self.read_bytes(), *self.widths().values()])
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.

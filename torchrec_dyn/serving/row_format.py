@@ -58,6 +58,14 @@ class RowFormat:
         return self.dtype in (torch.int8, INT4)
 
     @property
+    def spare_bytes(self) -> int:
+        """Number of bytes behind the last row that a lookup may read.
+
+        Without AVX-512 FBGEMM's kernel reads 4 bytes behind a row if D is no multiple of 8.
+        """
+        return 64 if self.is_nbit else 0
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of stored rows as a tensor: rows of int8 and int4 are bytes, with scale and bias."""
         return torch.uint8 if self.is_nbit else self.dtype
