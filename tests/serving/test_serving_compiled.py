@@ -1,5 +1,6 @@
 """Programs that take served tables as inputs, and the index from which their callers map these."""
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from torchrec_dyn import ops, serving
 from torchrec_dyn.serving.compiled import export_with_tables
+from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 from torchrec_dyn.serving.row_format import RowFormat
 from torchrec_dyn.serving.tensor_index import mapped_tensors
@@ -128,6 +130,23 @@ def test_a_refresh_while_a_program_is_traced(tmp_path):
     features = batch(["f_b"], IDS, 6, seed=0)
     assert torch.equal(ebc(features).values(), fresh(features).values())
     assert lookup.generation is lookup.served
+
+
+def test_the_rows_of_other_tables_may_be_more_than_a_block_holds(tmp_path):
+    table, served = Plain("a", 2).with_random(range(10)), tmp_path / "served"
+    serving.build(save(tmp_path / "checkpoint", table), served, rows=torch.float16)
+    ebc = serving.ServingEmbeddingBagCollection(served, bag_configs(table))
+    features = batch(["f_a"], list(range(12)), 6, seed=0)
+    program, names = export_with_tables(ebc, [features])
+    tables = tensors_of_index(served)
+    size = 4 * (2**31 + 8)
+    (file,) = served.glob("rows-*")
+    os.truncate(file, size)  # a hole
+    tables["a.rows"] = mapped(file, size).view(torch.float16).view(-1, 2)
+    (seen,) = program.module()(
+        [features.values(), features.lengths()], [tables[name] for name in names]
+    )
+    assert torch.equal(seen, ebc(features).values())
 
 
 def test_what_cannot_be_compiled_is_named(tmp_path):
