@@ -2,11 +2,13 @@
 
 import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from compiled_cases import EMPTY, FILLED, GROWN, IDS, A, B, Scores, built, configs_of, grow
+from full_disk import FAILED, FailingFiles, fails_or_succeeds
 from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
 from torch import nn
 
@@ -104,6 +106,10 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
     served = built(tmp_path, torch.int8)
     configs = sequence_configs(A, B, features={"a b": ["f1", "f2"], "b": ["f2"]})
     ec = serving.ServingEmbeddingCollection(served, configs)
+    for number, states in enumerate(pairwise([A, A.without([1]), A])):  # nor the served generation
+        save_delta(tmp_path / f"d{number}", *([one, B, EMPTY] for one in states))
+        serving.apply_delta(served, tmp_path / f"d{number}")
+    assert not (served / ec.generation).exists()
     program, names = export_with_tables(ec, [batch(["f2", "f1"], IDS, 6, seed=0)])
     run = program.module()
     grow(served)
@@ -194,6 +200,24 @@ def test_directories_of_older_versions_get_an_index(tmp_path):
     serving.add_checksums(served)
     after = tensors_of_index(served)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_disk_that_fails_while_an_index_is_added(tmp_path):
+    served = built(tmp_path, torch.float32)
+    generation = served / current_generation(served)
+    whole = tensors_of_index(served)
+    at, done = 0, False
+    while not done:
+        at += 1
+        for name in ("tensors", "keys"):
+            (generation / name).unlink(missing_ok=True)
+        with FailingFiles(tmp_path, at) as files:
+            fails_or_succeeds(lambda: serving.add_checksums(served), FAILED, tmp_path)
+        done = files.calls < at
+        serving.add_checksums(served)
+        serving.verify(served)
+        assert all(torch.equal(one, whole[name]) for name, one in tensors_of_index(served).items())
+    assert at > 8
 
 
 @pytest.mark.parametrize("name", ["tensors", "keys"])

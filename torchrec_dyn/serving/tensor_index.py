@@ -23,7 +23,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import FileWriter
+from torchrec_dyn.checkpoint_format import replace_file
 from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES
 from torchrec_dyn.serving.manifest import SLOTS, Manifest
@@ -73,15 +73,9 @@ def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
 
 
 def write_index(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Writes the index and the keys of a generation, and waits until both are on the disk."""
+    """Writes the keys of a generation, then the index that names them; both are on the disk then."""
     for name, data in _contents(generation, manifest).items():
-        file = FileWriter(folder / generation / name)
-        try:
-            file.resize(0)
-            file.write(0, data)
-            file.commit()
-        finally:
-            file.close()
+        replace_file(folder / generation / name, data)
 
 
 def check_index(folder: Path, generation: str, manifest: Manifest) -> None:
