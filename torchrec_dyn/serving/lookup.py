@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn import ops
+from torchrec_dyn.serving.export import counts_between
 from torchrec_dyn.serving.generation import Generation, open_generation
 from torchrec_dyn.serving.given_tables import GivenTables
 from torchrec_dyn.serving.nbit import INT4, NBitPooling
@@ -206,8 +207,9 @@ class ServedLookup(nn.Module):
                 ids.shape[0] * width, torch.float32,
             ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
-            for t, positions in self._absent_positions(rows, table_offsets):
-                out = out.index_copy(0, positions, self._unseen[t](ids[positions]))
+            absent_of = self._absent_positions(rows, table_offsets)
+            initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
+            out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
 
     @staticmethod
@@ -215,11 +217,11 @@ class ServedLookup(nn.Module):
         # An exported program cannot branch on `absent`, so it always reads initial rows.
         return torch.compiler.is_exporting() or bool(absent.any())
 
-    def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
+    @staticmethod
+    def _absent_positions(rows: Tensor, bounds: Tensor) -> list[Tensor]:
         """Returns the positions of absent ids in each part; part i is bounds[i] to bounds[i + 1]."""
-        part = torch.bucketize(torch.arange(rows.shape[0]), bounds[1:], right=True)
-        absent = rows < 0
-        return [(i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)]
+        absent = (rows < 0).nonzero().view(-1)
+        return list(absent.split(counts_between(torch.searchsorted(absent, bounds), absent)))
 
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
@@ -228,14 +230,14 @@ class ServedLookup(nn.Module):
         every_feature = torch.arange(self._features + 1, device="cpu") * batch
         ends, lengths = offsets[1:], offsets.diff()
         parts = []
-        for f, positions in self._absent_positions(rows, offsets[every_feature]):
+        for f, positions in enumerate(self._absent_positions(rows, offsets[every_feature])):
             table = self._table_numbers[f]
             values = self._unseen[table](ids[positions])
-            bags = torch.bucketize(positions, offsets[1:], right=True)
+            bags = torch.bucketize(positions, ends, right=True)
             if weights is not None:
                 values = values * weights[positions, None]
             if self._means[f]:
-                values = values / offsets.diff()[bags, None]
+                values = values / lengths[bags, None]
             zeros = values.new_zeros(batch, self._columns[f])
             parts.append(zeros.index_add(0, bags - f * batch, values))
         return torch.cat(parts, 1)
