@@ -240,6 +240,13 @@ def test_a_file_system_without_locks_is_named(served, tmp_path, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
+def test_a_file_that_cannot_be_read_is_not_taken_for_a_missing_one(served):
+    (served / "current").unlink()
+    (served / "current").symlink_to("current")
+    with pytest.raises(OSError, match=r"symbolic links: '.*/current'"):
+        collection(served, A, B)
+
+
 def kill_at_every_moment(folder: Path) -> int:
     """Applies a delta in processes that end before their 1st, 2nd, ... access to a file.
 

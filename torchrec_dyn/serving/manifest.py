@@ -14,7 +14,7 @@
 manifest.json, keys sorted:
 
     {"format": 2, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
-        "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
+        "capacity": 148, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
         "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
@@ -181,7 +181,7 @@ def current_generation(folder: Path) -> str:
     """
     try:
         return file_inside(folder, (folder / CURRENT).read_text().strip(), "", GENERATION).name
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ValueError(
             f"{folder}: expected a directory made by serving.build, got one without the name of a "
             f"generation in {CURRENT}. Build it first."

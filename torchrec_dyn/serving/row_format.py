@@ -6,7 +6,8 @@
 
 int8: the bias is the least number of the row, rounded down to float16. The scale is a 255th of the range from
 the bias to the largest number, rounded up. So every number is inside the range of the bytes, and its error is
-at most scale / 2: half a 255th of the row's range, and up to a thousandth more for each of the two roundings.
+at most scale / 2. Of numbers from a to b the scale is at most (1 + 2^-10) (b - a + r) / 255 + 2^-24, where
+r = 2^-10 |a| + 2^-24 is the rounding of the bias.
 
 int4: the numbers are those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf, whose rows have scale and bias
 at the end; its kernels for inference expect them at the begin. The bias is the least number a, and the scale

@@ -3,7 +3,7 @@
 The file `tensors` of a generation is text, one line for each tensor: its name, its dtype, its file in the
 directory of served tables, its first byte in the file, and its dimensions:
 
-    item.slots int64 000001-51ab20fe/slots 0 144 2      the id map
+    item.slots int64 000001-51ab20fe/slots 0 148 2      the id map
     item.key int64 000001-51ab20fe/keys 0 1 2           -1, and the secret key of the map
     item.rows float32 rows-51ab20fe 0 106 16            rows of the table's own width, from byte 0 on
     rows uint8 rows-51ab20fe 0 6800                     the bytes in use of all tables
