@@ -20,7 +20,6 @@ from torchrec_dyn.serving.builder import build_from, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
-    deltas_since,
     is_replaced,
     way_to,
 )
@@ -297,11 +296,11 @@ class Follower:
         self, chain: SavedChain, now: Entry, told: Mapping[str, Ids]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | tuple[None, None]:
         """Returns the ids that changed and that were removed since the caller's entry."""
-        deltas = None if self.since is None else deltas_since(chain, now, self.since)
-        if deltas is None:
+        way = None if self.since is None else way_to(chain, now, ServedEntry(0, self.since))
+        if way is None or any(one.is_full for one in way.entries):
             return None, None
         try:
-            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in deltas]
+            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in way.entries]
         except (ValueError, OSError):  # removed or damaged since they were applied
             return None, None
         joined = {name: _last_of([part[name] for part in parts]) for name in parts[0]}

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -215,11 +214,6 @@ def _checked_sums(
     return sums
 
 
-def _check_rows(path: Path, sums: Checksums | None, rows: Tensor) -> None:
-    if sums is not None:
-        sums.check(path, rows)
-
-
 def _opened(
     deltas: Sequence[str | os.PathLike[str]], served: Mapping[str, ServedTable]
 ) -> list[tuple[str, dict[str, SavedTable]]]:
@@ -296,7 +290,11 @@ def _write_generation(
     maps = maps_of(slots, tables)
     rows_sums = None if sums is None else RunningSums(sums.files[manifest.rows_file])
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes, rows_sums)
-    check = partial(_check_rows, path / manifest.rows_file, sums, old_rows)
+
+    def check() -> None:
+        if sums is not None:
+            sums.check(path / manifest.rows_file, old_rows)
+
     try:
         for name in tables if not keep else ():
             _copy_map(old_maps[name], maps[name])
