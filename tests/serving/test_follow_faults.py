@@ -1,5 +1,7 @@
 """Damaged, missing and foreign entries, forks, other writers: rows do not go back, nor silently stay."""
 
+import errno
+import io
 import itertools
 import json
 import multiprocessing
@@ -19,7 +21,7 @@ from follow_cases import Trainer, served_rows, sorted_ids
 
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint_format import read_chain
+from torchrec_dyn.checkpoint_format import chunked_tensor, read_chain
 from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import follower as follower_file
 from torchrec_dyn.serving.files import only_writer
@@ -94,6 +96,55 @@ def test_a_damaged_delta_is_told_and_what_is_sound_is_served(
     (job.entry("delta", 3) / "entry.json").unlink()
     assert job.follower.poll() is None and "expected entry.json" in job.follower.skipped[0]
     assert "an entry before it is missing" in job.follower.skipped[1] and job.serves(2)
+
+
+class Unreadable(io.BufferedReader):
+    """A file whose rows cannot be read, though they are found in it."""
+
+    finds = False
+
+    def read(self, *size: int) -> bytes:
+        self.finds = True
+        return super().read(*size)
+
+    def readinto(self, into: Any) -> int:
+        if self.finds:
+            return super().readinto(into)
+        raise OSError(errno.EIO, "Input/output error")  # as that of Python, without a name
+
+
+def test_a_delta_on_a_bad_sector_is_told_and_what_is_sound_is_served(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.save()
+    job.follower.poll()
+    job.save(3)
+
+    def opened(path: str, mode: str) -> io.BufferedReader:
+        return (Unreadable if "delta-00000003" in path else io.BufferedReader)(
+            io.FileIO(path, mode)
+        )
+
+    with monkeypatch.context() as changed:
+        changed.setattr(chunked_tensor, "open", opened, raising=False)
+        followed = job.follower.poll()
+        assert followed.entry.step == 2 and job.serves(2)
+        assert "delta-00000003: [Errno 5] Input/output error: '" in followed.skipped[1]
+        assert job.follower.poll() is None and job.follower.skipped == followed.skipped
+    full = OSError(errno.ENOSPC, "No space left on device", str(job.served / "rows-51ab20fe"))
+    with monkeypatch.context() as changed:
+        changed.setattr(follower_file, "apply_deltas", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(OSError, match="No space left"):  # no fault of an entry
+            job.new_follower().poll()
+    assert job.new_follower().poll().entry.step == 4 and job.serves(4)
+
+
+def test_followers_do_not_follow_torchs_default_device(job: Job) -> None:
+    for _ in range(2):
+        job.save(2)
+        with torch.device("meta"):  # the default device of the user
+            followed = job.follower.poll()
+    assert sorted_ids(followed.changed)["user"] == [2, 3, 50] and job.serves(4)
 
 
 def test_a_damaged_full_save_is_read_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from serving_cases import Plain, bag_configs, batch, save, sequence_configs
+from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -213,3 +215,74 @@ def test_serving_trains_nothing_and_saves_nothing(served):
     assert not ours(features).values().requires_grad
     assert not list(ours.parameters()) and not ours.state_dict()
     assert [config.name for config in ours.embedding_bag_configs()] == ["a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_serving_does_not_follow_torchs_default_device(tmp_path, dtype):
+    save(tmp_path / "checkpoint", A, B)
+    after = [A.with_random([1, 99], seed=3).without([2]), B]
+    save_delta(tmp_path / "delta", [A, B], after)
+    serving.build(tmp_path / "checkpoint", tmp_path / "expected", rows=dtype)
+    serving.apply_delta(tmp_path / "expected", tmp_path / "delta")
+    configs = bag_configs(A, B, pooling={"b": PoolingType.MEAN})
+    features = batch(["f_b", "f_a"], IDS, 9, seed=1)
+    served = tmp_path / "served"
+    with torch.device("meta"):  # the default device of the user, as with torch.set_default_device
+        serving.build(tmp_path / "checkpoint", served, rows=dtype)
+        ours = serving.ServingEmbeddingBagCollection(served, configs, unseen="initial")
+        sequences = serving.ServingEmbeddingCollection(
+            served, sequence_configs(A), unseen="initial"
+        )
+        serving.apply_delta(served, tmp_path / "delta")
+        assert ours.refresh() and sequences.refresh() and len(ours.ids("a")) == len(after[0].rows)
+        seen, rows = ours(features).values(), sequences(features)["f_a"].values()
+        serving.verify(served)
+    expected = serving.ServingEmbeddingBagCollection(
+        tmp_path / "expected", configs, unseen="initial"
+    )
+    assert torch.equal(seen, expected(features).values())
+    expected = serving.ServingEmbeddingCollection(
+        tmp_path / "expected", sequence_configs(A), unseen="initial"
+    )
+    assert torch.equal(rows, expected(features)["f_a"].values())
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that ops return; views count, too."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **(kwargs or {}))
+        self.numbers += sum(
+            one.numel() for one in tree_leaves(found) if isinstance(one, torch.Tensor)
+        )
+        return found
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_work_of_initial_rows_grows_with_the_ids_alone(tmp_path, pooled):
+    """Not with the ids times the features."""
+    tables = [Plain(f"t{i}", 4) for i in range(40)]
+    serving.build(save(tmp_path / "checkpoint", *tables), tmp_path / "served")
+    done = []
+    for count in (10, 40):
+        some = tables[:count]
+        ours = (
+            serving.ServingEmbeddingBagCollection(
+                tmp_path / "served",
+                bag_configs(
+                    *some, pooling=dict.fromkeys([one.name for one in some], PoolingType.MEAN)
+                ),
+                unseen="initial",
+            )
+            if pooled
+            else serving.ServingEmbeddingCollection(
+                tmp_path / "served", sequence_configs(*some), unseen="initial"
+            )
+        )
+        features = batch([f"f_{one.name}" for one in some], IDS, 50, seed=1)
+        with Written() as written:
+            ours(features)
+        done.append(written.numbers)
+    assert done[1] < 6 * done[0]

@@ -1,6 +1,8 @@
 """serving.build: what it writes, what it refuses, and how little memory it takes."""
 
+import ctypes
 import json
+import os
 import shutil
 import sys
 import threading
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from another_process import call
-from serving_cases import Plain, bag_configs, save, save_random, save_tensors
+from serving_cases import Plain, bag_configs, save, save_delta, save_random, save_tensors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
@@ -55,6 +57,28 @@ def test_bytes_follow_the_rows(checkpoint, tmp_path, dtype):
         "rows",
     ]
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_memory_behind_the_last_row_can_be_read(tmp_path, dtype):
+    """FBGEMM reads it; these rows fill whole pages. Files of older versions end with the rows."""
+    table, out = Plain("a", 12).with_random(range(256)), tmp_path / "out"
+    serving.build(save(tmp_path / "checkpoint", table), out, rows=dtype)
+    (file,) = out.glob("rows-*")
+    used = 256 * (16 if dtype == torch.int8 else 48)
+    spare = 64 if dtype == torch.int8 else 0
+    assert file.stat().st_size == used + spare
+    expected = rows_of(out, table, range(256))
+    for length in (used + spare, used):
+        os.truncate(file, length)
+        ours = serving.ServingEmbeddingBagCollection(out, bag_configs(table), verify=True)
+        rows = ours._lookup.served.rows
+        assert rows.untyped_storage().nbytes() == used
+        assert ctypes.string_at(rows.data_ptr() + used, spare) == bytes(spare)
+        assert torch.equal(rows_of(out, table, range(256)), expected)
+    save_delta(tmp_path / "delta", [table], [table.with_random([1])])
+    serving.apply_delta(out, tmp_path / "delta")
+    assert file.stat().st_size >= used + used // 256 + spare
 
 
 def test_chosen_tables_only(checkpoint, tmp_path):

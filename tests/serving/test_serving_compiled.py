@@ -1,16 +1,20 @@
 """Programs that take served tables as inputs, and the index from which their callers map these."""
 
+import os
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from compiled_cases import EMPTY, FILLED, GROWN, IDS, A, B, Scores, built, configs_of, grow
-from serving_cases import bag_configs, batch, save, sequence_configs
+from full_disk import FAILED, FailingFiles, fails_or_succeeds
+from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
 from torch import nn
 
 from torchrec_dyn import ops, serving
 from torchrec_dyn.serving.compiled import export_with_tables
+from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 from torchrec_dyn.serving.row_format import RowFormat
 from torchrec_dyn.serving.tensor_index import mapped_tensors
@@ -102,6 +106,10 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
     served = built(tmp_path, torch.int8)
     configs = sequence_configs(A, B, features={"a b": ["f1", "f2"], "b": ["f2"]})
     ec = serving.ServingEmbeddingCollection(served, configs)
+    for number, states in enumerate(pairwise([A, A.without([1]), A])):  # nor the served generation
+        save_delta(tmp_path / f"d{number}", *([one, B, EMPTY] for one in states))
+        serving.apply_delta(served, tmp_path / f"d{number}")
+    assert not (served / ec.generation).exists()
     program, names = export_with_tables(ec, [batch(["f2", "f1"], IDS, 6, seed=0)])
     run = program.module()
     grow(served)
@@ -112,6 +120,39 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
     expected = [part for one in ec(features).values() for part in (one.values(), one.lengths())]
     assert len(seen) == len(expected) == 6
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
+
+
+def test_a_refresh_while_a_program_is_traced(tmp_path):
+    served = built(tmp_path, torch.float32)
+    ebc = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
+    before, lookup = ebc.generation, ebc._lookup
+    with lookup.reading(lookup.given_tables()):
+        assert not ebc.refresh() and ebc.generation == before
+        grow(served)
+        assert ebc.refresh() and ebc.generation == current_generation(served) != before
+        assert ebc.ids("b").sort().values.tolist() == sorted(B.rows)
+        assert not any(name.endswith("generation.rows") for name, _ in ebc.named_buffers())
+    fresh = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
+    features = batch(["f_b"], IDS, 6, seed=0)
+    assert torch.equal(ebc(features).values(), fresh(features).values())
+    assert lookup.generation is lookup.served
+
+
+def test_the_rows_of_other_tables_may_be_more_than_a_block_holds(tmp_path):
+    table, served = Plain("a", 2).with_random(range(10)), tmp_path / "served"
+    serving.build(save(tmp_path / "checkpoint", table), served, rows=torch.float16)
+    ebc = serving.ServingEmbeddingBagCollection(served, bag_configs(table))
+    features = batch(["f_a"], list(range(12)), 6, seed=0)
+    program, names = export_with_tables(ebc, [features])
+    tables = tensors_of_index(served)
+    size = 4 * (2**31 + 8)
+    (file,) = served.glob("rows-*")
+    os.truncate(file, size)  # a hole
+    tables["a.rows"] = mapped(file, size).view(torch.float16).view(-1, 2)
+    (seen,) = program.module()(
+        [features.values(), features.lengths()], [tables[name] for name in names]
+    )
+    assert torch.equal(seen, ebc(features).values())
 
 
 def test_what_cannot_be_compiled_is_named(tmp_path):
@@ -159,6 +200,24 @@ def test_directories_of_older_versions_get_an_index(tmp_path):
     serving.add_checksums(served)
     after = tensors_of_index(served)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_disk_that_fails_while_an_index_is_added(tmp_path):
+    served = built(tmp_path, torch.float32)
+    generation = served / current_generation(served)
+    whole = tensors_of_index(served)
+    at, done = 0, False
+    while not done:
+        at += 1
+        for name in ("tensors", "keys"):
+            (generation / name).unlink(missing_ok=True)
+        with FailingFiles(tmp_path, at) as files:
+            fails_or_succeeds(lambda: serving.add_checksums(served), FAILED, tmp_path)
+        done = files.calls < at
+        serving.add_checksums(served)
+        serving.verify(served)
+        assert all(torch.equal(one, whole[name]) for name, one in tensors_of_index(served).items())
+    assert at > 8
 
 
 @pytest.mark.parametrize("name", ["tensors", "keys"])

@@ -111,7 +111,31 @@ def test_programs_refuse_bad_lengths(served, dtype):
     run = serving.export_program(ours, batch(["f_a"], IDS, 6, seed=0)).module()
     for lengths in ([3, -1, 0], [1, 1, 1], [5, 5, 5]):
         bad = KeyedJaggedTensor(["f_a"], torch.tensor([1, 2]), lengths=torch.tensor(lengths))
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="as many lengths for each feature, not negative"):
+            run(bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("keys", [["f_a", "f_b"], ["f_b", "f_a"]])
+def test_programs_refuse_what_eager_mode_refuses(served, dtype, keys):
+    """Else the first ends the process with float32 and other keys, the last read what is behind weights."""
+    ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A, B), True)
+    run = serving.export_program(ours, batch(keys, IDS, 6, seed=0, weighted=True)).module()
+    for lengths, weights in (
+        ([2**62] * 4 + [1, 1, 1, 1], 4),  # their sum is 4 in 64 bits
+        ([2**32 + 1, 1, 1, 1 - 2**32], 4),
+        ([1, 1, 1, 1, 0], 4),
+        ([1, 1, 0, 1], 4),
+        ([0, 1, 2, 1], 3),
+        ([0, 1, 2, 1], 5),
+    ):
+        parts = torch.arange(4), torch.ones(weights), torch.tensor(lengths)
+        bad = KeyedJaggedTensor(
+            keys, parts[0], parts[1], lengths=parts[2], stride=len(lengths) // 2
+        )
+        with pytest.raises(ValueError, match="expected"):
+            ours(bad)
+        with pytest.raises(RuntimeError, match=r"as many lengths .* and a weight for each id"):
             run(bad)
 
 

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
 from torchrec_dyn.serving import generation as serving_generation
+from torchrec_dyn.serving import lookup as serving_lookup
 from torchrec_dyn.serving import update as serving_update
 
 IDS = range(300)
@@ -168,3 +169,20 @@ def test_a_write_into_a_mapped_tensor_stays_in_its_process(tmp_path):
     assert ask(other) == {0.0}
     serving.apply_delta(served, tmp_path / "delta0")
     assert other.refresh() and ask(other) == {1.0}
+
+
+def test_a_refresh_does_not_turn_back_what_another_thread_serves(tmp_path, monkeypatch):
+    served = prepare(tmp_path, torch.float32, 2)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    serving.apply_delta(served, tmp_path / "delta0")
+    find = serving_lookup.open_generation
+
+    def late(*given):
+        monkeypatch.setattr(serving_lookup, "open_generation", find)
+        found = find(*given)
+        serving.apply_delta(served, tmp_path / "delta1")
+        assert ours.refresh()  # of another thread
+        return found
+
+    monkeypatch.setattr(serving_lookup, "open_generation", late)
+    assert not ours.refresh() and ask(ours) == {2.0}

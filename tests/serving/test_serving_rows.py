@@ -1,7 +1,11 @@
 """Row formats of served tables: what is read is as near to what was written as the format allows."""
 
+import ctypes
+import mmap
+
 import pytest
 import torch
+from another_process import call
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +112,26 @@ def test_fbgemm_reads_int4_as_we_do():
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
 
 
+def read_last_rows_before_a_hole(dtype, spare):
+    """Reads rows that end `spare` bytes before a page that cannot be read."""
+    memory, form = mmap.mmap(-1, 3 * mmap.PAGESIZE), RowFormat(dtype)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    hole = ctypes.c_void_p(begin + 2 * mmap.PAGESIZE)
+    assert ctypes.CDLL(None).mprotect(hole, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    end = 2 * mmap.PAGESIZE - spare
+    for columns in (4, 8, 12, 20, 60, 64, 100):
+        written = form.encode(torch.randn(20, columns), "t").view(-1)
+        rows = torch.frombuffer(memory, dtype=torch.uint8)[end - len(written) : end].copy_(written)
+        pooling, last = NBitPooling([columns], dtype), torch.tensor([19])
+        pooled = pooling(rows, last, torch.tensor([0, 1]), None, False)
+        assert torch.equal(pooled, pooling.gather(rows, last))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int4])
+def test_fbgemm_reads_the_spare_bytes_at_most(dtype):
+    call(read_last_rows_before_a_hole, dtype, RowFormat(dtype).spare_bytes)
+
+
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 7, 13])
 def test_int4_needs_columns_as_fbgemm_does(columns):
     rows = torch.ones(2, columns)
@@ -132,9 +156,34 @@ def test_float32_is_exact_for_every_dtype(trained):
     rows = torch.randn(10, 4).to(trained)
     form = RowFormat(torch.float32)
     assert form.is_exact_for(trained)
-    assert torch.equal(form.decode(form.encode(rows, "t")).to(trained), rows)
+    assert torch.equal(form.decode(form.encode(rows, "t")), rows.float())
     assert not RowFormat(torch.int8).is_exact_for(trained)
     assert RowFormat(torch.float16).is_exact_for(trained) == (trained == torch.float16)
+
+
+# torch casts few numbers by other code than many.
+@pytest.mark.parametrize("columns", [1, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("trained", "served"),
+    [
+        (torch.float16, torch.float16),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_bits_of_training_are_kept(trained, served, columns):
+    """Also those of NaNs."""
+    if trained == torch.float32:
+        bits = torch.tensor([0x7FC00000, -1, 0x7F800001, 0x7F800000, 1], dtype=torch.int32)
+    else:
+        bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    rows = bits.view(trained)[:, None].repeat(1, columns)
+    form = RowFormat(served)
+    assert form.is_exact_for(trained)
+    found = form.as_trained(form.encode(rows, "t"), trained)
+    assert found.dtype == trained
+    assert torch.equal(found.view(bits.dtype), rows.view(bits.dtype))
 
 
 # Of int8 the bias and the scale are float16, so what lies above the bias may be 255 times as much.

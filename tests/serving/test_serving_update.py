@@ -1,9 +1,13 @@
 """apply_delta: a checkpoint and its deltas in order serve what the last checkpoint would."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops, serving
 from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
 IDS = range(-10, 60)
@@ -147,6 +152,25 @@ def test_deltas_that_contradict_themselves_change_nothing(tmp_path, dtype, fault
     assert torch.equal(all_rows(collection(served, A, B)), rows)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.bfloat16, 0x7FC0), (torch.float16, 0x7E00)], ids=str
+)
+def test_a_row_of_nans_stops_no_deltas(tmp_path, dtype, bits):
+    nans = torch.full((4,), bits, dtype=torch.int16).view(dtype)
+    plain = Plain("a", 4, dtype=dtype).with_random(range(5))
+    table = replace(plain, rows={**plain.rows, 3: nans})
+    served = tmp_path / "served"
+    serving.build(save(tmp_path / "checkpoint", table), served)
+    states = [table, table.with_random([3], seed=1), table, table.without([3]), table]
+    for number, (before, after) in enumerate(pairwise(states)):
+        save_delta(tmp_path / f"d{number}", [before], [after])
+        serving.apply_delta(served, tmp_path / f"d{number}")
+    generation = served / current_generation(served)
+    (generation / "checksums.json").unlink()
+    serving.add_checksums(served)  # reads all rows
+    serving.verify(served)
+
+
 def test_another_model_is_refused(served, tmp_path):
     other = Plain("a", 8, dict(A.rows), seed=5)
     save_delta(tmp_path / "d", [other, B], [other.with_random([1]), B])
@@ -179,12 +203,48 @@ def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
 
 
 def test_one_writer_at_a_time(served, tmp_path):
-    from torchrec_dyn.serving.files import only_writer
-
     save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
     with only_writer(served), pytest.raises(ValueError, match="one writer at a time"):
         serving.apply_delta(served, tmp_path / "d")
     serving.apply_delta(served, tmp_path / "d")
+
+
+def test_a_process_forked_meanwhile_does_not_hold_the_lock(served, tmp_path):
+    """As a worker of a data loader, or of a server, that another thread starts."""
+    ours, theirs = os.pipe()
+    with only_writer(served):
+        child = os.fork()
+        if child == 0:
+            os.close(theirs)
+            os.read(ours, 1)  # until the other end is closed
+            os._exit(0)
+    os.close(ours)
+    try:
+        save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
+        serving.apply_delta(served, tmp_path / "d")
+    finally:
+        os.close(theirs)
+        os.waitpid(child, 0)
+
+
+def test_a_file_system_without_locks_is_named(served, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    save_delta(tmp_path / "d", [A, B], [A.with_random([1]), B])
+    with pytest.raises(OSError, match=r"Function not implemented: '.*/lock'"):
+        serving.apply_delta(served, tmp_path / "d")
+    with pytest.raises(OSError, match=r"Function not implemented: '.*/lock'"):
+        serving.build(tmp_path / "checkpoint", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_a_missing_one(served):
+    (served / "current").unlink()
+    (served / "current").symlink_to("current")
+    with pytest.raises(OSError, match=r"symbolic links: '.*/current'"):
+        collection(served, A, B)
 
 
 def kill_at_every_moment(folder: Path) -> int:

@@ -17,6 +17,8 @@ from serving_cases import Plain, batch, save
 
 import torchrec_dyn._C
 from torchrec_dyn import serving
+from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serve_cpp"
 TORCH = Path(torch.__file__).parent
@@ -74,6 +76,13 @@ def test_cpp_answers_as_python_does(tmp_path, dtype, monkeypatch):
         return torch.rand(size, 3), features
 
     serving.compile_program(model, inputs(6, 0), tmp_path / "program.pt2")
+    run = torch._inductor.aoti_load_package(str(tmp_path / "program.pt2"))
+    named = mapped_tensors(served, ebc.generation, read_manifest(served, ebc.generation))
+    tables = [named[name] for name in run.loader.get_metadata()["tables"].split()]
+    for lengths, weights in ([2**62] * 4 + [1] * 16, 16), ([4] * 4 + [0] * 17, 16), ([1] * 16, 15):
+        request = [torch.arange(16), torch.tensor(lengths), torch.ones(weights)]
+        with pytest.raises(RuntimeError, match="expected as many lengths"):
+            run([torch.rand(len(lengths) // 4, 3), *request], tables)
     include = [
         "-isystem",
         f"{TORCH}/include",
@@ -115,7 +124,7 @@ def test_cpp_answers_as_python_does(tmp_path, dtype, monkeypatch):
         lengths = features.lengths()
         lengths[0] = -1
         generation, _ = ask([dense, features.values(), lengths, features.weights()])
-        assert not generation and "expected lengths >= 0" in server.stderr.read()
+        assert not generation and "expected as many lengths" in server.stderr.read()
         assert server.wait(timeout=60)
         narrow = [Plain("a b", 8), Plain("b", 16), Plain("c", 128)]
         save(tmp_path / "narrow", *narrow)

@@ -12,6 +12,8 @@ import io
 import math
 import os
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_dyn.checkpoint_format.archives import END_BYTES, Numbers, find_numbers
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
+from torchrec_dyn.checkpoint_format.file_writer import naming
 
 
 @dataclass
@@ -222,8 +225,11 @@ class ChunkedTensor:
             raise self._damaged(f"a chunk of {list(chunk.shape)}", f"{list(saved.shape)}")
         return saved
 
-    def _open(self, chunk: _Chunk) -> io.BufferedReader:
-        return open(os.path.join(self._folder, chunk.entry.relative_path), "rb")
+    @contextmanager
+    def _open(self, chunk: _Chunk) -> Iterator[io.BufferedReader]:
+        path = os.path.join(self._folder, chunk.entry.relative_path)
+        with naming(path), open(path, "rb") as file:
+            yield file
 
     def _damaged(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")

@@ -68,17 +68,3 @@ def is_replaced(chain: SavedChain, served: ServedEntry) -> bool:
     """Returns True if the directory has entries of another chain, or lost the end of the chain."""
     others = [one.sequence == served.sequence and one.id != served.id for one in chain.entries]
     return any(others) or (bool(others) and chain.highest < served.sequence)
-
-
-def deltas_since(chain: SavedChain, entry: Entry, since: str) -> list[Entry] | None:
-    """Returns the deltas after the entry with id `since` up to an entry; None if other entries lead there."""
-    deltas: list[Entry] = []
-    for one in chain.backward(entry):
-        if one.id == since:
-            return deltas[::-1]
-        if one.is_full:
-            return None
-        deltas.append(one)
-        if one.parent == since:
-            return deltas[::-1]
-    return None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.export import any_size
 from torchrec_dyn.serving.lookup import ServedLookup
 from torchrec_dyn.serving.manifest import read_manifest
@@ -85,8 +86,11 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
             "in Python."
         )
     flat = _Flat(module, inputs, lookups)
-    folder, generation = lookups[0].folder, lookups[0].generation.name
-    tensors = mapped_tensors(folder, generation, read_manifest(folder, generation))
+    folder = lookups[0].folder
+    # Of the current generation: two deltas may have removed the served one.
+    tensors = with_current(
+        folder, lambda name: mapped_tensors(folder, name, read_manifest(folder, name))
+    )
     names = flat.tensor_names()
     tables = [tensors[name] for name in names]
     example = flat.tensors_of(inputs)

@@ -1,8 +1,7 @@
 """Exports a serving collection with torch.export, for any number of bags and ids.
 
 A trace cannot read the numbers in the tensors of a KeyedJaggedTensor. In eager mode FeatureReader checks the
-sums and bounds of the lengths. An exported program checks its input when it runs: the ops check offsets
-before they read memory, and an assertion refuses lengths below 0.
+sums and bounds of the lengths. An exported program asserts the same when it runs.
 
 Legend: F features, B bags of a feature, N ids.
 """
@@ -83,18 +82,29 @@ def traced_features(
     ids = as_int64(features.values(), where)
     if weighted and features.weights_or_none() is None:
         raise ValueError(f"{where}: expected weights for weighted bags, got none.")
-    lengths = features.lengths().long()
     weights = features.weights().float() if weighted else None
-    batch = lengths.shape[0] // len(keys)
+    lengths = features.lengths().long()
+    count, batch = ids.shape[0], lengths.shape[0] // len(keys)
+    # As in FeatureReader. Sizes are compared as tensors: a compiled program would not compare them.
+    is_right = ((lengths >= 0) & (lengths <= count)).all() & (lengths.sum() == count)
+    of_weights = count if weights is None else weights.shape[0]
+    for difference in (lengths.shape[0] - batch * len(keys), of_weights - count):
+        is_right &= torch.full((), difference, device="cpu") == 0
+    torch._assert_async(
+        is_right,
+        f"{where}: expected as many lengths for each feature, not negative, that add up to the ids, and a "
+        "weight for each id if bags have weights.",
+    )
+    # A compiler may move the assertion behind the ops: without lengths they read nothing.
+    lengths = torch.where(is_right, lengths, 0)
     offsets = _summed(lengths)
-    torch._assert_async((lengths >= 0).all(), f"{where}: expected lengths >= 0, got less.")
     if list(names) != list(keys):
-        chosen = torch.tensor([keys.index(name) for name in names])
-        bags = (chosen[:, None] * batch + torch.arange(batch)).view(-1)
+        chosen = torch.tensor([keys.index(name) for name in names], device="cpu")
+        bags = (chosen[:, None] * batch + torch.arange(batch, device="cpu")).view(-1)
         lengths, begins = lengths[bags], offsets[bags]
         offsets = _summed(lengths)
         shift = (begins - offsets[:-1]).repeat_interleave(lengths)
-        picked = torch.arange(shift.shape[0]) + shift
+        picked = torch.arange(shift.shape[0], device="cpu") + shift
         ids, weights = ids[picked], None if weights is None else weights[picked]
     return ids, offsets, weights, batch
 

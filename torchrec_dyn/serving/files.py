@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import FileWriter, RunningSums
+from torchrec_dyn.checkpoint_format import FileWriter, RunningSums, naming
 
 LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
@@ -27,10 +28,11 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 HUGE_PAGE = 2 << 20
 
 
-def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
+def mapped(path: Path, size: int, is_whole: bool = False, readable: int = 0) -> Tensor:
     """Maps the first bytes of a file, [size] uint8: pages are read at first use, and processes share them.
 
-    Writes change this process's own copy of the page.
+    Writes change this process's own copy of the page. Memory behind the tensor can be read up to byte
+    `readable`; if the file has no page for it, the file is read into memory.
 
     Raises:
         ValueError: if the file is shorter than `size`, or longer and `is_whole`.
@@ -42,7 +44,13 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
             raise ValueError(
                 f"{path}: expected {size} bytes, got {length}: it is {what}. Build it again."
             )
-        return _map(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE)
+        end = min(length, max(size, readable))
+        if readable - end <= -end % mmap.PAGESIZE:
+            return _map(file.fileno(), end, mmap.MAP_PRIVATE | _NO_RESERVE, size)
+        memory = bytearray(readable)
+        with naming(path):
+            file.readinto(memoryview(memory)[:end])
+        return _tensor(memory, size)
 
 
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
@@ -72,13 +80,18 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     finally:
         file.close()
     with open(path, "r+b") as opened:
-        return _map(opened.fileno(), size, mmap.MAP_SHARED)
+        return _map(opened.fileno(), size, mmap.MAP_SHARED, size)
 
 
-def _map(file: int, size: int, flags: int) -> Tensor:
+def _map(file: int, end: int, flags: int, size: int) -> Tensor:
+    return _tensor(mmap.mmap(file, end, flags=flags) if end else b"", size)
+
+
+def _tensor(memory: Any, size: int) -> Tensor:
+    """Returns the first bytes of a buffer, [size] uint8."""
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size)
 
 
 class SecondWriter(ValueError):
@@ -114,9 +127,9 @@ class Appender:
         count, width = written.shape
         first = -(-self.used // width)
         if count:
-            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8))
+            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8, device="cpu"))
             self._add(written.contiguous().view(-1))
-        return torch.arange(first, first + count)
+        return torch.arange(first, first + count, device="cpu")
 
     def _add(self, data: Tensor) -> None:
         self._waiting.append(data)
@@ -159,12 +172,17 @@ def only_writer(folder: Path) -> Iterator[None]:
 
     Raises:
         SecondWriter: if another process, or another thread, holds the lock.
+        OSError: if the file system has no locks.
     """
     with open(folder / LOCK, "a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            with naming(folder / LOCK):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise SecondWriter(
                 f"{folder}: expected one writer at a time, got a second writer. Wait for the first."
             ) from None
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)

@@ -20,7 +20,6 @@ from torchrec_dyn.serving.builder import build_from, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
-    deltas_since,
     is_replaced,
     way_to,
 )
@@ -257,8 +256,8 @@ class Follower:
                 self._take(group, told)
             except SecondWriter:
                 raise
-            except (ValueError, FileNotFoundError) as error:
-                if self._has_moved(seen):
+            except (ValueError, OSError) as error:
+                if self._has_moved(seen) or not _is_of_an_entry(error, group):
                     raise
                 if len(group) == 1:
                     until = time.monotonic() + _RETRY_SECONDS
@@ -297,11 +296,11 @@ class Follower:
         self, chain: SavedChain, now: Entry, told: Mapping[str, Ids]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | tuple[None, None]:
         """Returns the ids that changed and that were removed since the caller's entry."""
-        deltas = None if self.since is None else deltas_since(chain, now, self.since)
-        if deltas is None:
+        way = None if self.since is None else way_to(chain, now, ServedEntry(0, self.since))
+        if way is None or any(one.is_full for one in way.entries):
             return None, None
         try:
-            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in deltas]
+            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in way.entries]
         except (ValueError, OSError):  # removed or damaged since they were applied
             return None, None
         joined = {name: _last_of([part[name] for part in parts]) for name in parts[0]}
@@ -328,12 +327,25 @@ def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Joins the changed and removed ids of deltas in order: what came last of each id, [M] int64 each."""
     ids = torch.cat([one for part in parts for one in part])
     is_removed = torch.cat(
-        [torch.full((len(one),), n == 1) for part in parts for n, one in enumerate(part)]
+        [
+            torch.full((len(one),), n == 1, device="cpu")
+            for part in parts
+            for n, one in enumerate(part)
+        ]
     )
     distinct, which = ids.unique(return_inverse=True)
-    last = torch.zeros_like(distinct).scatter_reduce_(0, which, torch.arange(len(ids)), "amax")
+    last = torch.zeros_like(distinct).scatter_reduce_(
+        0, which, torch.arange(len(ids), device="cpu"), "amax"
+    )
     is_gone = is_removed[last]
     return distinct[~is_gone], distinct[is_gone]
+
+
+def _is_of_an_entry(error: Exception, group: Sequence[Entry]) -> bool:
+    """Returns False for an error of the disk, unless it is of a file of an entry."""
+    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
+        return True
+    return any(one.path in Path(str(error.filename)).parents for one in group)
 
 
 def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:

@@ -60,8 +60,8 @@ class Generation(nn.Module):
             layout.append([first, blocks, shift, table.embedding_dim])
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("layout", torch.tensor(layout), persistent=False)
-        at_rest = torch.tensor([(-1, table.key) for table in self.tables]).view(-1, 2)
+        self.register_buffer("layout", torch.tensor(layout, device="cpu"), persistent=False)
+        at_rest = torch.tensor([(-1, table.key) for table in self.tables], device="cpu").view(-1, 2)
         self.register_buffer("_at_rest", at_rest, persistent=False)
         # Views of `slots` and `rows`, made once. An exported program makes views of its own two buffers.
         self._maps_once = self._maps()
@@ -143,7 +143,9 @@ def _open(
         name,
         manifest,
         slots,
-        mapped(folder / manifest.rows_file, manifest.mapped_bytes()),
+        mapped(
+            folder / manifest.rows_file, manifest.mapped_bytes(), readable=manifest.read_bytes()
+        ),
         tables,
     )
     if verify:

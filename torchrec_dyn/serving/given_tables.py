@@ -58,7 +58,9 @@ class GivenTables(nn.Module):
     @property
     def layout(self) -> Tensor:
         """The layout of `blocks`, [T, 4] int64: each table has one block."""
-        return torch.tensor([[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)])
+        return torch.tensor(
+            [[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
+        )
 
     def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
         """Finds the rows of ids as Generation does."""
@@ -66,7 +68,11 @@ class GivenTables(nn.Module):
 
     def blocks(self) -> Sequence[Tensor]:
         """Returns the rows of each table, for rows of float32 or float16."""
-        return self._of("rows")
+        # The file may have more rows of this width, of other tables.
+        return [
+            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << _SHIFT))
+            for rows in self._of("rows")
+        ]
 
     def _of(self, part: str) -> list[Tensor]:
         return [self._given[name_in_index(table, part)] for table in self._names]

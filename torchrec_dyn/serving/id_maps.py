@@ -48,7 +48,7 @@ class ServedMap:
     def __init__(self, slots: Tensor, key: int) -> None:
         self.slots = slots
         self.key = key
-        self._at_rest = torch.tensor([[-1, key]])
+        self._at_rest = torch.tensor([[-1, key]], device="cpu")
 
     def find(self, ids: Tensor) -> Tensor:
         """Returns the rows of ids, [M] int64, -1 where the id is absent.
@@ -56,7 +56,9 @@ class ServedMap:
         Args:
             ids: [M] int64.
         """
-        return ops.lookup(ids, torch.tensor([0, len(ids)]), [self.slots], self._at_rest)[0]
+        return ops.lookup(
+            ids, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
+        )[0]
 
     def has_its_key(self) -> bool:
         """Returns True if the ids in the first slots are found; with another key they would not be."""
@@ -71,7 +73,9 @@ class ServedMap:
             ids: [M] int64.
             rows: [M] int64, the rows of the ids.
         """
-        ops.insert(ids, rows, torch.tensor([0, len(ids)]), [self.slots], self._at_rest)
+        ops.insert(
+            ids, rows, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
+        )
 
     def take(self, ids: Tensor) -> Tensor:
         """Removes ids and returns their former rows, [M] int64, -1 where the id is absent.

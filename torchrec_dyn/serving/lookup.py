@@ -10,6 +10,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -21,10 +22,14 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn import ops
+from torchrec_dyn.serving.export import counts_between
 from torchrec_dyn.serving.generation import Generation, open_generation
 from torchrec_dyn.serving.given_tables import GivenTables
 from torchrec_dyn.serving.nbit import INT4, NBitPooling
 from torchrec_dyn.serving.unseen import UnseenRows
+
+# Held for an assignment only.
+_REPLACING = threading.Lock()
 
 
 class ServedLookup(nn.Module):
@@ -70,15 +75,16 @@ class ServedLookup(nn.Module):
         fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
         by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
         firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
-        of_column = torch.arange(len(table_of)).repeat_interleave(torch.tensor(self._columns))
         for name, numbers in {
-            "_fixed": torch.tensor(fixed),
-            "_by_batch": torch.tensor(by_batch),
-            "_first_feature": torch.tensor(firsts),
-            "_is_sum": torch.tensor([not means[t] for t in table_of]),
-            "_feature_of_column": of_column,
+            "_fixed": fixed,
+            "_by_batch": by_batch,
+            "_first_feature": firsts,
+            "_is_sum": [not means[t] for t in table_of],
+            "_feature_of_column": [
+                f for f, columns in enumerate(self._columns) for _ in range(columns)
+            ],
         }.items():
-            self.register_buffer(name, numbers, persistent=False)
+            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -87,6 +93,7 @@ class ServedLookup(nn.Module):
         )
         self.serves_initial = unseen == "initial"
         self._unseen: list[UnseenRows] = []
+        self._served: tuple[Generation, ...] = ()  # one, while `reading` too
         self.refresh()
 
     def refresh(self) -> bool:
@@ -97,11 +104,24 @@ class ServedLookup(nn.Module):
         Raises:
             ValueError: if the new generation does not match the collection; the old generation stays served.
         """
+        while True:
+            before = self._served
+            found = self._open(*before)
+            if found is None:
+                return False
+            with _REPLACING:
+                if self._served is before:  # else another thread has refreshed meanwhile
+                    self._served = (found,)
+                    if not isinstance(self._modules.get("generation"), GivenTables):
+                        self.generation = found
+                    return True
+
+    def _open(self, before: Generation | None = None) -> Generation | None:
+        """Returns the current generation if it matches the collection; None if it is `before`."""
         names = [config.name for config in self._configs]
-        before = cast("Generation | None", self._modules.get("generation"))
         found = open_generation(self.folder, names, before, self._verify)
         if found is None:
-            return False
+            return None
         for config, table in zip(self._configs, found.tables, strict=True):
             if config.embedding_dim != table.embedding_dim:
                 raise ValueError(
@@ -113,23 +133,28 @@ class ServedLookup(nn.Module):
             self._unseen = [
                 UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
             ]
-        self.generation = found
-        return True
+        return found
+
+    @property
+    def served(self) -> Generation:
+        """The generation that is served, also while a program is traced."""
+        return self._served[0]
 
     def given_tables(self) -> GivenTables:
         """Returns tables of the same names and columns for a program, without their tensors."""
         columns = {config.name: config.embedding_dim for config in self._configs}
-        return GivenTables(columns, self.generation.nbit)
+        return GivenTables(columns, self.served.nbit)
 
     @contextmanager
     def reading(self, given: GivenTables) -> Iterator[None]:
         """Reads given tables instead of the generation, which is no part of the module meanwhile."""
-        before = self._modules["generation"]
-        self._modules["generation"] = given
+        with _REPLACING:
+            self._modules["generation"] = given
         try:
             yield
         finally:
-            self._modules["generation"] = before
+            with _REPLACING:
+                self._modules["generation"] = self.served
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
@@ -174,7 +199,7 @@ class ServedLookup(nn.Module):
             out = nbit.gather(generation.rows, rows)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
-            tables = torch.arange(len(self._configs))
+            tables = torch.arange(len(self._configs), device="cpu")
             columns = torch.full_like(tables, width)
             segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
             out = ops.gather_pool(
@@ -182,8 +207,9 @@ class ServedLookup(nn.Module):
                 ids.shape[0] * width, torch.float32,
             ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
-            for t, positions in self._absent_positions(rows, table_offsets):
-                out = out.index_copy(0, positions, self._unseen[t](ids[positions]))
+            absent_of = self._absent_positions(rows, table_offsets)
+            initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
+            out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
 
     @staticmethod
@@ -191,26 +217,27 @@ class ServedLookup(nn.Module):
         # An exported program cannot branch on `absent`, so it always reads initial rows.
         return torch.compiler.is_exporting() or bool(absent.any())
 
-    def _absent_positions(self, rows: Tensor, bounds: Tensor) -> list[tuple[int, Tensor]]:
+    @staticmethod
+    def _absent_positions(rows: Tensor, bounds: Tensor) -> list[Tensor]:
         """Returns the positions of absent ids in each part; part i is bounds[i] to bounds[i + 1]."""
-        part = torch.bucketize(torch.arange(rows.shape[0]), bounds[1:], right=True)
-        absent = rows < 0
-        return [(i, (absent & (part == i)).nonzero().view(-1)) for i in range(bounds.shape[0] - 1)]
+        absent = (rows < 0).nonzero().view(-1)
+        return list(absent.split(counts_between(torch.searchsorted(absent, bounds), absent)))
 
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
         """Returns the pooled initial rows of absent ids; ids with a row count as zeros."""
-        every_feature = torch.arange(self._features + 1) * batch
+        every_feature = torch.arange(self._features + 1, device="cpu") * batch
+        ends, lengths = offsets[1:], offsets.diff()
         parts = []
-        for f, positions in self._absent_positions(rows, offsets[every_feature]):
+        for f, positions in enumerate(self._absent_positions(rows, offsets[every_feature])):
             table = self._table_numbers[f]
             values = self._unseen[table](ids[positions])
-            bags = torch.bucketize(positions, offsets[1:], right=True)
+            bags = torch.bucketize(positions, ends, right=True)
             if weights is not None:
                 values = values * weights[positions, None]
             if self._means[f]:
-                values = values / offsets.diff()[bags, None]
+                values = values / lengths[bags, None]
             zeros = values.new_zeros(batch, self._columns[f])
             parts.append(zeros.index_add(0, bags - f * batch, values))
         return torch.cat(parts, 1)

@@ -14,7 +14,7 @@
 manifest.json, keys sorted:
 
     {"format": 2, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
-        "capacity": 144, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
+        "capacity": 148, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
         "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
 
 `key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
@@ -117,13 +117,20 @@ class Manifest:
             [self.rows_bytes, *(end * width for end, width in zip(ends, widths, strict=True))]
         )
 
+    def read_bytes(self) -> int:
+        """Returns the number of bytes of the rows file that lookups may read.
+
+        The rows files of older versions may be shorter.
+        """
+        return max(self.mapped_bytes(), self.rows_bytes + self.row_format.spare_bytes)
+
     def whole_rows(self, table: str) -> int:
         """Returns the number of whole rows of a table's width in the rows file, at least 1."""
         return max(1, self.rows_bytes // self.widths()[table])
 
     def file_bytes(self) -> int:
-        """Returns the length of a rows file that has `mapped_bytes` and the `whole_rows` of every table."""
-        return max([self.mapped_bytes(), *self.widths().values()])
+        """Returns the length of a rows file that has `read_bytes` and the `whole_rows` of every table."""
+        return max([self.read_bytes(), *self.widths().values()])
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.
@@ -174,7 +181,7 @@ def current_generation(folder: Path) -> str:
     """
     try:
         return file_inside(folder, (folder / CURRENT).read_text().strip(), "", GENERATION).name
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ValueError(
             f"{folder}: expected a directory made by serving.build, got one without the name of a "
             f"generation in {CURRENT}. Build it first."

@@ -42,7 +42,7 @@ class _Refreshable:
     @property
     def generation(self) -> str:
         """Name of the served generation."""
-        return self._lookup.generation.name
+        return self._lookup.served.name
 
     def refresh(self) -> bool:
         """Serves the deltas that were applied so far, from the next call on.
@@ -71,7 +71,7 @@ class _Refreshable:
             raise ValueError(
                 f"{type(self).__name__}.ids: expected a table of {listed(names)}, got {table!r}."
             )
-        return self._lookup.generation.ids_of(names.index(table))
+        return self._lookup.served.ids_of(names.index(table))
 
 
 class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):
@@ -204,7 +204,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             ids, offsets, _, batch = traced_features(
                 features, self._features, False, type(self).__name__
             )
-            firsts = offsets[torch.arange(len(self._features) + 1) * batch]
+            firsts = offsets[torch.arange(len(self._features) + 1, device="cpu") * batch]
             lengths = offsets.diff().split([batch] * len(self._features))
             counts = counts_between(firsts, ids)
         else:

@@ -51,14 +51,20 @@ class NBitPooling(nn.Module):
         self._most_int4, self._most_int8 = (
             self._most if dtype == one else 0 for one in (INT4, torch.int8)
         )
-        ends = torch.tensor([0, *columns]).cumsum(0).int()
-        host = torch.full((features,), EmbeddingLocation.HOST.value, dtype=torch.int32)
-        types = torch.full((features,), _TYPES[dtype].as_int(), dtype=torch.uint8)
+        ends = torch.tensor([0, *columns], device="cpu").cumsum(0).int()
+        host = torch.full(
+            (features,), EmbeddingLocation.HOST.value, dtype=torch.int32, device="cpu"
+        )
+        types = torch.full((features,), _TYPES[dtype].as_int(), dtype=torch.uint8, device="cpu")
         self.register_buffer("_ends", ends, persistent=False)
         self.register_buffer("_places", host, persistent=False)
         self.register_buffer("_types", types, persistent=False)
-        self.register_buffer("_begins", torch.zeros(features).long(), persistent=False)
-        self.register_buffer("_none", torch.empty(0, dtype=torch.uint8), persistent=False)
+        self.register_buffer(
+            "_begins", torch.zeros(features, device="cpu").long(), persistent=False
+        )
+        self.register_buffer(
+            "_none", torch.empty(0, dtype=torch.uint8, device="cpu"), persistent=False
+        )
 
     def forward(
         self, written: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
@@ -82,7 +88,7 @@ class NBitPooling(nn.Module):
         """
         # As one feature: for further features the kernel computes the begin of the output in 32 bits, which
         # may overflow.
-        offsets = torch.arange(2) * rows.shape[0]
+        offsets = torch.arange(2, device="cpu") * rows.shape[0]
         return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
 
     def _call(

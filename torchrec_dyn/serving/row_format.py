@@ -6,7 +6,8 @@
 
 int8: the bias is the least number of the row, rounded down to float16. The scale is a 255th of the range from
 the bias to the largest number, rounded up. So every number is inside the range of the bytes, and its error is
-at most scale / 2: half a 255th of the row's range, and up to a thousandth more for each of the two roundings.
+at most scale / 2. Of numbers from a to b the scale is at most (1 + 2^-10) (b - a + r) / 255 + 2^-24, where
+r = 2^-10 |a| + 2^-24 is the rounding of the bias.
 
 int4: the numbers are those of FBGEMM's FloatToFusedNBitRowwiseQuantizedSBHalf, whose rows have scale and bias
 at the end; its kernels for inference expect them at the begin. The bias is the least number a, and the scale
@@ -58,6 +59,14 @@ class RowFormat:
         return self.dtype in (torch.int8, INT4)
 
     @property
+    def spare_bytes(self) -> int:
+        """Number of bytes behind the last row that a lookup may read.
+
+        Without AVX-512 FBGEMM's kernel reads 4 bytes behind a row if D is no multiple of 8.
+        """
+        return 64 if self.is_nbit else 0
+
+    @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of stored rows as a tensor: rows of int8 and int4 are bytes, with scale and bias."""
         return torch.uint8 if self.is_nbit else self.dtype
@@ -85,7 +94,8 @@ class RowFormat:
             return _encode_int4(rows.float(), where)
         if self.dtype == torch.int8:
             return _encode_int8(rows.float(), where)
-        written = rows.to(self.dtype).contiguous()
+        written = _widened(rows) if self.dtype == torch.float32 else rows.to(self.dtype)
+        written = written.contiguous()
         # A wider format rounds nothing. An infinite number is rare: most rows are read once.
         is_exact = self.is_exact_for(rows.dtype)
         if not is_exact and bool(written.isinf().any()) and bool(_became_infinite(rows, written)):
@@ -106,6 +116,36 @@ class RowFormat:
             steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
         return steps.float() * scale + bias
 
+    def as_trained(self, written: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns rows [M, D] of a dtype that the format `is_exact_for`, bit for bit as they were encoded.
+
+        Args:
+            written: [M, row_bytes] uint8.
+            dtype: the dtype of training.
+        """
+        numbers = written.contiguous().view(self.dtype)
+        return numbers if dtype == self.dtype else _narrowed(numbers, dtype)
+
+
+# torch's casts give NaNs other bits, and few numbers others than many. Content sums are of the bits.
+def _widened(rows: Tensor) -> Tensor:
+    """Casts to float32; `_narrowed` gives the bits back."""
+    if rows.dtype != torch.float16:
+        return rows.float()
+    bits = rows.view(torch.int16).int()
+    nans = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
+    return torch.where(rows.isnan(), nans.view(torch.float32), rows.float())
+
+
+def _narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts float32 to the dtype, float16 or bfloat16, from which `_widened` has cast it."""
+    bits = numbers.view(torch.int32)
+    if dtype == torch.bfloat16:
+        return (bits >> 16).to(torch.int16).view(dtype)
+    nans = bits >> 16 & 0x8000 | 0x7C00 | bits >> 13 & 0x3FF
+    rows = numbers.to(dtype).view(torch.int16)
+    return torch.where(numbers.isnan(), nans.to(torch.int16), rows).view(dtype)
+
 
 def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
     return (written.isinf() & rows.isfinite()).any()
@@ -113,7 +153,9 @@ def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
 
 def _encode_int8(rows: Tensor, where: str) -> Tensor:
     if rows.numel() == 0:
-        return torch.empty(len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8)
+        return torch.empty(
+            len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8, device="cpu"
+        )
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     bias = _to_half(low, up=False)
     scale = _to_half((high - bias.float()) / _STEPS, up=True)
@@ -131,7 +173,9 @@ def _encode_int4(rows: Tensor, where: str) -> Tensor:
             f"{rows.shape[1]}. Serve them with rows=torch.int8."
         )
     if rows.numel() == 0:
-        return torch.empty(len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8)
+        return torch.empty(
+            len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8, device="cpu"
+        )
     low, high = torch.aminmax(rows, dim=1)
     # A range that float16 cannot hold in 15 steps is refused below; FBGEMM would write an infinite scale.
     if not bool(

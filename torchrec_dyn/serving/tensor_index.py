@@ -3,7 +3,7 @@
 The file `tensors` of a generation is text, one line for each tensor: its name, its dtype, its file in the
 directory of served tables, its first byte in the file, and its dimensions:
 
-    item.slots int64 000001-51ab20fe/slots 0 144 2      the id map
+    item.slots int64 000001-51ab20fe/slots 0 148 2      the id map
     item.key int64 000001-51ab20fe/keys 0 1 2           -1, and the secret key of the map
     item.rows float32 rows-51ab20fe 0 106 16            rows of the table's own width, from byte 0 on
     rows uint8 rows-51ab20fe 0 6800                     the bytes in use of all tables
@@ -23,7 +23,7 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import FileWriter
+from torchrec_dyn.checkpoint_format import replace_file
 from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES
 from torchrec_dyn.serving.manifest import SLOTS, Manifest
@@ -73,15 +73,9 @@ def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
 
 
 def write_index(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Writes the index and the keys of a generation, and waits until both are on the disk."""
+    """Writes the keys of a generation, then the index that names them; both are on the disk then."""
     for name, data in _contents(generation, manifest).items():
-        file = FileWriter(folder / generation / name)
-        try:
-            file.resize(0)
-            file.write(0, data)
-            file.commit()
-        finally:
-            file.close()
+        replace_file(folder / generation / name, data)
 
 
 def check_index(folder: Path, generation: str, manifest: Manifest) -> None:
@@ -123,5 +117,5 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
 def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
     lines = "".join(one.line() + "\n" for one in indexed(generation, manifest))
-    pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()])
-    return {TENSORS: lines.encode(), KEYS: pairs.numpy().tobytes()}
+    pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
+    return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}

@@ -20,10 +20,9 @@ def _initial_rows(
 ) -> Tensor:
     # The op of the core writes into a block of 2^shift rows, a size that torch.export cannot express.
     shift = max(0, (ids.numel() - 1).bit_length())
-    block = torch.empty(1 << shift, columns, dtype=dtype)
-    ops.init_rows_(
-        ids, torch.arange(ids.numel()), [block], shift, columns, 0, kind, parameters, key
-    )
+    block = torch.empty(1 << shift, columns, dtype=dtype, device="cpu")
+    rows = torch.arange(ids.numel(), device="cpu")
+    ops.init_rows_(ids, rows, [block], shift, columns, 0, kind, parameters, key)
     return block[: ids.numel()].float().clone()
 
 

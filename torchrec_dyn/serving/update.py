@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -215,11 +214,6 @@ def _checked_sums(
     return sums
 
 
-def _check_rows(path: Path, sums: Checksums | None, rows: Tensor) -> None:
-    if sums is not None:
-        sums.check(path, rows)
-
-
 def _opened(
     deltas: Sequence[str | os.PathLike[str]], served: Mapping[str, ServedTable]
 ) -> list[tuple[str, dict[str, SavedTable]]]:
@@ -296,7 +290,11 @@ def _write_generation(
     maps = maps_of(slots, tables)
     rows_sums = None if sums is None else RunningSums(sums.files[manifest.rows_file])
     appender = Appender(path / manifest.rows_file, manifest.rows_bytes, rows_sums)
-    check = partial(_check_rows, path / manifest.rows_file, sums, old_rows)
+
+    def check() -> None:
+        if sums is not None:
+            sums.check(path / manifest.rows_file, old_rows)
+
     try:
         for name in tables if not keep else ():
             _copy_map(old_maps[name], maps[name])
@@ -377,7 +375,7 @@ class _Change:
         self._sums = dict(table.sums)
         self.num_rows = table.num_rows
         self.result: dict[str, int] = {}
-        self.removed = torch.empty(0).long()
+        self.removed = torch.empty(0, device="cpu").long()
         self.changed = [self.removed]
 
     def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> None:
@@ -417,8 +415,8 @@ class _Change:
         self._add("ids", -content_sum(self._name, "ids", ids, ids))
         if self._format.is_exact_for(self._dtype):
             usable = len(self._rows) // self._width * self._width
-            old = self._format.decode(self._rows[:usable].view(-1, self._width)[rows])
-            weight = old.to(self._dtype)
+            old = self._rows[:usable].view(-1, self._width)[rows]
+            weight = self._format.as_trained(old, self._dtype)
             self._add("weight", -content_sum(self._name, "weight", ids, weight))
 
     def _add(self, name: str, total: int) -> None:

@@ -190,7 +190,7 @@ def _check_contents(
     for ids, numbers, _ in served.pieces():
         found = add_sums(found, {"ids": content_sum(name, "ids", ids, ids)})
         if is_exact:
-            weight = row_format.decode(of_table[numbers]).to(table.trained_dtype)
+            weight = row_format.as_trained(of_table[numbers], table.trained_dtype)
             found = add_sums(found, {"weight": content_sum(name, "weight", ids, weight)})
     for one, total in found.items():
         if total != table.sums[one]:
