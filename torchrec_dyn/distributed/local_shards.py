@@ -233,7 +233,8 @@ class LocalShards:
         for shards in self._tables.values():
             for shard in shards:
                 if shard not in other._tables[shard.name]:
-                    # Earlier state dicts and graphs are not valid any more, whether by 1 or, again, by 2.
+                    # Earlier state dicts and graphs are not valid any more. Two more, after an interrupt, say
+                    # the same as one more.
                     shard.generation += 1
         kept = {"batches": self.batches, "_handles": self._handles}
         self.__dict__.update({**other.__dict__, **kept})

@@ -360,7 +360,8 @@ class Table:
         if len({step for of_shards in of_ranks for step in of_shards}) > 1:
             raise ValueError(
                 f"{self.where}.{verb}: expected every shard at the same training step, got "
-                f"{steps} by rank. Call it on all ranks between the same two batches."
+                f"{steps} by rank. Call it on all ranks between the same two batches; if an interrupt came "
+                "into a batch, load a checkpoint first."
             )
         self._mark_frozen(is_frozen, frozen)
 
