@@ -251,7 +251,9 @@ def test_a_directory_that_goes_away_may_be_made_again(tmp_path: Path) -> None:
     store = RowStore(16, 4, torch.float32, torch.device("cpu"), str(place))
     store.reserve(16)
     place.rmdir()
-    with pytest.raises(OSError, match=r"No such file.* No row has changed\. Make the directory") as e:
+    with pytest.raises(
+        OSError, match=r"No such file.* No row has changed\. Make the directory"
+    ) as e:
         store.reserve(17)
     assert "Free space" not in str(e.value)
     place.mkdir()
