@@ -15,7 +15,9 @@ def test_every_id_is_read_once_in_the_order_of_its_row(free: tuple[int, ...], mo
     id_map = IdMap(100)
     id_map.reserve(100)
     id_map.insert(ops.mix64(torch.tensor(used)), torch.tensor(used))
-    found = [(ids.clone(), rows.clone()) for ids, rows in id_map.by_row(100, most)]
+    found = [
+        (ids.clone(), rows.clone()) for ids, rows in id_map.by_row(100, most, id_map.ids_of_rows)
+    ]
     assert all(len(ids) == len(rows) <= most for ids, rows in found)
     rows = torch.cat([rows for _, rows in found])
     assert rows.tolist() == sorted(used)
@@ -32,7 +34,7 @@ def test_a_large_map_is_scanned_at_most_four_times(
     id_map.reserve(count)
     id_map.insert(torch.arange(count) * 3, torch.arange(count))
     monkeypatch.setattr(ops, "ids_of_rows", lambda *asked: scans.append(1) or list_rows(*asked))
-    found = [ids.clone() for ids, _ in id_map.by_row(count, 8)]
+    found = [ids.clone() for ids, _ in id_map.by_row(count, 8, id_map.ids_of_rows)]
     assert torch.equal(
         torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(count) * 3
     )

@@ -79,10 +79,6 @@ class AdmissionCounters:
         self.id_map.reserve(additional)
         self._scores.store.reserve(self._numbers.highest_after(additional))
 
-    def counts(self, ids: Tensor, since: int = 0) -> Tensor:
-        """Returns the counts of ids [M] int64; 0 without a counter, or if last seen before step `since`."""
-        return self.waiting(ids, since)[1]
-
     def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
         """Returns the rows and the counts of ids [M] int64 with a counter last seen at step `since` or later.
 

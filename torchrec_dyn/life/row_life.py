@@ -479,7 +479,7 @@ class RowLife:
         if self._decay is not None:
             begins = self._decay.begins(step, self.clock)
             counts = self._decay.present(last_seen, counts, begins)
-        return counts if self.waiting is None else counts + self.waiting.counts(ids)
+        return counts if self.waiting is None else counts + self.waiting.waiting(ids)[1]
 
     def export(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the saved form of the life; rows [R] int64 are those of all ids in canonical order.

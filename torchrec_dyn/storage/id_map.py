@@ -238,17 +238,14 @@ class IdMap:
         return ops.ids_of_rows(*self.arrays(), first, last)
 
     def by_row(
-        self,
-        rows: int,
-        most: int,
-        ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]] | None = None,
+        self, rows: int, most: int, ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows.
 
         Args:
             rows: number of rows to read.
             most: the most ids at a time, rounded down to a power of two: a piece then lies in one block.
-            ids_of_rows: function that returns what this map's `ids_of_rows` returns; None: this map's.
+            ids_of_rows: function that returns what this map's `ids_of_rows` returns.
         """
         step = 1 << max(1, most).bit_length() - 1
         places = torch.arange(min(rows, step), device=self.slots.device)
@@ -256,7 +253,7 @@ class IdMap:
         at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
-            ids, has_id = (ids_of_rows or self.ids_of_rows)(first, last)
+            ids, has_id = ids_of_rows(first, last)
             is_full = bool(has_id.all())
             for here, used in zip(ids.split(step), has_id.split(step), strict=True):
                 those = numbers[: len(here)]
