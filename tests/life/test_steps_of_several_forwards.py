@@ -104,12 +104,8 @@ def test_a_table_lives_as_the_model_whatever_a_step_is(eviction, admission):
     assert both.table.step == both.model.step
 
 
-SIZES = (
-    645,
-    10,
-    10,
-    10,
-)  # the first surplus has counters of the step itself; three forwards follow
+# New ids of each forward. The first surplus has counters of the step itself.
+SIZES = (645, 10, 10, 10)
 
 
 def waiting_table(**options):
@@ -152,11 +148,10 @@ def test_a_half_life_may_begin_twice_in_a_step():
     both.forward(*range(8), *[*often] * 8)
     both.end_step()
     both.set_time(15)
-    both.forward(
-        *[*range(8)] * 2, 1000
-    )  # a full table lists candidates: 8 with 2.5, the others with 4
+    # The full table lists candidates: `often` has counts of 4, the other ids 3.
+    both.forward(*[*range(8)] * 2, 1000)
     both.set_time(25)
-    both.forward(*[1000] * 50)  # now the others have 2
+    both.forward(*[1000] * 50)  # now `often` has 2, and the others still 3
     both.end_step()
     for newest in range(2000, 2008):
         both.forward(*[newest] * 9)

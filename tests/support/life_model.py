@@ -79,9 +79,7 @@ class LifeModel:
         self.rows: dict[int, Row] = {}
         self.waiting: dict[int, Counted] = {}
         self.step = self.births = 0
-        self.is_open = (
-            False  # True: the next forward belongs to the last step, as with deferred updates
-        )
+        self.is_open = False  # True: the next forward belongs to the last step (deferred updates)
         self.clock: int | None = None  # None until it is set
         self.is_new_time = False  # True if the time was set after the last step
         self.causes: Counter[str] = Counter()
@@ -127,9 +125,9 @@ class LifeModel:
     def check(self, ids: list[int], uses: list[Use] | None = None) -> None:
         """Raises TooFew if a batch does not fit."""
         stay, new = set(self.rows) - self.due(), self.admitted(ids, uses)
-        held = (
-            stay & (_counted(ids, uses) | self._seen(self.next_step)) if self.makes_room else stay
-        )
+        held = stay
+        if self.makes_room:
+            held = stay & (_counted(ids, uses) | self._seen(self.next_step))
         if (self.makes_room or new) and len(held) + len(new) > self.limit:
             raise TooFew(len(held), len(new))
 

@@ -255,7 +255,7 @@ class StagedRows:
         blocks, left = self._converted.blocks, self.weights.blocks
         while left:
             done = len(blocks) - len(left)
-            # The rest has no memory yet.
+            # A copy of the whole last block would commit its memory.
             count = min(rows - (done << self.weights.shift), len(left[0]))
             blocks[done][:count].copy_(left[0][:count])
             self.weights.drop_first()
