@@ -7,11 +7,11 @@ the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `d
 of the changed rows; it is verified completely before any table changes.
 """
 
-from torchrec_dyn.checkpoint.checkpoints import Checkpoints, Restored
+from torchrec_dyn.checkpoint.checkpoints import Checkpoints
 from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
-from torchrec_dyn.checkpoint.dropped_load import drop_load
+from torchrec_dyn.checkpoint.entry_load import Restored
 from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
@@ -23,6 +23,7 @@ from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load, only_to_save
+from torchrec_dyn.whole_model import drop_load
 
 __all__ = [
     "Checkpoints",

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import filelock
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import dense_state
-from torchrec_dyn.checkpoint.dropped_load import drop_load
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
-from torchrec_dyn.checkpoint.entry_load import load_entry
+from torchrec_dyn.checkpoint.entry_load import Restored, load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
 from torchrec_dyn.checkpoint.forgetting import (
     Forgotten,
@@ -43,35 +42,13 @@ from torchrec_dyn.checkpoint.further_values import (
     options_of,
     saved_values,
 )
-from torchrec_dyn.checkpoint.pruning import (
-    WRITING,
-    entry_folders,
-    outdated,
-    remove,
-    remove_hidden,
-)
+from torchrec_dyn.checkpoint.pruning import WRITING, entry_folders, outdated, remove, remove_hidden
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
 from torchrec_dyn.state_dict import only_to_save
-from torchrec_dyn.whole_model import sharding_types, tables_of
+from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
-
-
-class Restored(NamedTuple):
-    """What `Checkpoints.restore` has loaded.
-
-    Attributes:
-        step: the step that was given to `save`.
-        extra: the further values of this rank by name; of an object its state dict.
-        entry: the entry.
-        skipped: a line for each newer entry that could not be used, and why.
-    """
-
-    step: int
-    extra: dict[str, Any]
-    entry: Entry
-    skipped: list[str]
 
 
 class Checkpoints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +22,22 @@ from torchrec_dyn.state_dict import LoadPlanner, only_to_load
 
 _CALL = "Checkpoints.restore"
 _STATE = "optimizer.state."
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` has loaded.
+
+    Attributes:
+        step: the step that was given to `save`.
+        extra: the further values of this rank by name; of an object its state dict.
+        entry: the entry.
+        skipped: a line for each newer entry that could not be used, and why.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    entry: Entry
+    skipped: list[str]
 
 
 def load_entry(

@@ -104,7 +104,7 @@ def headline(checkpoint: SavedCheckpoint) -> list[str]:
     return lines
 
 
-def table_lines(report: TableReport, block: str = "█") -> Iterator[str]:
+def table_lines(report: TableReport, block: str) -> Iterator[str]:
     """Yields the lines that describe one table; `block` is the character of bars."""
     table = report.table
     yield ""
@@ -182,9 +182,7 @@ class TableReport:
     histograms: list[Histogram]  # of the norms, and of ages and counts if scores are saved
 
 
-def read_rows(
-    table: SavedTable, verify: bool, progress: Callable[[int], object] = lambda read: None
-) -> TableReport:
+def read_rows(table: SavedTable, verify: bool, progress: Callable[[int], object]) -> TableReport:
     """Reads all rows of a table, in chunks, and returns the report.
 
     With `verify` all other tensors are read too, and everything is checked. `progress` gets the number of

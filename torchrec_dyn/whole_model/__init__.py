@@ -21,7 +21,7 @@ from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, sta
 from torchrec_dyn.whole_model.tables import (
     Collection,
     collections_of,
-    lock_of,
+    drop_load,
     saved_forms,
     saved_sums,
     sharding_types,

@@ -23,6 +23,7 @@ from torchrec_dyn.state_dict import (
     ModelSource,
     OptimizerSource,
     checksums,
+    drop_awaited,
     saved_tensors,
 )
 from torchrec_dyn.storage import TableLock
@@ -125,11 +126,30 @@ def table_names(collection: Collection) -> list[str]:
     return list(collection.module_sharding_plan)
 
 
-def lock_of(collection: Collection) -> TableLock:
+def _lock_of(collection: Collection) -> TableLock:
     """Returns the lock of a collection's tables."""
     if isinstance(collection, UnshardedCollection):
         return collection.unsharded_lookup.lock
     return collection._shards.lock
+
+
+def drop_load(model: nn.Module) -> list[str]:
+    """Drops the rows that `torch.distributed.checkpoint.load` has read with `LoadPlanner` for a model.
+
+    They wait for `load_state_dict`, and a forward before it is an error. After this call the model trains on
+    with the rows that it has. Not collective, but to be called on every rank of a sharded model.
+
+    Args:
+        model: DistributedModelParallel, any module, or a collection.
+
+    Returns:
+        The names of the tables whose rows were dropped, in order; none if nothing waited.
+
+    Raises:
+        ValueError: if the model has no dynamic collection.
+    """
+    collections = collections_of(model, "drop_load")
+    return sorted(name for _, one in collections for name in drop_awaited(_lock_of(one)))
 
 
 def groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
