@@ -76,6 +76,8 @@ def test_memory_behind_the_last_row_can_be_read(tmp_path, dtype):
         assert rows.untyped_storage().nbytes() == used
         assert ctypes.string_at(rows.data_ptr() + used, spare) == bytes(spare)
         assert torch.equal(rows_of(out, table, range(256)), expected)
+    serving.add_checksums(out)
+    assert file.stat().st_size == used + spare
     save_delta(tmp_path / "delta", [table], [table.with_random([1])])
     serving.apply_delta(out, tmp_path / "delta")
     assert file.stat().st_size >= used + used // 256 + spare

@@ -93,7 +93,7 @@ class ServedLookup(nn.Module):
         )
         self.serves_initial = unseen == "initial"
         self._unseen: list[UnseenRows] = []
-        self._served: tuple[Generation, ...] = ()  # one, while `reading` too
+        self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
         self.refresh()
 
     def refresh(self) -> bool:

@@ -138,7 +138,7 @@ def _read_into(chunk: Tensor, file: FileIO, path: Path, place: int, size: int) -
 
 
 def add_checksums(folder: str | os.PathLike[str]) -> None:
-    """Adds checksums and the index of tensors to served tables of an older version that lack these.
+    """Adds what served tables of an older version lack: checksums, the index of tensors, spare bytes.
 
     Before checksums are added, the ids are checked against the content sums of the saved tables; so are rows
     that were not rounded. Rounded rows cannot be checked: build again where you doubt them.
@@ -157,8 +157,8 @@ def add_checksums(folder: str | os.PathLike[str]) -> None:
         manifest, within = read_manifest(path, generation), path / generation
         if read_checksums(within, manifest.rows_file) is None:
             _add_sums(path, generation, manifest)
+        extend(path / manifest.rows_file, manifest.file_bytes())
         if not (within / TENSORS).exists():
-            extend(path / manifest.rows_file, manifest.file_bytes())
             write_index(path, generation, manifest)
 
 
