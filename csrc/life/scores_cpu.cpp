@@ -13,7 +13,7 @@
 #include "life/scores_arguments.h"
 #include "parallel.h"
 #include "radix_sort.h"
-#include "row_parts.h"
+#include "row_parts_cpu.h"
 #include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {

@@ -19,7 +19,7 @@
 #include "lookup/table_segments_cpu.h"
 #include "lookup/updated_table.h"
 #include "parallel.h"
-#include "row_parts.h"
+#include "row_parts_cpu.h"
 #include "simd.h"
 #include "storage/rounding_cpu.h"
 #include "storage/row_access_cpu.h"

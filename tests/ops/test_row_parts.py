@@ -1,4 +1,4 @@
-"""The rows of a batch are cut into parts for threads (csrc/row_parts.h): more for a table of many ids."""
+"""The rows of a batch are cut into parts for threads (csrc/row_parts_cpu.h): more for a table of many ids."""
 
 import ctypes
 import heapq
@@ -18,7 +18,7 @@ from torchrec_dyn import ops
 ROOT = Path(__file__).parents[2]
 # The function of the header: writes the table, the ids, the number of the part, and the parts of the table.
 SOURCE = """
-#include "row_parts.h"
+#include "row_parts_cpu.h"
 using namespace torchrec_dyn;
 extern "C" int64_t list_parts(const int64_t* ids, int64_t tables, int64_t least, RowPart* parts) {
   const auto list = row_parts({ids, ids + tables}, least);
