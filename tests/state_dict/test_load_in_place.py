@@ -65,8 +65,8 @@ def test_a_commit_that_was_interrupted_does_not_make_rows_compact_again():
     assert staged.compact() == 100
     interrupt = mock.patch.object(RowStore, "keep_in_use", side_effect=[None, KeyboardInterrupt])
     with interrupt, pytest.raises(KeyboardInterrupt):
-        staged.convert(torch.float32)
+        staged.convert(torch.float32, 100)
     assert staged.compact() == 100
-    staged.convert(torch.float32)
+    staged.convert(torch.float32, 100)
     kept, rows_of_kept = staged.id_map.contents()
     assert staged.weights.read(rows_of_kept)[:, 0].equal(kept.float())
