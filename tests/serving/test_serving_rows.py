@@ -112,14 +112,14 @@ def test_fbgemm_reads_int4_as_we_do():
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
 
 
-def read_last_rows_before_a_hole(dtype, spare):
-    """Reads rows that end `spare` bytes before a page that cannot be read."""
+def read_last_rows_before_a_hole(dtype):
+    """Reads rows that end `spare_bytes` before a page that cannot be read."""
     memory, form = mmap.mmap(-1, 3 * mmap.PAGESIZE), RowFormat(dtype)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     hole = ctypes.c_void_p(begin + 2 * mmap.PAGESIZE)
     assert ctypes.CDLL(None).mprotect(hole, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    end = 2 * mmap.PAGESIZE - spare
     for columns in (4, 8, 12, 20, 60, 64, 100):
+        end = 2 * mmap.PAGESIZE - form.spare_bytes(columns)
         written = form.encode(torch.randn(20, columns), "t").view(-1)
         rows = torch.frombuffer(memory, dtype=torch.uint8)[end - len(written) : end].copy_(written)
         pooling, last = NBitPooling([columns], dtype), torch.tensor([19])
@@ -129,7 +129,7 @@ def read_last_rows_before_a_hole(dtype, spare):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int4])
 def test_fbgemm_reads_the_spare_bytes_at_most(dtype):
-    call(read_last_rows_before_a_hole, dtype, RowFormat(dtype).spare_bytes)
+    call(read_last_rows_before_a_hole, dtype)
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 6, 7, 13])

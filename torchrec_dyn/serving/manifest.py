@@ -122,7 +122,9 @@ class Manifest:
 
         The rows files of older versions may be shorter.
         """
-        return max(self.mapped_bytes(), self.rows_bytes + self.row_format.spare_bytes)
+        spare = self.row_format.spare_bytes
+        behind = max(spare(table.embedding_dim) for table in self.tables.values())
+        return max(self.mapped_bytes(), self.rows_bytes + behind)
 
     def whole_rows(self, table: str) -> int:
         """Returns the number of whole rows of a table's width in the rows file, at least 1."""

@@ -58,13 +58,12 @@ class RowFormat:
         """True for int8 and int4: numbers of a few bits, with a scale and a bias a row."""
         return self.dtype in (torch.int8, INT4)
 
-    @property
-    def spare_bytes(self) -> int:
-        """Number of bytes behind the last row that a lookup may read.
+    def spare_bytes(self, columns: int) -> int:
+        """Returns the number of bytes behind the last row that a lookup may read.
 
         Without AVX-512 FBGEMM's kernel reads 4 bytes behind a row if D is no multiple of 8.
         """
-        return 64 if self.is_nbit else 0
+        return 64 if self.is_nbit and columns % 8 else 0
 
     @property
     def stored_dtype(self) -> torch.dtype:
