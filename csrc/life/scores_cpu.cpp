@@ -13,6 +13,7 @@
 #include "life/scores_arguments.h"
 #include "parallel.h"
 #include "radix_sort.h"
+#include "row_parts_cpu.h"
 #include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
@@ -37,12 +38,6 @@ TORCHREC_DYN_SIMD bool all_inside(const int64_t* rows, int64_t count, int64_t ca
   return least >= -1 && most < capacity;
 }
 
-// Parts of each table, so that there is a task for every thread. A power of two: the part of a row costs no division.
-int64_t parts_of(int64_t tables, int64_t rows) {
-  if (tables == 0 || rows < kGrain) return 1;
-  return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>((thread_count() + tables - 1) / tables)));
-}
-
 // The number of touches of each of `rows` rows; null if each row is touched once.
 const int64_t* times_data(const char* op, const std::optional<Tensor>& times, int64_t rows) {
   if (!times) return nullptr;
@@ -62,29 +57,28 @@ void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<
   const int64_t* offset = const_data<int64_t>(table_offsets);
   const int64_t* step = const_data<int64_t>(steps);
   const int64_t* often = times_data(op, times, rows.numel());
-  std::vector<int64_t> scored;  // tables with scores and rows
+  std::vector<int64_t> touched_rows(tables.size());  // rows of each table with scores
   BlockList<uint64_t> blocks(op, "scores", scores);
   std::vector<ScoreBlocks> words;
   for (int64_t t = 0; t < count; ++t) {
     check_step(step[t]);
     words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
-    if (tables[static_cast<size_t>(t)].blocks == 0 || offset[t] == offset[t + 1]) continue;
-    scored.push_back(t);
+    if (tables[static_cast<size_t>(t)].blocks == 0) continue;
+    touched_rows[static_cast<size_t>(t)] = offset[t + 1] - offset[t];
     // All rows are checked before the first row is touched: an error changes nothing.
     check_touched_rows(all_inside(row + offset[t], offset[t + 1] - offset[t], words.back().capacity));
   }
   SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
-  const int64_t parts = parts_of(static_cast<int64_t>(scored.size()), rows.numel());
-  for_each_task(static_cast<int64_t>(scored.size()) * parts, [&](int64_t task) {
-    const int64_t t = scored[static_cast<size_t>(task / parts)];
+  const std::vector<RowPart> parts = row_parts(touched_rows, rows.numel() < kGrain ? 1 : thread_count());
+  for_each_task(static_cast<int64_t>(parts.size()), [&](int64_t task) {
+    const auto [t, ids, part, parts_of_table] = parts[static_cast<size_t>(task)];
     const ScoreBlocks view = words[static_cast<size_t>(t)];
-    const int64_t occurrences = offset[t + 1] - offset[t];
+    const int64_t table_rows = offset[t + 1] - offset[t];
     const auto now = static_cast<uint64_t>(step[t]);
-    const int64_t part = task % parts;
     if (often)
-      touch_part<true>(view, row + offset[t], often + offset[t], occurrences, now, part, parts);
+      touch_part<true>(view, row + offset[t], often + offset[t], table_rows, now, part, parts_of_table);
     else
-      touch_part<false>(view, row + offset[t], nullptr, occurrences, now, part, parts);
+      touch_part<false>(view, row + offset[t], nullptr, table_rows, now, part, parts_of_table);
   });
 }
 

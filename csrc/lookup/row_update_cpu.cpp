@@ -19,6 +19,7 @@
 #include "lookup/table_segments_cpu.h"
 #include "lookup/updated_table.h"
 #include "parallel.h"
+#include "row_parts_cpu.h"
 #include "simd.h"
 #include "storage/rounding_cpu.h"
 #include "storage/row_access_cpu.h"
@@ -435,13 +436,13 @@ PartSize largest_part(const std::vector<int64_t>& ids, const std::vector<TableLa
 // Returns the number of rows that would not be finite.
 template <typename T>
 int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const UpdatedTable<T>& table,
-                 int64_t table_index, int shift, int64_t part, Pass pass, Workspace& workspace) {
-  const int64_t mask = (int64_t{1} << shift) - 1;
+                 const RowPart& part, Pass pass, Workspace& workspace) {
+  const int64_t mask = part.parts - 1;
   RowRuns& rows = workspace.rows;
   rows.clear();
-  segments.visit(static_cast<size_t>(table_index), [&](int64_t begin, int64_t end) {
+  segments.visit(static_cast<size_t>(part.table), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part, job.rows[i], static_cast<uint32_t>(i));
+      rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part.part, job.rows[i], static_cast<uint32_t>(i));
   });
   rows.group();
   const Runs<T> all{job, table, rows.runs(), rows.positions()};
@@ -449,13 +450,8 @@ int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const U
   return pass == Pass::kPlain ? update_runs<false>(all, workspace, pass) : update_runs<true>(all, workspace, pass);
 }
 
-// Binary logarithm of the parts of a table: enough parts that the threads share the work evenly.
-int part_shift(int64_t tables, int64_t ids) {
-  if (thread_count() <= 1 || ids < 4096) return 0;
-  int shift = 0;
-  while (shift < 6 && (tables << shift) < 4 * thread_count()) ++shift;
-  return shift;
-}
+// The parts of a call that has several threads: enough that no thread waits for long.
+int64_t least_parts(int64_t ids) { return thread_count() <= 1 || ids < 4096 ? 1 : 4 * thread_count(); }
 
 Pass pass_of(OnNonfinite what, bool is_trial) {
   if (is_trial) return what == OnNonfinite::kWrite ? Pass::kPlain : Pass::kTrial;
@@ -498,11 +494,11 @@ void update_rows_(const UpdateCall& call) {
     const UpdateJob<T> job{
         bags, places,   const_data<float>(call.grad), const_data<int64_t>(call.ids), row, read.bag_weights,
         sent, read.rule};
-    const auto table_count = static_cast<int64_t>(read.tables.size());
-    const int shift = part_shift(table_count, ids);
-    const int64_t tasks = table_count << shift;
+    const std::vector<int64_t> table_ids = segments.ids();
+    const std::vector<RowPart> parts = row_parts(table_ids, least_parts(ids));
+    const auto tasks = static_cast<int64_t>(parts.size());
     const int64_t workers = worker_count(tasks);
-    const PartSize most = largest_part(segments.ids(), read.tables);
+    const PartSize most = largest_part(table_ids, read.tables);
     thread_local Workspaces kept;  // one for each row type
     std::vector<Workspace>& workspaces =
         kept.of(workers, most, sizeof(T) == sizeof(float), sent.of_id ? static_cast<size_t>(sent.ranks) + 1 : 0);
@@ -510,12 +506,12 @@ void update_rows_(const UpdateCall& call) {
     const auto run = [&](bool is_trial) {
       std::vector<int64_t> nonfinite(read.tables.size());
       for_each_task_of(workers, tasks, [&](int64_t task, int64_t worker) {
-        const int64_t table = task >> shift, part = task & ((int64_t{1} << shift) - 1);
-        const auto t = static_cast<size_t>(table);
+        const RowPart& part = parts[static_cast<size_t>(task)];
+        const auto t = static_cast<size_t>(part.table);
         const Pass pass = pass_of(read.on_nonfinite[t], is_trial);
         if (is_trial && pass == Pass::kPlain) return;
-        const int64_t rows = run_part(job, segments, updated.tables[t], table, shift, part, pass,
-                                      workspaces[static_cast<size_t>(worker)]);
+        const int64_t rows =
+            run_part(job, segments, updated.tables[t], part, pass, workspaces[static_cast<size_t>(worker)]);
         if (rows > 0) std::atomic_ref<int64_t>(nonfinite[t]).fetch_add(rows, std::memory_order_relaxed);
       });
       return nonfinite;
