@@ -3,9 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
-#include <functional>
 #include <numeric>
+#include <tuple>
 #include <vector>
 
 namespace torchrec_dyn {
@@ -21,8 +22,9 @@ struct RowPart {
 // Each part looks at all ids of its table: more parts would cost more than they bring.
 constexpr int64_t kMostParts = 64;
 
-// The parts of tables of ids[t] ids, the largest first: one that began last would keep the other threads waiting. Where
-// the parts of a table are even, each has at most 1 / `least` of all ids, or its table has kMostParts.
+// The parts of tables of ids[t] ids. Where the parts of a table are even, each has at most 1 / `least` of all ids, or
+// its table has kMostParts. Large parts come first: one that began last would keep the other threads waiting. Parts of
+// one power of 2 are in the order of their tables, which lie side by side in the rows of the output.
 inline std::vector<RowPart> row_parts(const std::vector<int64_t>& ids, int64_t least) {
   const int64_t all = std::reduce(ids.begin(), ids.end());
   std::vector<RowPart> list;
@@ -33,7 +35,10 @@ inline std::vector<RowPart> row_parts(const std::vector<int64_t>& ids, int64_t l
     while (parts < kMostParts && ids[t] * least > all * parts) parts *= 2;
     for (int64_t part = 0; part < parts; ++part) list.push_back({static_cast<int64_t>(t), ids[t] / parts, part, parts});
   }
-  if (least > 1) std::ranges::sort(list, std::greater(), &RowPart::ids);
+  if (least > 1)
+    std::ranges::sort(list, {}, [](const RowPart& one) {
+      return std::tuple(-std::bit_width(static_cast<uint64_t>(one.ids)), one.table, one.part);
+    });
   return list;
 }
 

@@ -176,12 +176,11 @@ std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& ask
 std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> scores,
                                          int64_t shift, int64_t rows, bool by_count, int64_t before, int64_t most) {
   const char* op = "lowest_scores";
-  const std::vector<IdMapView> maps = views_of(op, slots, moved);
-  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  const IdMapView map = one_map(op, slots, moved);
   BlockList<uint64_t> blocks(op, "scores", scores);
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   check_lowest(words.capacity, rows, most);
-  return find_lowest(maps[0], {words, rows, by_count, end_of_scores(before)}, static_cast<uint64_t>(most));
+  return find_lowest(map, {words, rows, by_count, end_of_scores(before)}, static_cast<uint64_t>(most));
 }
 
 }  // namespace

@@ -71,14 +71,13 @@ std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor
                                          int64_t shift, int64_t rows, bool by_count, int64_t before, int64_t most) {
   const char* op = "lowest_scores";
   const Device device = slots.empty() ? Device(kDevice) : slots.front().device();
-  const std::vector<IdMapView> maps = views_of(op, slots, moved, device);
-  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  const IdMapView map = one_map(op, slots, moved, device);
   BlockList<uint64_t> blocks(op, "scores", scores, device);
   const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
   check_lowest(words.capacity, rows, most);
   DeviceCall call(slots.front());
   if (rows == 0 || most == 0) return {new_device_tensor({0}), new_device_tensor({0})};
-  return find_lowest(call, maps[0], {send_words(call, blocks, words), rows, by_count, end_of_scores(before)}, most);
+  return find_lowest(call, map, {send_words(call, blocks, words), rows, by_count, end_of_scores(before)}, most);
 }
 
 }  // namespace

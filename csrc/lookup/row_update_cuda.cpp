@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
-#include <optional>
 #include <span>
 #include <vector>
 

@@ -20,7 +20,6 @@
 #include "parallel.h"
 #include "radix_sort.h"
 #include "simd.h"
-#include "storage/canonical_ids_arguments.h"
 #include "storage/cells.h"
 #include "storage/id_map.h"
 #include "storage/id_map_arguments.h"

@@ -5,7 +5,6 @@
 
 #include "device_call.h"
 #include "kernel.h"
-#include "storage/canonical_ids_arguments.h"
 #include "storage/canonical_ids_kernels.h"
 #include "storage/id_map_arguments.h"
 
@@ -25,10 +24,14 @@ std::tuple<Tensor, Tensor> used_slots(const Tensor& slots) {
   return {ids, rows};
 }
 
+// All slots must be on the device of the first.
+IdMapView one_device_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
+  return one_map(op, slots, moved, slots.empty() ? Device(kDevice) : slots.front().device());
+}
+
 std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& moved, int64_t first, int64_t last) {
   const char* op = "ids_of_rows";
-  const std::vector<IdMapView> maps = views_of(op, slots, moved, slots.empty() ? kDevice : slots.front().device());
-  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  const IdMapView map = one_device_map(op, slots, moved);
   TORCHREC_DYN_CHECK(0 <= first && first <= last, op, ": expected 0 <= first <= last, got ", first, " and ", last, ".");
   const int64_t rows = last - first;
   DeviceCall call(slots.front());
@@ -37,14 +40,9 @@ std::tuple<Tensor, Tensor> ids_of_rows(std::vector<Tensor> slots, const Tensor& 
   auto* flag = static_cast<uint8_t*>(has_id.mutable_data_ptr());
   simt::fill_zero(call.stream(), id, rows * static_cast<int64_t>(sizeof *id));
   simt::fill_zero(call.stream(), flag, rows);
-  for (int a = 0; a < (maps[0].is_growing() ? 2 : 1); ++a)
-    simt::launch(call.stream(), maps[0].arrays[a].capacity, WriteIdsOfRows{maps[0].arrays[a], first, rows, id, flag});
+  for (int a = 0; a < (map.is_growing() ? 2 : 1); ++a)
+    simt::launch(call.stream(), map.arrays[a].capacity, WriteIdsOfRows{map.arrays[a], first, rows, id, flag});
   return {ids, has_id};
-}
-
-// All slots must be on the device of the first.
-IdMapView one_device_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved) {
-  return one_map(op, slots, moved, slots.empty() ? Device(kDevice) : slots.front().device());
 }
 
 Tensor count_cells(std::vector<Tensor> slots, const Tensor& moved, int64_t bits) {

@@ -1,8 +1,10 @@
 // The distinct absent ids of a lookup on the CPU, in the order in which they first occur, on all threads.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "checks.h"

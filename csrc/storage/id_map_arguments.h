@@ -1,12 +1,12 @@
 // Id maps as arguments of an op: tensors of slots, checked, and read as the views of storage/id_map.h.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 #include "checks.h"
+#include "storage/cells.h"
 #include "storage/id_map.h"
 
 namespace torchrec_dyn {
@@ -62,6 +62,14 @@ inline std::vector<IdMapView> views_of(const char* op, const std::vector<Tensor>
   return views;
 }
 
+// The only map of a call.
+inline IdMapView one_map(const char* op, const std::vector<Tensor>& slots, const Tensor& moved,
+                         const Device& device = DeviceType::CPU) {
+  const std::vector<IdMapView> maps = views_of(op, slots, moved, device);
+  check_size(op, "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  return maps[0];
+}
+
 constexpr bool is_row_to_insert(int64_t row) { return row >= 0 && row < std::numeric_limits<int64_t>::max(); }
 
 inline void check_inserted_row(int64_t row) {
@@ -82,5 +90,24 @@ inline void check_new_index(bool is_below, int64_t new_rows) {
 }
 
 inline void raise_new_index_error(const int64_t* words) { check_new_index(false, words[0]); }
+
+inline void check_new_capacity(int64_t capacity) {
+  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
+                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
+                     capacity, ".");
+}
+
+inline void check_move(const SlotArray& from, const SlotArray& to, int64_t moved) {
+  TORCHREC_DYN_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0,
+                     "move_slots: expected moved in [0, ", from.capacity, "], a multiple of ", kLineSlots, ", got ",
+                     moved, ".");
+  TORCHREC_DYN_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
+                     " outgoing ones, got ", to.capacity, ".");
+}
+
+inline void check_cell_bits(int64_t bits) {
+  TORCHREC_DYN_CHECK(bits >= 0 && bits <= kMostCellBits, "count_cells: expected bits in [0, ", kMostCellBits, "], got ",
+                     bits, ".");
+}
 
 }  // namespace torchrec_dyn

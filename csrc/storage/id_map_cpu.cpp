@@ -1,7 +1,6 @@
 // The ops of the id map on the CPU. Ids are in table order; table_offsets says where each table begins.
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -116,8 +115,7 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
 
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long);
-  const std::vector<IdMapView> maps = views_of("erase", slots, moved);
-  check_size("erase", "the number of maps", 1, static_cast<int64_t>(maps.size()));
+  const std::vector<IdMapView> maps{one_map("erase", slots, moved)};
   SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
   Tensor rows = new_int64(ids.numel());
   const int64_t* id = const_data<int64_t>(ids);
@@ -137,9 +135,7 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
 
 Tensor new_slots(const Tensor& slots, int64_t capacity) {
   array_of("new_slots", "slots", slots);
-  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
-                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
-                     capacity, ".");
+  check_new_capacity(capacity);
   const ZeroedMemory memory = take_zeroed_memory(capacity * static_cast<int64_t>(sizeof(Slot)));
   return tensor_of(memory.begin, {capacity, 2}, {2, 1}, ScalarType::Long, [memory] { free_zeroed_memory(memory); });
 }
@@ -147,11 +143,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing);
   const SlotArray to = array_of("move_slots", "slots", slots);
-  TORCHREC_DYN_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0,
-                     "move_slots: expected moved in [0, ", from.capacity, "], a multiple of ", kLineSlots, ", got ",
-                     moved, ".");
-  TORCHREC_DYN_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
-                     " outgoing ones, got ", to.capacity, ".");
+  check_move(from, to, moved);
   SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
   // Pieces of a fixed size: the new slot of an id does not depend on the number of threads.
   constexpr int64_t kPiece = 1 << 15;

@@ -2,7 +2,6 @@
 //
 // What a kernel finds wrong is a word that later kernels of the call look at before they write, and report.
 #include <algorithm>
-#include <limits>
 #include <tuple>
 #include <vector>
 
@@ -99,13 +98,12 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
 
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long, kDevice);
-  const std::vector<IdMapView> views = views_of("erase", slots, moved, ids.device());
-  check_size("erase", "the number of maps", 1, static_cast<int64_t>(views.size()));
+  const IdMapView map = one_map("erase", slots, moved, ids.device());
   SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
   const int64_t count = ids.numel();
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({count});
-  const LeavingIds leaving{const_data<int64_t>(ids), count, views[0], call.allocate_for<int64_t>(count)};
+  const LeavingIds leaving{const_data<int64_t>(ids), count, map, call.allocate_for<int64_t>(count)};
   simt::launch(call.stream(), count, FindLeaving{leaving, mutable_data<int64_t>(rows)});
   simt::launch(call.stream(), count, MarkLeaving{leaving});
   simt::launch(call.stream(), count, FirstOfRun{leaving, mutable_data<int64_t>(rows)});
@@ -115,9 +113,7 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
 
 Tensor new_slots(const Tensor& slots, int64_t capacity) {
   array_of("new_slots", "slots", slots, kDevice);
-  TORCHREC_DYN_CHECK(capacity >= kLineSlots && capacity < (int64_t{1} << 48) && capacity % kLineSlots == 0,
-                     "new_slots: expected a capacity in [", kLineSlots, ", 2^48), a multiple of ", kLineSlots, ", got ",
-                     capacity, ".");
+  check_new_capacity(capacity);
   const DeviceCall call(slots);
   Tensor made = new_device_tensor({capacity, 2});
   simt::fill_zero(call.stream(), made.mutable_data_ptr(), capacity * static_cast<int64_t>(sizeof(Slot)));
@@ -128,11 +124,7 @@ Tensor new_slots(const Tensor& slots, int64_t capacity) {
 Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, int64_t until, int64_t key) {
   const SlotArray from = array_of("move_slots", "outgoing", outgoing, kDevice);
   const SlotArray to = array_of("move_slots", "slots", slots, outgoing.device());
-  TORCHREC_DYN_CHECK(moved >= 0 && moved <= from.capacity && moved % kLineSlots == 0,
-                     "move_slots: expected moved in [0, ", from.capacity, "], a multiple of ", kLineSlots, ", got ",
-                     moved, ".");
-  TORCHREC_DYN_CHECK(from.capacity <= to.capacity, "move_slots: expected slots for ", from.capacity,
-                     " outgoing ones, got ", to.capacity, ".");
+  check_move(from, to, moved);
   SeparateMemory().writes(outgoing).writes(slots).check("move_slots");
   Tensor moved_now = new_int64(1);  // `moved` of other ops is on the CPU, too
   int64_t& end = mutable_data<int64_t>(moved_now)[0] = moved;

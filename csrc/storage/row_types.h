@@ -78,11 +78,12 @@ constexpr int32_t kHalfBias = 112 << 10;
 TORCHREC_DYN_BOTH inline void store_nearest(float value, Float16* out) {
   const uint32_t bits = bits_of_float(value);
   const auto magnitude = static_cast<int32_t>(bits & 0x7FFFFFFFu);
-  const int32_t normal = ((magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13) - kHalfBias;  // half to even
+  // Half to even. Unsigned: with the largest NaNs the sum is no int32.
+  const uint32_t normal = (((bits & 0x7FFFFFFFu) + 0xFFFu + ((bits >> 13) & 1u)) >> 13) - kHalfBias;
   // The floats from 0.5 to 1 are 2^-24 apart too, so the sum rounds as a subnormal half does.
   const float small = float_of_bits(static_cast<uint32_t>(magnitude < kHalfNormal ? magnitude : kHalfNormal));
   const uint32_t subnormal = bits_of_float(small + 0.5f) - bits_of_float(0.5f);
-  const uint32_t finite = if_less(magnitude, kHalfNormal, subnormal, static_cast<uint32_t>(normal));
+  const uint32_t finite = if_less(magnitude, kHalfNormal, subnormal, normal);
   const uint32_t rounded = ((bits >> 16) & 0x8000u) | if_less(magnitude, kHalfInfinity, finite, 0x7C00u);
   out->bits = static_cast<uint16_t>(if_less(kFloatInfinity, magnitude, 0x7E00u, rounded));
 }

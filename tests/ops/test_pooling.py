@@ -102,6 +102,25 @@ def test_every_half_is_read_exactly():
 
 
 @pytest.mark.usefixtures("device")
+def test_floats_of_every_kind_are_rounded_as_torch_does():
+    """Also NaN of all bits, as in memory of 0xFF bytes: no sum of a conversion overflows (make sanitize)."""
+    edges = [0, 0x800000, 0x33000000, 0x387FE000, 0x38800000, 0x477FEFFF, 0x477FF000, 0x7F800000]
+    near = [edge + step for edge in edges for step in (-1, 0, 1)][1:]
+    bits = torch.tensor([*near, 0x7FC00000, 0x7FFFEFFF, 0x7FFFF000, 0x7FFFFFFF])
+    floats = torch.cat([bits, bits - 2**31]).int().view(torch.float32)
+    count = len(floats)
+    layout, segments = torch.tensor([[0, 1, 6, 1]]), torch.tensor([[0, 0, count, 0, 1]])
+    block = torch.zeros(64, 1)
+    block[:count, 0] = floats
+    rows = torch.arange(count)
+    for out in DTYPES:
+        got = ops.gather_pool(rows, None, None, [block], layout, segments, False, count, out)
+        expected = floats.to(out)
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        assert same.all(), (out, floats[~same], got[~same])
+
+
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("columns", [5, 16, 48, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bags_of_one_id_are_rows(columns, dtype):

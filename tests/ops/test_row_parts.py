@@ -63,8 +63,7 @@ def test_a_table_has_parts_for_its_share_of_the_ids(row_parts, ids, least):
             assert cut == MOST_PARTS or count * least <= cut * sum(ids), "a part is too large"
             assert cut == 1 or 2 * count * least > cut * sum(ids), "half as many parts would do"
     if least > 1:
-        sizes = [n for _, n, _, _ in listed]
-        assert sizes == sorted(sizes, reverse=True)
+        assert listed == sorted(listed, key=lambda one: (-one[1].bit_length(), one[0], one[2]))
 
 
 @pytest.mark.parametrize(
