@@ -4,7 +4,6 @@ import ctypes
 import heapq
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -130,40 +129,3 @@ def test_tables_alone_are_updated_as_side_by_side():
             for t in range(5):
                 expected = whole[name][t] if t == table else torch.zeros_like(whole[name][t])
                 assert torch.equal(alone[name][t], expected), (table, name, t)
-
-
-def seconds(call):
-    """Returns the least time of a processor that three calls took."""
-    times = []
-    for _ in range(3):
-        begin = time.thread_time()
-        call()
-        times.append(time.thread_time() - begin)
-    return min(times)
-
-
-def test_an_update_of_many_tables_takes_the_time_of_their_lookup(threads):
-    """Each table looked at the segments of all: an update took nine times as long as the lookup."""
-    threads(1)
-    tables, bags, columns = 8000, 4, 16
-    count = tables * bags
-    weights = list(torch.zeros(tables, 16, columns))
-    rows, offsets = torch.arange(count) % 16, torch.arange(count + 1)
-    layout = torch.tensor([[t, 1, 4, columns] for t in range(tables)])
-    segments = torch.tensor(
-        [[t, bags * t, bags, columns * t, columns * tables] for t in range(tables)]
-    )
-    streams = torch.tensor([[0, 0, 1]]).repeat(tables, 1)
-    grad = torch.ones(count * columns)
-    lookup = seconds(
-        lambda: ops.gather_pool(
-            rows, offsets, None, weights, layout, segments, False, count * columns, torch.float32
-        )
-    )
-    update = seconds(
-        lambda: ops.update_rows_(
-            grad, rows, rows, offsets, None, weights, [], layout, segments, streams, False,
-            0, [0.1], [1.0] * tables, None, [], None, [], [],
-        )
-    )  # fmt: skip
-    assert update < 4 * lookup, (update, lookup)
