@@ -148,6 +148,18 @@ def test_learning_rates_of_numpy_and_tensors(tmp_path: Path) -> None:
     job.checkpoints.close()
 
 
+def test_a_rate_in_a_tensor_is_that_of_the_rows_after_a_restore(tmp_path: Path) -> None:
+    job, again = Job(tmp_path / "kept"), Job(tmp_path / "kept")
+    job.optimizer.param_groups[0]["lr"] = 0.5
+    rows = again.optimizer.param_groups[0]
+    held = rows["lr"] = torch.tensor(0.125)
+    job.save(0)
+    again.restore()
+    assert rows["lr"] is held and held == 0.5
+    assert {group.learning_rate for group in rows._groups} == {0.5}
+    job.checkpoints.close()
+
+
 def test_values_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept")
     with pytest.MonkeyPatch.context() as patch:

@@ -143,6 +143,17 @@ def test_other_groups_have_their_update_when_the_error_is_raised(defers):
         assert [model.table(f"t{t}").stats()["step"] for t in range(2)] == [3, 3]
 
 
+def test_tables_of_another_optimizer_have_their_update_when_the_error_is_raised():
+    model = collection("error", "error", defers=True)
+    model.embedding_bags["t1"].mark_optimizer([torch.optim.SGD], [{"lr": 0.1}])
+    train(model), model.fused_optimizer.step()
+    before = [state_of(model, table) for table in range(2)]
+    with pytest.raises(RuntimeError, match="got NaN or infinity in 1 rows"):
+        train(model, (0,)), model.fused_optimizer.step()
+    assert same_rows(state_of(model, 0), before[0], [1, 2, 3])
+    assert not same_rows(state_of(model, 1), before[1], [1, 2, 3])
+
+
 def test_the_first_of_several_errors_is_raised_and_none_is_left():
     model = collection("error", "error", dtypes=[DataType.FP32, DataType.BF16])
     with pytest.raises(RuntimeError, match="got NaN or infinity in 1 rows"):

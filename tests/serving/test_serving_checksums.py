@@ -1,6 +1,7 @@
 """Checksums of served files: every flipped bit is seen by a verification, and by a delta that reads it."""
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -382,3 +383,14 @@ def test_damaged_lists_of_sums(served):
         path.write_bytes(text)
         with pytest.raises(ValueError, match=r"expected the checksums of .* Build it again\."):
             serving.verify(served)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rows_file_that_lacks_rows_is_not_filled_with_zeros(served, is_there):
+    rows = files_of(served)["rows"]
+    os.truncate(rows, rows.stat().st_size // 2) if is_there else rows.unlink()
+    with pytest.raises((ValueError, FileNotFoundError)):
+        serving.add_checksums(served)
+    assert rows.exists() == is_there
+    with pytest.raises((ValueError, FileNotFoundError)):
+        collection(served)

@@ -63,6 +63,15 @@ def test_orders_and_sizes_change_from_batch_to_batch(plans: str) -> None:
     workers.run(train_beside, case, batches_in_turn, world_size=4, local_size=2)
 
 
+def test_names_of_features_may_have_an_at_sign() -> None:
+    """TorchRec names the output of a feature of two tables "feature@table"."""
+    tables = [
+        Table("t", ["a@b", "c"], usual_plan("table_wise", 8, 4, 2)),
+        Table("u", ["c", "a"], usual_plan("column_wise", 8, 4, 2)),
+    ]
+    run(Case(tables, steps=2))
+
+
 @pytest.mark.parametrize("plans", ["whole rows", "spread rows"])
 def test_weighted_bags(plans: str) -> None:
     run(case_of_plans(plans, weighted=True))

@@ -11,11 +11,10 @@ from torchrec.modules.embedding_configs import DataType
 import torchrec_dyn as dyn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-ADAGRAD = {"optimizer": "EXACT_ADAGRAD", "learning_rate": 0.1}
 LRU = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
 
-def made(config=LRU, ids=(), data_type=DataType.FP32):
+def made(config=LRU, ids=(), data_type=DataType.FP32, optimizer="EXACT_ADAGRAD"):
     item = EmbeddingBagConfig(
         name="t",
         embedding_dim=16,
@@ -23,7 +22,8 @@ def made(config=LRU, ids=(), data_type=DataType.FP32):
         feature_names=["f"],
         data_type=data_type,
     )
-    collection = dyn.DynamicEmbeddingBagCollection([item], dynamic=config, fused_params=ADAGRAD)
+    fused = {"optimizer": optimizer, "learning_rate": 0.1}
+    collection = dyn.DynamicEmbeddingBagCollection([item], dynamic=config, fused_params=fused)
     train(collection, *ids)
     return collection
 
@@ -61,3 +61,11 @@ def test_few_rows_stay_on_small_pages(config, ids, data_type):
     train(loaded, *range(20_000))
     for block in first_blocks(loaded):
         assert "hg" in advice_of(block)
+
+
+def test_few_numbers_a_row_take_few_pages():
+    rowwise = {"optimizer": "EXACT_ROWWISE_ADAGRAD"}
+    saved, loaded = made(ids=range(10, 31), **rowwise), made(**rowwise)
+    loaded.load_state_dict(saved.state_dict())
+    loaded.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
+    assert max(map(committed_pages, first_blocks(loaded))) <= 4

@@ -347,8 +347,8 @@ def test_ranges_of_rows_and_conversion(monkeypatch):
     assert not store.read(torch.arange(250, 550))[:, 3:5].any()
     store.put(250, 3, numbers(600, 2)[250:550])
     capacity = store.capacity
-    converted = store.converted(80, torch.float16, lambda rows: torch.cat([rows, rows], 1))
-    assert converted.capacity >= store.capacity == capacity
+    converted = store.converted(80, torch.float16, lambda rows: torch.cat([rows, rows], 1), 600)
+    assert converted.capacity >= 600 and store.capacity == capacity
     assert holds(converted, 600) and holds(store, 600)
     grow = ops.grow_block  # the memory of a GPU may hold any numbers
     monkeypatch.setattr(ops, "grow_block", lambda *args: grow(*args).fill_(3.0))

@@ -216,7 +216,7 @@ def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
         blocks = list(store.blocks)
         cuda.on("B")
         device.forget()
-        store.converted(4, torch.float16, lambda rows: rows)
+        store.converted(4, torch.float16, lambda rows: rows, store.capacity)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
 

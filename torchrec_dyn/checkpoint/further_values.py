@@ -119,9 +119,8 @@ def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> Non
         for parameter in group["params"]:
             for name, number in options.get(keys.get(id(parameter), ""), {}).items():
                 if isinstance(group.get(name), Tensor):
-                    group[name].fill_(number)
-                else:
-                    group[name] = number
+                    number = group[name].fill_(number)
+                group[name] = number  # a learning rate of rows is written to the tables
 
 
 def write_values(

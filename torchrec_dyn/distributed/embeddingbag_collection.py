@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -169,20 +170,41 @@ class ShardedDynamicEmbeddingBagCollection(
             # An interrupted first batch may have created some dists.
             self._input_dists, self._feature_splits, self._features_order = [], [], []
             self._create_input_dist(features.keys())
-            # Of batches with a size per feature, which may come later: only names and the device are read.
-            self._create_inverse_indices_permute_indices(
-                (self._check_batch.features, features.values())
-            )
+            self._order_inverse_indices(features.device())
             self._has_uninitialized_input_dist = False
+
+    def _order_inverse_indices(self, device: torch.device) -> None:
+        """Sets the order of `inverse_indices` by output, for batches with a size per feature.
+
+        They come in the order of the collection's features. TorchRec's method takes what is before an "@" in
+        the name of a feature for the name.
+        """
+        place = {feature: i for i, feature in enumerate(self._check_batch.features)}
+        features = self._features_by_output([one.name for one in self._embedding_bag_configs])
+        order = [place[features[name]] for name in self._uncombined_embedding_names]
+        if order != list(range(len(place))):
+            indices = torch.tensor(order, device="cpu").to(device, non_blocking=True)
+            self._inverse_indices_permute_indices = indices
+
+    def _features_by_output(self, tables: Container[str]) -> dict[str, str]:
+        """Returns the feature of each output of some tables, by the name of the output."""
+        configs = self._embedding_bag_configs
+        return {
+            name: feature
+            for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
+            if config.name in tables
+            for name, feature in zip(names, config.feature_names, strict=True)
+        }
 
     def _mean_divisor(self, setup: ShardingSetup) -> MeanDivisor:
         """Returns the divisor of the outputs that must be divided after the output dist."""
-        feature_of_output: dict[str, str] = {}
-        configs = self._embedding_bag_configs
-        for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True):
-            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread:
-                feature_of_output.update(zip(names, config.feature_names, strict=True))
-        return MeanDivisor([feature_of_output.get(name) for name in self._embedding_names])
+        divided = [
+            config.name
+            for config in self._embedding_bag_configs
+            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread
+        ]
+        features = self._features_by_output(divided)
+        return MeanDivisor([features.get(name) for name in self._embedding_names])
 
     def _finished(
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext

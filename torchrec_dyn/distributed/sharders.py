@@ -88,8 +88,8 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 
         Raises:
             ValueError: on every rank, if the plan is not valid or differs between ranks, if the sharder
-                changes a table's optimizer, if a batch was sent and not looked up yet, or if a forward of a
-                table that moves is open; nothing has changed then.
+                changes a table's optimizer, if a batch was sent and not looked up yet, or if a forward of any
+                table of the collection is open; nothing has changed then.
             RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
         """
         reshard(self, sharded_module, changed_shard_to_params, env, device)

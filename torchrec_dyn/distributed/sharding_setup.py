@@ -156,7 +156,7 @@ def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> No
     """Raises ValueError if another collection of the model has a table of the same name.
 
     Both tables would have the same initial rows. Tables of two models may have the same name: a student and
-    its teacher begin alike.
+    its teacher begin alike. Collections that are sharded one by one, by calls of a sharder, are not compared.
     """
     model = model_being_sharded()
     if module_fqn is None or model is None:

@@ -15,7 +15,8 @@ And a pipeline that prefetches has taken the step before (`PrefetchedStep`).
 A forward that activation checkpointing runs again takes no step: it repeats the first (recomputation.py).
 
 Backward:
-1. Check that it is the forward's first backward, and that no table was loaded, converted or moved since.
+1. Check that it is the forward's first backward, and that no table was loaded, converted, moved or given
+   another optimizer since.
 2. Compute the gradient of the bag weights, if it is needed.
 3. Sum the gradients of each distinct row and apply the optimizer in place. If updates are deferred, the
    optimizer's `step()` does this (deferred_updates.py).
@@ -512,8 +513,9 @@ class TableGroup:
         """Writes the deferred updates and ends the step; does nothing if updates are not deferred.
 
         Raises:
-            RuntimeError: the tables were loaded, converted or moved since a backward; the updates are
-                dropped. Or an update that is not finite was refused with an error; no row has changed.
+            RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
+                backward; the updates are dropped. Or an update that is not finite was refused with an error;
+                no row has changed.
         """
         if self.deferred is None:
             return
@@ -554,8 +556,8 @@ class TableGroup:
     def _changed_before_step(self) -> RuntimeError:
         return RuntimeError(
             f"{self._where}: expected the tables of the backward at the optimizer's step(), got tables that "
-            "were loaded or converted in between, or moved. The gradients are dropped. Call step() or "
-            "zero_grad() first."
+            "were loaded or converted in between, moved, or given another optimizer. The gradients are "
+            "dropped. Call step() or zero_grad() first."
         )
 
     @locked

@@ -57,15 +57,16 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
     """Writes learning rates and deferred updates to all tables.
 
     Raises:
-        RuntimeError: as `TableGroup.write_updates`, the first error, after the other groups have written.
+        RuntimeError, ValueError: as `TableGroup.write_updates`, the first error, after the other groups have
+            written.
     """
-    faults: list[RuntimeError] = []
+    faults: list[Exception] = []
     for one in rates:
         one.push()
         for group in one.deferring():
             try:
                 group.write_updates()
-            except RuntimeError as fault:
+            except (RuntimeError, ValueError) as fault:
                 faults.append(fault)
     if faults:
         raise faults[0]
@@ -100,7 +101,8 @@ class DynamicOptimizer(FusedOptimizer):
         Raises:
             ValueError: torch's GradScaler calls this method, which has scaled the gradients, or TorchRec's
                 GradientClippingOptimizer, which does not clip rows.
-            RuntimeError: the tables were loaded, converted or moved since a deferred update.
+            RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
+                deferred update.
         """
         check_step(type(self).__name__)
         write_updates([self._rates])

@@ -17,10 +17,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, write_updates
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.modules.wrapper_checks import check_step
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import check_taken
@@ -157,7 +158,7 @@ class UnshardedLookup:
         if self._combined is None:
             optimizers = list(self._optimizers.values())
             self._combined = (
-                optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(list(optimizers))
+                optimizers[0] if len(optimizers) == 1 else _AllOptimizers(list(optimizers))
             )
         return self._combined
 
@@ -182,8 +183,8 @@ class UnshardedLookup:
         return self.tables[0].where.partition("(")[0]
 
     def _current_groups(self) -> list[_Group]:
+        now = TABLES.now  # first: what changes meanwhile renews it
         made = [table.rows() for table in self.tables]
-        now = TABLES.now
         if now is self._grouped_at:
             return self._groups
         state = [(rows, rows.dtype, rows.optimizer) for rows in made]
@@ -268,6 +269,15 @@ class UnshardedLookup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._drop_groups()
+
+
+class _AllOptimizers(CombinedOptimizer):
+    """TorchRec's CombinedOptimizer of the tables of one collection: an error of some holds back no others."""
+
+    def step(self, closure: Any = None) -> None:
+        """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
+        check_step(type(self).__name__)
+        write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:

@@ -112,6 +112,10 @@ class ServedLookup(nn.Module):
             with _REPLACING:
                 if self._served is before:  # else another thread has refreshed meanwhile
                     self._served = (found,)
+                    if self.serves_initial:
+                        # They follow from the name, the seed and the initializer of a table.
+                        names = (config.name for config in self._configs)
+                        self._unseen = list(map(UnseenRows, names, found.tables))
                     if not isinstance(self._modules.get("generation"), GivenTables):
                         self.generation = found
                     return True
@@ -128,11 +132,6 @@ class ServedLookup(nn.Module):
                     f"{self._where}(table='{config.name}'): expected embedding_dim "
                     f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
                 )
-        if self.serves_initial:
-            # Initial rows follow from the name, the seed and the initializer, which no delta changes.
-            self._unseen = [
-                UnseenRows(name, table) for name, table in zip(names, found.tables, strict=True)
-            ]
         return found
 
     @property

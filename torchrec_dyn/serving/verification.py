@@ -157,7 +157,9 @@ def add_checksums(folder: str | os.PathLike[str]) -> None:
         manifest, within = read_manifest(path, generation), path / generation
         if read_checksums(within, manifest.rows_file) is None:
             _add_sums(path, generation, manifest)
-        extend(path / manifest.rows_file, manifest.file_bytes())
+        rows_file = path / manifest.rows_file
+        mapped(rows_file, manifest.rows_bytes)  # a truncated file is damaged: zeros would hide it
+        extend(rows_file, manifest.file_bytes())
         if not (within / TENSORS).exists():
             write_index(path, generation, manifest)
 

@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -105,7 +104,11 @@ class BatchCheck:
                 f"by feature, {features.stride_per_key()}, got none of features {listed(missing)}. "
                 "Pass them in the KeyedJaggedTensor."
             )
-        return self.features, reorder_inverse_indices(given, self.features)
+        assert given is not None
+        place = {name: i for i, name in enumerate(names)}
+        order = torch.tensor([place[name] for name in self.features], device="cpu")
+        bags = given[1].index_select(0, order.to(given[1].device, non_blocking=True))
+        return self.features, bags
 
     def _sent_weights(self, features: KeyedJaggedTensor, training: bool) -> Tensor | None:
         """Returns the weights to send, [N] float32; None on every rank if the tables read none."""

@@ -14,7 +14,6 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 
@@ -42,15 +41,22 @@ class MeanDivisor:
         lengths, device = features.lengths(), features.device()
         if features.variable_stride_per_key():
             firsts = list(accumulate(features.stride_per_key(), initial=0))
-            first_bags = torch.tensor([firsts[i] for i in places], device=device)
-            bags = reorder_inverse_indices(features.inverse_indices(), self._features)
+            names, bags = features.inverse_indices()
+            given = {name: i for i, name in enumerate(names)}
+            bags = bags.index_select(0, _sent([given[name] for name in self._features], device))
+            first_bags = _sent([firsts[i] for i in places], device)
             chosen = lengths[bags + first_bags.unsqueeze(1)]
         else:
             of_features = lengths.view(len(keys), features.stride())
-            chosen = of_features[torch.tensor(places, device=device)]
+            chosen = of_features.index_select(0, _sent(places, device))
         divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
-        divisor[torch.tensor(self._divided, device=device)] = chosen.clamp(min=1).float()
+        divisor[_sent(self._divided, device)] = chosen.clamp(min=1).float()
         return divisor.t().contiguous()
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns numbers as a tensor on a device, without a wait of the host for it."""
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
@@ -59,7 +65,7 @@ def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
     if len(set(widths)) == 1:  # without a matrix as large as the outputs
         means = (values.unflatten(1, (len(widths), widths[0])) / divisor.unsqueeze(2)).flatten(1)
     else:
-        repeats = torch.tensor(widths, device=values.device)
+        repeats = _sent(widths, values.device)
         means = values / divisor.repeat_interleave(repeats, dim=1, output_size=sum(widths))
     return KeyedTensor(
         keys=pooled.keys(),

@@ -147,7 +147,8 @@ class AlignedState:
                 if one.is_rowwise and entry.has_all_cuts:
                     columns = (shard.first_column, shard.first_column + shard.columns)
                     mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
-                    store = store.converted(1, torch.float32, mean)
+                    rows = shard.row_numbers.high_water_mark if is_same else store.capacity
+                    store = store.converted(1, torch.float32, mean, rows)
                 if is_same:
                     store.reserve(shard.row_numbers.high_water_mark)
                 states.append(store)

@@ -319,16 +319,21 @@ class RowStore:
             row += count
 
     def converted(
-        self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor]
+        self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor], rows: int
     ) -> RowStore:
-        """Returns a store of all rows in another shape. This store stays as it is, and may be dropped then.
+        """Returns a store of the first rows in another shape. This store stays, and may be dropped then.
 
-        convert: returns [M, columns] of any dtype for [M, self.columns].
+        Args:
+            columns: columns of the new store.
+            dtype: its dtype.
+            convert: returns [M, columns] of any dtype for [M, self.columns].
+            rows: their number. Not all that there is room for: a copy would commit its memory.
         """
         result = self.empty(columns, dtype)
-        result.reserve(self.capacity)
-        for block, rows in zip(result.blocks, self.blocks, strict=False):
-            block[: len(rows)].copy_(convert(rows))
+        result.reserve(rows)
+        for number, (block, own) in enumerate(zip(result.blocks, self.blocks, strict=False)):
+            count = max(0, min(rows - (number << self.shift), len(own)))
+            block[:count].copy_(convert(own[:count]))
         self.keep_in_use()
         return result
 
