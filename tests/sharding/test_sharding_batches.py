@@ -67,7 +67,7 @@ def test_names_of_features_may_have_an_at_sign() -> None:
     """TorchRec names the output of a feature of two tables "feature@table"."""
     tables = [
         Table("t", ["a@b", "c"], usual_plan("table_wise", 8, 4, 2)),
-        Table("u", ["c", "a"], usual_plan("column_wise", 8, 4, 2)),
+        Table("u", ["c", "d"], usual_plan("column_wise", 8, 4, 2)),
     ]
     run(Case(tables, steps=2))
 
