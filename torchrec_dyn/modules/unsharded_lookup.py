@@ -183,9 +183,9 @@ class UnshardedLookup:
         return self.tables[0].where.partition("(")[0]
 
     def _current_groups(self) -> list[_Group]:
-        now = TABLES.now  # first: what changes meanwhile renews it
+        now = TABLES.now
         made = [table.rows() for table in self.tables]
-        if now is self._grouped_at:
+        if now is self._grouped_at and now is TABLES.now:  # `rows` may have changed a table
             return self._groups
         state = [(rows, rows.dtype, rows.optimizer) for rows in made]
         if state != self._grouped_for:
