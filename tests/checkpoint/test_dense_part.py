@@ -1,4 +1,4 @@
-"""What `Checkpoints` saves beside the tables: dense parameters and the state of their optimizer."""
+"""`Checkpoints` beside the tables: dense parameters and the state of their optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TorchRec adds around its collections: written rows, evaluation on the CPU, stages, other sends."""
+"""Additions of TorchRec around its collections: written rows, evaluation on the CPU, stages, other sends."""
 
 from typing import Any
 

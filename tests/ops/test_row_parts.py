@@ -37,9 +37,8 @@ def row_parts(tmp_path_factory):
         pytest.skip("compiles a library")
     library = tmp_path_factory.mktemp("row_parts") / "row_parts.so"
     command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", "-xc++", "-"]
-    plain = {
-        name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
-    }  # no sanitizer
+    # The compiler does not run with a sanitizer's library.
+    plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run([*command, "-o", library], input=SOURCE, text=True, check=True, env=plain)
     function = ctypes.CDLL(str(library)).list_parts
 

@@ -1,4 +1,4 @@
-"""What the system has committed of a block of memory, and which pages it was advised to take."""
+"""The memory that the system has committed of a block, and the pages that it was advised to take."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _STATE = "optimizer.state."
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` has loaded.
+    """The result of `Checkpoints.restore`.
 
     Attributes:
         step: the step that was given to `save`.

@@ -40,6 +40,7 @@ from torchrec_dyn.sharding import (
     pooled_sharding,
     remove_stale_forwards,
 )
+from torchrec_dyn.storage import host_numbers
 
 
 @dataclass
@@ -183,7 +184,7 @@ class ShardedDynamicEmbeddingBagCollection(
         features = self._features_by_output([one.name for one in self._embedding_bag_configs])
         order = [place[features[name]] for name in self._uncombined_embedding_names]
         if order != list(range(len(place))):
-            indices = torch.tensor(order, device="cpu").to(device, non_blocking=True)
+            indices = host_numbers(order).to(device, non_blocking=True)
             self._inverse_indices_permute_indices = indices
 
     def _features_by_output(self, tables: Container[str]) -> dict[str, str]:

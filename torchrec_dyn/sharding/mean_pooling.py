@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_dyn.sharding.batch_check import bags_of_samples
+from torchrec_dyn.storage import host_numbers
+
 
 class MeanDivisor:
     """Computes the divisor of each output of a collection.
@@ -41,9 +44,7 @@ class MeanDivisor:
         lengths, device = features.lengths(), features.device()
         if features.variable_stride_per_key():
             firsts = list(accumulate(features.stride_per_key(), initial=0))
-            names, bags = features.inverse_indices()
-            given = {name: i for i, name in enumerate(names)}
-            bags = bags.index_select(0, _sent([given[name] for name in self._features], device))
+            bags = bags_of_samples(features.inverse_indices(), self._features)
             first_bags = _sent([firsts[i] for i in places], device)
             chosen = lengths[bags + first_bags.unsqueeze(1)]
         else:
@@ -56,7 +57,7 @@ class MeanDivisor:
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Returns numbers as a tensor on a device, without a wait of the host for it."""
-    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
+    return host_numbers(numbers).to(device, non_blocking=True)
 
 
 def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
