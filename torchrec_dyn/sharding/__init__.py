@@ -1,7 +1,7 @@
 """The sharding types: how ids are sent to their rows, and how outputs are sent back.
 
-Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `pooled` and `sequence`: they have a
-class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
+Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `pooled` and `sequence`: they have
+a class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
 `output_order` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
 `ranks`; all other code reads that table.
 
