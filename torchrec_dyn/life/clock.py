@@ -94,7 +94,7 @@ class Clock:
         """Returns a clock that has at each step the latest time of several clocks.
 
         saved: [2, K] int64 of each, as `export` returns them. A clock is not asked for steps before its
-        first: it may have dropped their times.
+        first: it may have dropped their times. Rows last seen then have expired by its present time.
         """
         shown = [one for one in saved if one.shape[1]]
         if not shown:
