@@ -12,6 +12,7 @@ from checkpoint_cases import (
     NODE_KINDS,
     OPTIMIZERS,
     POOLED_KINDS,
+    ROW_WISE,
     TABLES,
     WITH_NORMS,
     Setup,
@@ -111,7 +112,7 @@ def moves(draw: Any) -> tuple[Setup, Setup]:
     """Where a model is and where it goes; row-wise state and norms stay on equal cuts."""
     pooled, optimizer = draw(st.booleans()), draw(st.sampled_from(OPTIMIZERS))
     cuts = None
-    if "ROWWISE" in optimizer or optimizer in WITH_NORMS:
+    if optimizer in (*ROW_WISE, *WITH_NORMS):
         uncut = ("table_wise", "row_wise", "table_row_wise")
         cuts = draw(st.sampled_from([uncut, CUT, ("three_columns",)]))
     two = [draw(setups(pooled, optimizer, cuts)) for _ in range(2)]
