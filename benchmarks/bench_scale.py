@@ -345,7 +345,10 @@ def plan_seconds(tables: int, ranks: int, is_stock: bool) -> float:
     topology = Topology(ranks, "cpu", local_world_size=min(NODE, ranks), ddr_cap=64 << 30)
     mixed = [
         dataclasses.replace(
-            one, embedding_dim=64 * (1 + number % 4), num_embeddings=10_000 * (1 + number * 7 % 50)
+            one,
+            embedding_dim=64 * (1 + number % 4),
+            num_embeddings=10_000 * (1 + number * 7 % 50),
+            init_fn=None,
         )
         for number, one in enumerate(configs(tables))
     ]

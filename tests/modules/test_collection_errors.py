@@ -57,7 +57,7 @@ def changed(**fields: object) -> EmbeddingBagConfig:
             "expected weight_init_min < weight_init",
         ),
         (changed(init_fn=torch.nn.init.zeros_), r"expected init_fn to be left unset.*initializer="),
-        (changed(init_fn=partial(torch.nn.init.uniform_, a=-1.0, b=1.0)), "init_fn"),
+        (changed(init_fn=partial(torch.nn.init.uniform_, a=-1.0, b=1.0)), "add init_fn=None"),
         (changed(init_fn=None), "init_fn"),
         (EmbeddingConfig(100, 4, "t", feature_names=["f"]), "expected tables of type EmbeddingBag"),
     ],

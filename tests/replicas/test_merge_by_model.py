@@ -70,7 +70,7 @@ def do(replica: Replica, group, what: str, given) -> None:
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("eviction", EVICTIONS)
-@settings(max_examples=max(1, settings.default.max_examples // 3))
+@settings(max_examples=max(4, settings.default.max_examples // 10))
 @given(data=st.data())
 def test_replicas_merge_as_the_model_says(eviction, admission, data):
     count = data.draw(st.integers(2, 3))

@@ -146,7 +146,7 @@ def test_training_goes_on_as_if_nothing_had_moved(source: Setup, target: Setup) 
 
 
 @pytest.mark.deep
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(moves())
 @example((Setup(3, ("three_columns",)), Setup(2, ("column_wise", "table_wise"))))
 @example((Setup(0), Setup(3, ("row_wise", "three_columns"))))

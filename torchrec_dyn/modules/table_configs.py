@@ -196,7 +196,8 @@ def _check_initial_rows(config: BaseEmbeddingConfig, where: str) -> None:
         raise ValueError(
             f"{where}: expected init_fn to be left unset, got {config.init_fn!r}. "
             "Set DynamicTableConfig(initializer=...), which replaces it, or weight_init_min and "
-            "weight_init_max instead."
+            "weight_init_max instead. dataclasses.replace keeps the init_fn that TorchRec made for the "
+            "config before: add init_fn=None."
         )
 
 
