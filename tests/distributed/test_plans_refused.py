@@ -151,6 +151,14 @@ def test_bad_optimizer_is_refused(fused_params: dict[str, Any], message: str) ->
     assert message in text and "(table='t')" in text
 
 
+def test_bad_option_of_a_plan_is_refused_on_every_rank() -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}  # on rank 0: there is no kernel on rank 1
+    plan["t"].stochastic_rounding = False
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert "(table='t'): expected stochastic_rounding=True, got False." in text
+        assert "or the option of the table's ParameterConstraints" in text
+
+
 class TwoCollections(nn.Module):
     """Two collections that both have a table named `t`."""
 
