@@ -28,6 +28,7 @@ from torchrec_dyn.modules import (
     DefaultSelection,
     UnshardedTable,
     chosen_fused_params,
+    chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
 )
@@ -182,7 +183,8 @@ class ShardableView(DefaultSelection, nn.Module):
         optimizers: the row optimizer of each table, by name.
 
     Raises:
-        ValueError: if a table's optimizer or an option of its plan is not supported.
+        ValueError: if a table's optimizer or an option of its plan is not supported, or tables have different
+            dtypes of outputs.
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class ShardableView(DefaultSelection, nn.Module):
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
         for config in configs:
             weight = tables[config.name].weight
             table = f"{where}(table='{config.name}')"
@@ -225,8 +228,18 @@ class ShardableView(DefaultSelection, nn.Module):
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan[config.name])
             self.optimizers[config.name] = RowOptimizer.from_fused_params(chosen, table)
+            by_dtype.setdefault(chosen_output_dtype(chosen), []).append(config.name)
             chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
+        if len(by_dtype) > 1:
+            # A rank receives the outputs of all tables of a sharding type as one tensor.
+            got = "; ".join(
+                f"{dtype} of tables {listed(names)}" for dtype, names in by_dtype.items()
+            )
+            raise ValueError(
+                f"{where}: expected one output_dtype of all tables, got {got}. Set it in fused_params, or in "
+                "the ParameterConstraints of every table."
+            )
         self.add_module(holder, placeholders)
 
     @property
