@@ -261,3 +261,10 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
     """Returns the part of an eviction policy for a full table, or None."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
+
+
+def making_room(eviction: Eviction | None) -> str:
+    """Returns the argument of DynamicTableConfig with which a full table, which now does not evict, does."""
+    if age_limit_of(eviction) is None:
+        return "eviction=LeastRecentlyUsed()"
+    return "eviction=(ExpireAfter(...), LeastRecentlyUsed())"
