@@ -271,7 +271,7 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
 
 
 def making_room(eviction: Eviction | None) -> str:
-    """Returns the argument of DynamicTableConfig with which a full table, which now does not evict, does."""
+    """Returns the argument of DynamicTableConfig by which a table with this policy also evicts when full."""
     if age_limit_of(eviction) is None:
         return "eviction=LeastRecentlyUsed()"
     return "eviction=(ExpireAfter(...), LeastRecentlyUsed())"

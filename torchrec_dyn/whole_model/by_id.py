@@ -51,7 +51,7 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
     id was waiting for admission, its counter is removed. For an id that already has a row only the weights
     change; optimizer state and scores do not. If an id is repeated, its last row is written. If several
     ranks pass the same id, the row of the highest rank is written. A table that evicts when it is full may
-    exceed its limit until the next training forward; `ExpireAfter` alone does not evict then.
+    exceed its limit until the next training forward; a table with `ExpireAfter` alone may not.
 
     Args:
         collection: the collection, sharded or not.
