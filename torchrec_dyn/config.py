@@ -14,6 +14,7 @@ from torchrec_dyn.initializers import (
     Uniform,
 )
 from torchrec_dyn.mapped_files import MappedFiles
+from torchrec_dyn.plain_numbers import make_numbers_plain
 from torchrec_dyn.policies import (
     Admission,
     AdmitAfter,
@@ -107,6 +108,7 @@ class DynamicTableConfig:
 
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
+        make_numbers_plain(self)
         if self.initializer is not None and not isinstance(
             self.initializer, (Uniform, Normal, TruncatedNormal, Constant, FanInitializer)
         ):

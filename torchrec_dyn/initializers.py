@@ -23,6 +23,8 @@ from typing import Literal, Protocol
 
 from torch.nn.init import calculate_gain
 
+from torchrec_dyn.plain_numbers import make_numbers_plain
+
 _CONSTANT, _UNIFORM, _NORMAL = 0, 1, 2
 _MOST = (2 - 2**-23) * 2.0**127  # the largest float32: initial rows are computed in float32
 
@@ -59,6 +61,7 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_finite("Uniform", low=self.low, high=self.high)
         _check_order("Uniform", self.low, self.high)
         _check_finite("Uniform", **{"high - low": self.high - self.low})
@@ -76,6 +79,7 @@ class Normal:
     std: float
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_finite("Normal", mean=self.mean, std=self.std)
         _check_deviation("Normal", self.std)
 
@@ -94,6 +98,7 @@ class TruncatedNormal:
     high: float
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_finite("TruncatedNormal", mean=self.mean, std=self.std, low=self.low, high=self.high)
         _check_deviation("TruncatedNormal", self.std)
         _check_order("TruncatedNormal", self.low, self.high)
@@ -120,6 +125,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_finite("Constant", value=self.value)
 
     def parameters(self) -> tuple[int, list[float]]:
@@ -185,6 +191,7 @@ class XavierUniform:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_gain("XavierUniform", self.gain)
 
     def for_dimension(self, embedding_dim: int) -> Uniform:
@@ -206,6 +213,7 @@ class XavierNormal:
     gain: float = 1.0
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_gain("XavierNormal", self.gain)
 
     def for_dimension(self, embedding_dim: int) -> Normal:
@@ -233,6 +241,7 @@ class KaimingUniform:
     nonlinearity: str = "leaky_relu"
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _kaiming_gain("KaimingUniform", self.a, self.mode, self.nonlinearity)
 
     def for_dimension(self, embedding_dim: int) -> Uniform:
@@ -261,6 +270,7 @@ class KaimingNormal:
     nonlinearity: str = "leaky_relu"
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _kaiming_gain("KaimingNormal", self.a, self.mode, self.nonlinearity)
 
     def for_dimension(self, embedding_dim: int) -> Normal:

@@ -256,7 +256,8 @@ class RowOptimizer:
                 if not value:
                     raise ValueError(
                         f"fused_params of {where}: expected stochastic_rounding=True, got {value!r}. "
-                        "Rows below float32 are always rounded stochastically; remove the key."
+                        "Rows below float32 are always rounded stochastically; remove the key, or the option "
+                        "of the table's ParameterConstraints."
                     )
             elif key in _PLACEMENT_KEYS:
                 logger.info("fused_params of %s: %r only places a table; ignored", where, key)

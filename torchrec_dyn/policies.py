@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
+from torchrec_dyn.plain_numbers import make_numbers_plain
+
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
 MOST_COUNT = 2**32 - 1
 _MOST_STEPS = 2**32 - 2
@@ -67,6 +69,7 @@ class AdmitAfter:
     counters: int | None = None
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_integer("AdmitAfter.count", self.count, MOST_COUNT)
         if self.counters is not None:
             _check_integer(
@@ -93,6 +96,7 @@ class AdmitWithProbability:
     p: float
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         if not isinstance(self.p, (int, float)) or isinstance(self.p, bool) or not 0 < self.p <= 1:
             raise ValueError(
                 f"AdmitWithProbability.p: expected a number above 0 and at most 1, got {self.p!r}."
@@ -143,6 +147,7 @@ class LeastFrequentlyUsed:
     half_life_time: int | None = None
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         _check_half_life("LeastFrequentlyUsed", self.half_life_steps, self.half_life_time)
 
     __repr__ = _changed_fields
@@ -175,6 +180,7 @@ class LowestScore:
     half_life_time: int | None = None
 
     def __post_init__(self) -> None:
+        make_numbers_plain(self)
         is_number = isinstance(self.unit, (int, float)) and not isinstance(self.unit, bool)
         if not is_number or not 0 < self.unit < math.inf:
             raise ValueError(
@@ -215,12 +221,13 @@ class ExpireAfter:
                 f"time={time!r}. "
                 "Count in training steps with steps=, or by your own clock with time=."
             )
-        if steps is not None:
-            _check_integer("ExpireAfter.steps", steps, _MOST_STEPS)
-        else:
-            _check_integer("ExpireAfter.time", time, _MOST_TIME)
         object.__setattr__(self, "steps", steps)
         object.__setattr__(self, "time", time)
+        make_numbers_plain(self)
+        if steps is not None:
+            _check_integer("ExpireAfter.steps", self.steps, _MOST_STEPS)
+        else:
+            _check_integer("ExpireAfter.time", self.time, _MOST_TIME)
 
 
 Admission = AdmitAfter | AdmitWithProbability | Never
@@ -261,3 +268,10 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
     """Returns the part of an eviction policy for a full table, or None."""
     last = eviction[-1] if isinstance(eviction, tuple) else eviction
     return last if isinstance(last, Replacement) else None
+
+
+def making_room(eviction: Eviction | None) -> str:
+    """Returns the argument of DynamicTableConfig by which a table with this policy also evicts when full."""
+    if age_limit_of(eviction) is None:
+        return "eviction=LeastRecentlyUsed()"
+    return "eviction=(ExpireAfter(...), LeastRecentlyUsed())"

@@ -124,6 +124,14 @@ def test_ranks_without_ids() -> None:
     workers.run(empty_batches, world_size=2)
 
 
+def scored(case: Case) -> dyn.DynamicEmbeddingBagCollection:
+    return dyn.DynamicEmbeddingBagCollection(
+        collection_of(case).embedding_bag_configs(),
+        is_weighted=True,
+        dynamic=dyn.DynamicTableConfig(eviction=dyn.LowestScore()),
+    )
+
+
 def see_refused(what: str) -> str:
     case = one_table("row_wise")
     collection = collection_of(case, fused_params=case.fused_params)
@@ -132,6 +140,8 @@ def see_refused(what: str) -> str:
         module._embedding_bag_collection = EmbeddingBagCollection(
             collection.embedding_bag_configs(), is_weighted=True
         )
+    elif what == "score":
+        module._embedding_bag_collection = scored(case)
     elif what == "processor":
         module._feature_processors["a"] = Loudness()
     else:
@@ -145,12 +155,25 @@ def see_refused(what: str) -> str:
     "what, told",
     [
         ("static", "got EmbeddingBagCollection. Convert it with make_dynamic"),
+        ("score", "replace the weights of a batch, got LowestScore of tables ['t']"),
         ("processor", "got Loudness. Add the method"),
         ("data_parallel", "data_parallel"),
     ],
 )
 def test_refused_before_anything_is_built(what: str, told: str) -> None:
     assert all(told in text for text in workers.run(see_refused, what, world_size=2))
+
+
+def test_scores_by_weights_that_processors_replace_are_refused() -> None:
+    told = r"replace the weights of a batch, got LowestScore of tables \['t'\]\. Use Least"
+    collection = scored(one_table())
+    with pytest.raises(ValueError, match=told):
+        FeatureProcessedEmbeddingBagCollection(collection, {"a": PositionWeightedModule(4)})
+    static = EmbeddingBagCollection(collection.embedding_bag_configs(), is_weighted=True)
+    module = FeatureProcessedEmbeddingBagCollection(static, {"a": PositionWeightedModule(4)})
+    with pytest.raises(ValueError, match=rf"make_dynamic\('_embedding_bag_collection'\): .*{told}"):
+        dyn.make_dynamic(module, dynamic=collection.dynamic_configs())
+    assert module._embedding_bag_collection is static
 
 
 def move_where_positions_cannot_follow() -> None:

@@ -18,6 +18,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
 
@@ -149,6 +150,41 @@ def refuse_optimizer(fused_params: dict[str, Any]) -> str:
 def test_bad_optimizer_is_refused(fused_params: dict[str, Any], message: str) -> None:
     (text,) = workers.run(refuse_optimizer, fused_params, world_size=1)
     assert message in text and "(table='t')" in text
+
+
+def test_bad_option_of_a_plan_is_refused_on_every_rank() -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}  # on rank 0: there is no kernel on rank 1
+    plan["t"].stochastic_rounding = False
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert "(table='t'): expected stochastic_rounding=True, got False." in text
+        assert "or the option of the table's ParameterConstraints" in text
+
+
+def refuse_output_dtypes(pooled: bool, *dtypes: DataType | None) -> str:
+    tables = [
+        Table(name, [name], shard_by_hand("table_wise", [([rank], 0, 8)]))
+        for rank, name in enumerate(("t", "u"))
+    ]
+    plan = {table.name: table.plan for table in tables}
+    for table, dtype in zip(tables, dtypes, strict=True):
+        plan[table.name].output_dtype = dtype
+    kind: Any = (
+        dyn.DynamicEmbeddingBagCollectionSharder
+        if pooled
+        else dyn.DynamicEmbeddingCollectionSharder
+    )
+    collection = collection_of(Case(tables, pooled=pooled))
+    return refusal(
+        lambda env: kind(FUSED_PARAMS).shard(collection, plan, env, torch.device("cpu"), "model.c")
+    )
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_output_dtypes_that_differ_by_table_are_refused(pooled: bool) -> None:
+    # The ranks would send and expect different numbers of bytes.
+    for text in workers.run(refuse_output_dtypes, pooled, DataType.FP16, None, world_size=2):
+        assert "('model.c'): expected one output_dtype of all tables, got torch.float16 of " in text
+        assert "of tables ['t']; torch.float32 of tables ['u']. Set it in fused_params, or" in text
 
 
 class TwoCollections(nn.Module):

@@ -1,6 +1,7 @@
 """Contents of rows when ids change: fresh rows, refused ids, orphan rows, and errors that change nothing."""
 
 import gc
+import re
 
 import pytest
 import torch
@@ -37,6 +38,23 @@ def test_an_id_that_comes_back_starts_anew(cause, kind):
     for name in stream.table.optimizer.state_names:
         assert not state[name][place].any(), name
     assert stream.counts(1) == [1] and stream.last_seen(1) == [stream.table.step]
+
+
+@pytest.mark.parametrize(
+    ("eviction", "remedy"),
+    [
+        (None, "eviction=LeastRecentlyUsed()"),
+        (dyn.ExpireAfter(steps=5), "eviction=(ExpireAfter(...), LeastRecentlyUsed())"),
+    ],
+)
+def test_the_error_of_a_full_table_names_an_eviction_that_makes_room(eviction, remedy):
+    table = living_table(eviction, limit=2)
+    table.assign(ids_of(1, 2), torch.ones(2, 4))
+    told = re.escape(f"Raise num_embeddings, or evict rows: DynamicTableConfig({remedy}).")
+    with pytest.raises(RuntimeError, match=f"at most 2 rows here .*{told}"):
+        table.assign(ids_of(3), torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match=told):
+        make_group(table)(ids_of(3), torch.tensor([0, 1]), training=True)
 
 
 # Refused ids.

@@ -28,6 +28,7 @@ GROUND = (
     "doctor",
     "versions",
     "name_lists",
+    "plain_numbers",
     "ops",
     "initializers",
     "policies",

@@ -43,7 +43,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
 from torchrec_dyn.storage import wait_for_stream
 
@@ -61,8 +61,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     its processors become this module's.
 
     Raises:
-        ValueError: if the collection is not dynamic, a processor does not support spread rows, or the plan
-            is not valid; raised before anything is built.
+        ValueError: if the collection is not dynamic, a table has LowestScore, a processor does not support
+            spread rows, or the plan is not valid; raised before anything is built.
     """
 
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
@@ -83,6 +83,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
                 f"{self._where}: expected a DynamicEmbeddingBagCollection inside, got "
                 f"{type(collection).__name__}. Convert it with make_dynamic or from_static first."
             )
+        check_unprocessed(collection.dynamic_configs(), self._where)
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
             _check_sends_positions(processors, spread, self._where)
@@ -242,8 +243,8 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         The collection of `module` is not changed; its processors become the sharded module's.
 
         Raises:
-            ValueError: if the collection is not dynamic, a processor does not support spread rows, or the
-                plan is not valid; raised before anything is built.
+            ValueError: if the collection is not dynamic, a table has LowestScore, a processor does not
+                support spread rows, or the plan is not valid; raised before anything is built.
         """
         place = device if device is not None else torch.device("cpu")
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection(

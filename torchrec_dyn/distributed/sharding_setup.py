@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.utils import add_params_from_parameter_sharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_dyn import ops
@@ -27,7 +28,7 @@ from torchrec_dyn.modules import (
     DefaultSelection,
     UnshardedTable,
     chosen_fused_params,
-    chosen_optimizer,
+    chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
 )
@@ -98,7 +99,7 @@ def set_up(
     held: Any = getattr(module, holder)
     tables: dict[str, UnshardedTable] = {config.name: held[config.name] for config in configs}
     merged = merged_fused_params(fused_params, module.fused_params)
-    view = ShardableView(module, configs, tables, holder, layouts, merged, where)
+    view = ShardableView(module, configs, tables, holder, layouts, merged, for_our_kernel, where)
     _claim_names([config.name for config in configs], module_fqn, where)
     if view.tables_by_default:
         warnings.warn(
@@ -174,14 +175,16 @@ def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> No
 class ShardableView(DefaultSelection, nn.Module):
     """The module that TorchRec shards in place of a dynamic collection; read only.
 
-    `fused_params` are the merged options of sharder and module; options on a table's parameter have priority.
+    `fused_params` are the merged options of sharder and module; options on a table's parameter have priority
+    over them, and those in the `plan` over both.
 
     Attributes:
         tables_by_default: names of the tables without a chosen optimizer.
         optimizers: the row optimizer of each table, by name.
 
     Raises:
-        ValueError: if a table's optimizer is not supported.
+        ValueError: if a table's optimizer or an option of its plan is not supported, or tables have different
+            dtypes of outputs.
     """
 
     def __init__(
@@ -192,6 +195,7 @@ class ShardableView(DefaultSelection, nn.Module):
         holder: str,
         layouts: Mapping[str, TableLayout],
         fused_params: Mapping[str, Any],
+        plan: Mapping[str, ParameterSharding],
         where: str,
     ) -> None:
         super().__init__()
@@ -213,16 +217,29 @@ class ShardableView(DefaultSelection, nn.Module):
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
         for config in configs:
             weight = tables[config.name].weight
             table = f"{where}(table='{config.name}')"
-            self.optimizers[config.name] = chosen_optimizer(weight, fused_params, table)
             chosen = chosen_fused_params(weight, fused_params, table)
             if chosen is None:
                 self.tables_by_default.append(config.name)
                 chosen = dict(DEFAULT_FUSED_PARAMS)
+            # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
+            chosen = add_params_from_parameter_sharding(chosen, plan[config.name])
+            self.optimizers[config.name] = RowOptimizer.from_fused_params(chosen, table)
+            by_dtype.setdefault(chosen_output_dtype(chosen), []).append(config.name)
             chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
+        if len(by_dtype) > 1:
+            # A rank receives the outputs of all tables of a sharding type as one tensor.
+            got = "; ".join(
+                f"{dtype} of tables {listed(names)}" for dtype, names in by_dtype.items()
+            )
+            raise ValueError(
+                f"{where}: expected one output_dtype of all tables, got {got}. Set it in fused_params, or in "
+                "the ParameterConstraints of every table."
+            )
         self.add_module(holder, placeholders)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from torchrec_dyn.config import DynamicTableConfig
@@ -16,6 +17,7 @@ from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     UnshardedCollection,
+    check_unprocessed,
 )
 from torchrec_dyn.name_lists import listed
 
@@ -64,8 +66,9 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
         The model; a new collection if the model itself is a stock collection.
 
     Raises:
-        ValueError: if a table cannot become dynamic, is unknown, is in a managed collision module, or is in
-            a collection with a table that `tables` does not contain. The model has not changed then.
+        ValueError: if a table cannot become dynamic, is unknown, is in a managed collision module, is in
+            a collection with a table that `tables` does not contain, or gets LowestScore in a
+            feature-processed module. The model has not changed then.
     """
     stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
     names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
@@ -75,6 +78,11 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
         id(one._embedding_module): (path, type(one).__name__)
         for path, one in model.named_modules()
         if isinstance(one, BaseManagedCollisionEmbeddingCollection)
+    }
+    processed = {
+        id(one._embedding_bag_collection)
+        for one in model.modules()
+        if isinstance(one, FeatureProcessedEmbeddingBagCollection)
     }
     made: dict[int, UnshardedCollection] = {}
     for path, one in stock.items():
@@ -99,6 +107,8 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
                 else dynamic
             )
             made[id(one)] = _converted(one, of_collection)
+            if id(one) in processed:
+                check_unprocessed(made[id(one)].dynamic_configs(), f"make_dynamic('{path}')")
     if not made:
         raise ValueError(
             "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "

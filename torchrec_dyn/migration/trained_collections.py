@@ -64,7 +64,7 @@ def from_static(
         fused_params: as in the dynamic collections. If it has an "optimizer", it is the complete rule for
             further training; its kind must be the kind of the saved state.
         num_embeddings: new limits by table name, at least N; None: N for each table. Such a table is full,
-            so new ids are errors without an eviction policy.
+            so new ids are errors unless a policy evicts when a table is full.
 
     Raises:
         ValueError: if a table or its optimizer has no dynamic counterpart.

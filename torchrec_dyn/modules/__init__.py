@@ -42,6 +42,7 @@ from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_not_gathered,
     check_step,
+    check_unprocessed,
     model_being_sharded,
 )
 from torchrec_dyn.ranks import TableHandle

@@ -26,6 +26,7 @@ from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharde
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
+from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
 
 
 class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionInterface):
@@ -113,7 +114,13 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configs of the tables, in order."""
+        """Returns the configs of the tables, in order.
+
+        Raises:
+            ValueError: if TorchRec's feature-processed module is being built around tables with LowestScore.
+        """
+        if is_being_processed(self):
+            check_unprocessed(self.dynamic_configs(), self._where())
         return self.table_configs()
 
     def is_weighted(self) -> bool:

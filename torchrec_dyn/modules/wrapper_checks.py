@@ -12,13 +12,15 @@ collection and its path, and finds the model in the same way.
 
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
 the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
-GradientClippingOptimizer clips nothing if some parameters are on the meta device. These are errors, too.
+GradientClippingOptimizer clips nothing if some parameters are on the meta device. TorchRec's feature
+processors replace the weights of a batch, by which LowestScore scores ids. These are errors, too.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABCMeta
+from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -35,9 +37,12 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.shard import shard_modules
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import code_of
+from torchrec_dyn.name_lists import listed
 
 _DDP = code_of(DistributedDataParallel.__init__)
 _DMP = code_of(DistributedModelParallel.__init__)
@@ -48,6 +53,7 @@ _GET_MODEL_STATE_DICT = code_of(dcp_state_dict._get_model_state_dict)
 _AVERAGED = code_of(AveragedModel.__init__)
 _SHARE_MEMORY = code_of(nn.Module.share_memory)
 _SCALED = code_of(GradScaler._maybe_opt_step)
+_PROCESSED = code_of(FeatureProcessedEmbeddingBagCollection.__init__)
 _CLIPPED = code_of(GradientClippingOptimizer.step)
 _STATIC = (
     code_of(ShardedEmbeddingBagCollection.__init__),
@@ -198,6 +204,23 @@ def check_not_shared(where: str) -> None:
             "train copies of them. Call it on the dense part only. Shard the collection to train on several "
             "processes, or serve its rows (torchrec_dyn.serving) to read them in several."
         )
+
+
+def check_unprocessed(options: Mapping[str, DynamicTableConfig], where: str) -> None:
+    """Raises ValueError if a table in a feature-processed module scores ids by weights of a batch."""
+    scored = [name for name, of_table in options.items() if of_table.scores_weights]
+    if scored:
+        raise ValueError(
+            f"{where}: expected evictions that need no weights, since feature processors replace the weights "
+            f"of a batch, got LowestScore of tables {listed(scored)}. Use LeastFrequentlyUsed, or the "
+            "collection without processors."
+        )
+
+
+def is_being_processed(collection: nn.Module) -> bool:
+    """Returns True if TorchRec's feature-processed module is being built around a collection."""
+    frame = _running(_PROCESSED)
+    return frame is not None and frame.f_locals.get("embedding_bag_collection") is collection
 
 
 def check_step(where: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.life import Clock, RowLife, Scores
+from torchrec_dyn.policies import making_room
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.replicas.merge import (
     COUNTER,
@@ -302,7 +303,7 @@ class Side:
             raise RuntimeError(
                 f"{self.table.where}: expected at most {first.row_limit} rows here (num_embeddings="
                 f"{first.num_embeddings}) in the union of the replicas, got {rows}. Raise num_embeddings, or "
-                "evict rows: DynamicTableConfig(eviction=...)."
+                f"evict rows: DynamicTableConfig({making_room(first.config.eviction)})."
             )
 
     @locked

@@ -90,9 +90,9 @@ class Replicas:
         Call it on all ranks at the same time, after a backward and before the next forward, when all replicas
         have trained the same number of steps. Weights and optimizer state become the mean of all replicas; an
         id that a replica has not seen counts there with its initial row. Counts are added up, and the latest
-        occurrence counts. An id that some replica still has stays, an erased id goes everywhere. A full table
-        with an eviction policy is cut to its limit by the merged scores. Dense parameters are not touched.
-        Collective over all ranks of the job.
+        occurrence counts. An id that some replica still has stays, an erased id goes everywhere. A table
+        that evicts when it is full is cut to its limit by the merged scores. Dense parameters are not
+        touched. Collective over all ranks of the job.
 
         Returns:
             What was merged on this rank.

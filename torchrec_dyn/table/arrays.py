@@ -16,6 +16,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, default_initializer, for_dimension, table_key
 from torchrec_dyn.life import NO_STEP, RowLife
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.policies import making_room
 from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
@@ -246,7 +247,8 @@ class TableArrays:
             raise RuntimeError(
                 f"{self._where_here}: expected at most {self.row_limit} rows here "
                 f"(num_embeddings={self.num_embeddings}), got {rows} and {additional} new "
-                "ids. Raise num_embeddings, or evict rows: DynamicTableConfig(eviction=...)."
+                "ids. Raise num_embeddings, or evict rows: "
+                f"DynamicTableConfig({making_room(self.config.eviction)})."
             )
 
     def check_need(self, need: int) -> None:

@@ -50,8 +50,8 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
     A new row has fresh optimizer state and, if the table keeps scores, the current step and count 0. If the
     id was waiting for admission, its counter is removed. For an id that already has a row only the weights
     change; optimizer state and scores do not. If an id is repeated, its last row is written. If several
-    ranks pass the same id, the row of the highest rank is written. A table with an eviction policy may
-    exceed its limit until the next training forward.
+    ranks pass the same id, the row of the highest rank is written. A table that evicts when it is full may
+    exceed its limit until the next training forward; a table with `ExpireAfter` alone may not.
 
     Args:
         collection: the collection, sharded or not.
@@ -61,8 +61,8 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
 
     Raises:
         ValueError: if there is no such table, or `ids` or `rows` are not valid; nothing has changed then.
-        RuntimeError: if new ids exceed the limit of a table without an eviction policy, or memory is
-            exhausted. Shards without this error may have written their rows.
+        RuntimeError: if new ids exceed the limit of a table that does not evict when it is full, or memory
+            is exhausted. Shards without this error may have written their rows.
     """
     _handle(collection, table, "assign_rows").assign(ids, rows)
 
