@@ -288,9 +288,10 @@ def save_own_positions(path: str) -> str:
     _, model, optimizer = new(2)
     rank = torch.distributed.get_rank()
     checkpoints = Checkpoints(path)
-    entry = quietly(checkpoints.save, model, optimizer, step=0, extra={"own": rank, "all": [7]})
+    own = {"own": rank, "other": rank + 1, "all": [7]}
+    entry = quietly(checkpoints.save, model, optimizer, step=0, extra=own)
     checkpoints.close()
-    assert dict(entry.extra) == {"own": False, "all": True}
+    assert dict(entry.extra) == {"own": False, "other": False, "all": True}
     restored = quietly(Checkpoints(path).restore, model, optimizer)
     assert restored is not None
     return str(restored.extra)
@@ -298,10 +299,15 @@ def save_own_positions(path: str) -> str:
 
 def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
     told = workers.run(save_own_positions, str(tmp_path / "kept"), world_size=2)
-    assert told == ["{'own': 0, 'all': [7]}", "{'own': 1, 'all': [7]}"]
+    assert told == [f"{{'own': {rank}, 'other': {rank + 1}, 'all': [7]}}" for rank in (0, 1)]
     _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
     with pytest.raises(ValueError, match="expected 2 ranks, each of which has its own own, got 1"):
-        quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+        quietly(checkpoints.restore, model, optimizer, extra={"own": Positions([])})
+    # Who does not want it back loads the rest.
+    with pytest.warns(UserWarning, match="its own other, own, got 1. They are left out"):
+        restored = checkpoints.restore(model, optimizer)
+    assert restored is not None and restored.extra == {"all": [7]}
 
 
 class OfRank:
@@ -332,7 +338,10 @@ def test_positions_in_sources_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> 
 def restored_on_two(path: str) -> str:
     _, model, optimizer = new(2)
     try:
-        quietly(Checkpoints(path).restore, model, optimizer)
+        # One rank asks: its error is an error on both.
+        asked = {"position": Positions([1], is_global=True)}
+        extra = asked if torch.distributed.get_rank() else {}
+        quietly(Checkpoints(path).restore, model, optimizer, extra=extra)
     except ValueError as error:
         return str(error)
     return "restored"

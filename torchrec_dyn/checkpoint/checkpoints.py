@@ -38,6 +38,7 @@ from torchrec_dyn.checkpoint.further_values import (
     alike,
     check_ranks,
     digests_of,
+    fitting,
     hand_over,
     options_of,
     saved_values,
@@ -359,11 +360,13 @@ class Checkpoints:
 
         Raises:
             ValueError: on every rank, if no entry can be loaded (with the error of the newest), if none is of
-                the step, or if values that differed between ranks were saved on another number of ranks.
+                the step, or if values of `extra` that differed between ranks were saved on another number of
+                ranks. Such values that `extra` does not name are left out, with a warning.
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
+        asked = set().union(*gather_results(group, _RESTORE, lambda: [*(extra or {})]))
         self._marker, self._line, self._highest = None, [], None
         lines = self._lines(step) if rank == 0 else None
         skipped: list[str] = []
@@ -377,7 +380,7 @@ class Checkpoints:
             if not line:
                 break
             entry = line[-1]
-            check_ranks(entry, len(of_ranks))
+            check_ranks(entry, len(of_ranks), asked)
             try:
                 values = load_entry(model, optimizer, tables, line)
             except (Exception, CheckpointException) as error:
@@ -396,6 +399,7 @@ class Checkpoints:
             raise ValueError(
                 f"{self.path}: expected an entry that can be loaded, got none. {' '.join(skipped)}"
             ) from fault
+        values = run_together(group, _RESTORE, lambda: fitting(values, entry, len(of_ranks)))
         run_together(group, _RESTORE, lambda: hand_over(values, extra or {}))
         made = mark(model) if self._full_every > 1 else None
         self._marker, self._line, self._highest = made, line, highest

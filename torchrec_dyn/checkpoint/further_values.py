@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,15 +148,29 @@ def write_values(
     return {Path(file.path).name: digest_of(memory.getvalue())}
 
 
-def check_ranks(entry: Entry, world_size: int) -> None:
-    """Raises ValueError if ranks have values of their own and were another number."""
-    own = ", ".join(name for name, is_alike in entry.extra.items() if not is_alike)
-    if own and entry.world_size != world_size:
+def check_ranks(entry: Entry, world_size: int, names: Container[str]) -> None:
+    """Raises ValueError if ranks had values of their own by some of the names, and were another number."""
+    named = [name for name, is_alike in entry.extra.items() if not is_alike and name in names]
+    if (own := ", ".join(named)) and entry.world_size != world_size:
         raise ValueError(
             f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. Use as many ranks. To change their number, save positions in a source whose "
-            "batches all ranks share, Positions(source, is_global=True), and equal values on all ranks."
+            f"{world_size}. Use as many ranks, or leave {own} out of extra. To change their number, save "
+            "positions in a source whose batches all ranks share, Positions(source, is_global=True), and "
+            "equal values on all ranks."
         )
+
+
+def fitting(values: Mapping[str, Any], entry: Entry, world_size: int) -> dict[str, Any]:
+    """Returns the values of an entry that fit a number of ranks; warns if others are left out."""
+    same = entry.world_size == world_size
+    fit = {name: one for name, one in values.items() if same or entry.extra.get(name)}
+    if own := ", ".join(sorted(values.keys() - fit.keys())):
+        warnings.warn(
+            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
+            f"{world_size}. They are left out of what restore returns.",
+            stacklevel=2,
+        )
+    return fit
 
 
 def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
