@@ -6,10 +6,11 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import workers
@@ -361,6 +362,47 @@ def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:
     for name in ("keep", "full_every"):
         with pytest.raises(ValueError, match=f"expected {name} of at least 1, got 0"):
             Checkpoints(tmp_path, **{name: 0})
+
+
+def test_a_step_of_numpy_or_of_a_tensor(tmp_path: Path) -> None:
+    setup, model, optimizer = new(0)
+    train(model, setup, [0])
+    checkpoints = Checkpoints(tmp_path / "kept", keep=9)
+    given: list[Any] = [np.int64(5), torch.tensor(6), 7, 7.5]
+    for step in given:
+        checkpoints.save(model, optimizer, step=step)
+    assert [repr(entry.step) for entry in checkpoints.entries()] == ["5", "6", "7", "7.5"]
+    ids = model.collection.table("plain").ids()
+    wrong: list[Any] = ["8", None, float("nan"), torch.tensor([1, 2])]
+    for step in wrong:
+        for call in (checkpoints.save, partial(checkpoints.forget, ids={"plain": ids})):
+            with pytest.raises(ValueError, match="expected a finite number as step, got"):
+                call(model, optimizer, step=step)
+    assert model.collection.table("plain").num_rows == len(ids) > 0
+    assert len(list((tmp_path / "kept").glob("*-*"))) == 4
+    checkpoints.close()
+
+
+def test_a_plain_value_is_not_loaded_into(tmp_path: Path) -> None:
+    """It is an error before anything is loaded: the next save goes on."""
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
+    checkpoints.save(model, optimizer, step=0, extra={"epoch": 3})
+    train(model, setup, [0])
+    before = model.state_dict()
+    with pytest.raises(
+        ValueError, match=r"with load_state_dict in extra, got int as 'epoch'\. Leave"
+    ):
+        checkpoints.restore(model, optimizer, extra={"epoch": 0})
+    assert all(one.equal(before[name]) for name, one in model.state_dict().items())
+    checkpoints.save(model, optimizer, step=1)
+    checkpoints.close()
+
+
+def test_a_directory_is_one_of_a_file_system(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a directory of a file system, got 's3://bucket"):
+        Checkpoints("s3://bucket/job")
 
 
 def test_a_delta_has_no_rows_that_did_not_change(trained: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,20 @@ def _plain(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
 
 
+def number_of(step: Any) -> Any:
+    """Returns a step as a number of Python's own, as entry.json has it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    number = _plain(step)
+    if not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(
+            f"Checkpoints.save: expected a finite number as step, got {step!r}. Give the number of the step."
+        )
+    return number
+
+
 def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes numbers of parameter groups, as `options_of` returned them; a tensor stays one."""
     keys = {id(parameter): key for key, parameter in optimizer.params.items()}
@@ -191,6 +206,21 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
         raise ValueError(
             f"{path}: expected values of torch.save, got {error}. It is damaged."
         ) from error
+
+
+def names_of(objects: Mapping[str, Any]) -> list[str]:
+    """Returns the names of objects into which saved values are to be loaded.
+
+    Raises:
+        ValueError: one has no `load_state_dict`.
+    """
+    for name, one in objects.items():
+        if not hasattr(one, "load_state_dict"):
+            raise ValueError(
+                f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
+                f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
+            )
+    return list(objects)
 
 
 def hand_over(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
