@@ -118,7 +118,7 @@ def number_of(step: Any) -> Any:
     """Returns a step as a number of Python's own, as entry.json has it.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no finite number.
     """
     number = _plain(step)
     if not isinstance(number, (int, float)) or not math.isfinite(number):

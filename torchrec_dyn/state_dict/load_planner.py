@@ -94,9 +94,8 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, SavedTensor) and value.entry is not None:
                 _check_chunks(fqn, of_saved)
                 prefix, _, self._names[fqn] = fqn.rpartition(".")
-                if (
-                    value.entry.is_of_state_dict
-                ):  # `apply_delta` reads deltas into entries of its own
+                # `apply_delta` reads deltas into entries that belong to no state dict.
+                if value.entry.is_of_state_dict:
                     _check_is_no_delta(prefix, saved)
                 _, tensors = found.setdefault(prefix, (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
