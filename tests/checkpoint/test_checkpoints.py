@@ -6,10 +6,11 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import workers
@@ -288,9 +289,10 @@ def save_own_positions(path: str) -> str:
     _, model, optimizer = new(2)
     rank = torch.distributed.get_rank()
     checkpoints = Checkpoints(path)
-    entry = quietly(checkpoints.save, model, optimizer, step=0, extra={"own": rank, "all": [7]})
+    own = {"own": rank, "other": rank + 1, "all": [7]}
+    entry = quietly(checkpoints.save, model, optimizer, step=0, extra=own)
     checkpoints.close()
-    assert dict(entry.extra) == {"own": False, "all": True}
+    assert dict(entry.extra) == {"own": False, "other": False, "all": True}
     restored = quietly(Checkpoints(path).restore, model, optimizer)
     assert restored is not None
     return str(restored.extra)
@@ -298,10 +300,15 @@ def save_own_positions(path: str) -> str:
 
 def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
     told = workers.run(save_own_positions, str(tmp_path / "kept"), world_size=2)
-    assert told == ["{'own': 0, 'all': [7]}", "{'own': 1, 'all': [7]}"]
+    assert told == [f"{{'own': {rank}, 'other': {rank + 1}, 'all': [7]}}" for rank in (0, 1)]
     _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
     with pytest.raises(ValueError, match="expected 2 ranks, each of which has its own own, got 1"):
-        quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+        quietly(checkpoints.restore, model, optimizer, extra={"own": Positions([])})
+    # Who does not want it back loads the rest.
+    with pytest.warns(UserWarning, match="its own other, own, got 1. They are left out"):
+        restored = checkpoints.restore(model, optimizer)
+    assert restored is not None and restored.extra == {"all": [7]}
 
 
 class OfRank:
@@ -332,7 +339,10 @@ def test_positions_in_sources_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> 
 def restored_on_two(path: str) -> str:
     _, model, optimizer = new(2)
     try:
-        quietly(Checkpoints(path).restore, model, optimizer)
+        # One rank asks: its error is an error on both.
+        asked = {"position": Positions([1], is_global=True)}
+        extra = asked if torch.distributed.get_rank() else {}
+        quietly(Checkpoints(path).restore, model, optimizer, extra=extra)
     except ValueError as error:
         return str(error)
     return "restored"
@@ -352,6 +362,47 @@ def test_values_and_numbers_that_cannot_be(tmp_path: Path) -> None:
     for name in ("keep", "full_every"):
         with pytest.raises(ValueError, match=f"expected {name} of at least 1, got 0"):
             Checkpoints(tmp_path, **{name: 0})
+
+
+def test_a_step_of_numpy_or_of_a_tensor(tmp_path: Path) -> None:
+    setup, model, optimizer = new(0)
+    train(model, setup, [0])
+    checkpoints = Checkpoints(tmp_path / "kept", keep=9)
+    given: list[Any] = [np.int64(5), torch.tensor(6), 7, 7.5]
+    for step in given:
+        checkpoints.save(model, optimizer, step=step)
+    assert [repr(entry.step) for entry in checkpoints.entries()] == ["5", "6", "7", "7.5"]
+    ids = model.collection.table("plain").ids()
+    wrong: list[Any] = ["8", None, float("nan"), torch.tensor([1, 2])]
+    for step in wrong:
+        for call in (checkpoints.save, partial(checkpoints.forget, ids={"plain": ids})):
+            with pytest.raises(ValueError, match="expected a finite number as step, got"):
+                call(model, optimizer, step=step)
+    assert model.collection.table("plain").num_rows == len(ids) > 0
+    assert len(list((tmp_path / "kept").glob("*-*"))) == 4
+    checkpoints.close()
+
+
+def test_a_plain_value_is_not_loaded_into(tmp_path: Path) -> None:
+    """It is an error before anything is loaded: the next save goes on."""
+    setup, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept")
+    checkpoints.save(model, optimizer, step=0, extra={"epoch": 3})
+    train(model, setup, [0])
+    before = model.state_dict()
+    with pytest.raises(
+        ValueError, match=r"with load_state_dict in extra, got int as 'epoch'\. Leave"
+    ):
+        checkpoints.restore(model, optimizer, extra={"epoch": 0})
+    assert all(one.equal(before[name]) for name, one in model.state_dict().items())
+    checkpoints.save(model, optimizer, step=1)
+    checkpoints.close()
+
+
+def test_a_directory_is_one_of_a_file_system(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="expected a directory of a file system, got 's3://bucket"):
+        Checkpoints("s3://bucket/job")
 
 
 def test_a_delta_has_no_rows_that_did_not_change(trained: Any, tmp_path: Path) -> None:

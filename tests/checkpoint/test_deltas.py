@@ -15,12 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupt_cases import batch_of, collection_of
 from table_cases import ids_of
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import EmbeddingBagConfig
 from torchrec.optim import Adagrad
+from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn import whole_model
-from torchrec_dyn.checkpoint import apply_delta, delta_apply, delta_export, export_delta, mark
+from torchrec_dyn.checkpoint import (
+    LoadPlanner,
+    apply_delta,
+    delta_apply,
+    delta_export,
+    export_delta,
+    mark,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -173,6 +182,19 @@ def test_models_of_another_kind(run, tmp_path):
         copies[0], tmp_path / "full", "expected a delta of export_delta, got .* a full checkpoint"
     )
     refuses(copies[0], tmp_path / "nowhere", "no directory")
+
+
+def test_it_is_not_loaded_as_a_checkpoint(run):
+    """It has the changed rows only: tables would silently lose the others."""
+    folder, _ = run
+    path, model = folder / "0", Model(EmbOptimType.ADAM)
+    optimizer = CombinedOptimizer([("pooled", model.pooled.fused_optimizer)])
+    for state in ({"model": model.state_dict()}, {"optimizer": optimizer.state_dict()}):
+        for planner in (LoadPlanner(allow_partial_load=True), LoadPlanner(path=path)):
+            with pytest.raises(
+                CheckpointException, match="expected a full checkpoint, got a delta"
+            ):
+                dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
 
 
 def test_a_torn_or_truncated_one(run, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import (
     LOCAL_SIZES,
@@ -19,6 +20,7 @@ from checkpoint_cases import (
     held,
     load,
     new,
+    optimizer_of,
     quietly,
     same_bits,
     save,
@@ -26,8 +28,9 @@ from checkpoint_cases import (
 )
 from sharded_training import collection_of
 from shards import deep_but
+from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.whole_model import tables as model_tables
 
@@ -98,6 +101,21 @@ def run(function, setup: Setup, *args):
     )
     assert all(one == results[0] for one in results)
     return results[0]
+
+
+def is_not_loaded_as_a_checkpoint(setup: Setup, folder: str) -> None:
+    model = new(setup)
+    for state in ({"model": model.state_dict()}, {"optimizer": optimizer_of(model).state_dict()}):
+        for planner in (LoadPlanner(allow_partial_load=True), LoadPlanner(path=folder)):
+            with pytest.raises(
+                CheckpointException, match="expected a full checkpoint, got a delta"
+            ):
+                quietly(dcp.load, state, checkpoint_id=folder, planner=planner)
+
+
+def test_it_is_not_loaded_as_a_checkpoint(exported):
+    folder, _ = exported(CASES[1][0])
+    run(is_not_loaded_as_a_checkpoint, CASES[1][1], str(folder / "0"))
 
 
 EDITED = ("plain", "counted", "drawn")

@@ -38,7 +38,10 @@ from torchrec_dyn.checkpoint.further_values import (
     alike,
     check_ranks,
     digests_of,
+    fitting,
     hand_over,
+    names_of,
+    number_of,
     options_of,
     saved_values,
 )
@@ -63,13 +66,17 @@ class Checkpoints:
             of tables are recorded.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or the path is a URL.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, full_every: int = 1) -> None:
         for name, value in (("keep", keep), ("full_every", full_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Checkpoints: expected {name} of at least 1, got {value!r}.")
+        if "://" in str(path):  # Path would make a folder of the working directory of it
+            raise ValueError(
+                f"Checkpoints: expected a directory of a file system, got {str(path)!r}. Mount it."
+            )
         self.path = Path(path)
         self._keep, self._full_every = keep, full_every
         self._marker: Marker | None = None  # of the last entry, if the next may be a delta
@@ -231,7 +238,7 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _SAVE)
         marker = self._marker
-        values = run_together(group, _SAVE, lambda: saved_values(extra))
+        step, values = run_together(group, _SAVE, lambda: (number_of(step), saved_values(extra)))
         options = [
             one
             for of_rank in gather_results(group, _SAVE, lambda: options_of(optimizer))
@@ -359,11 +366,13 @@ class Checkpoints:
 
         Raises:
             ValueError: on every rank, if no entry can be loaded (with the error of the newest), if none is of
-                the step, or if values that differed between ranks were saved on another number of ranks.
+                the step, or if values of `extra` that differed between ranks were saved on another number of
+                ranks. Such values that `extra` does not name are left out, with a warning.
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
+        asked = set().union(*gather_results(group, _RESTORE, lambda: names_of(extra or {})))
         self._marker, self._line, self._highest = None, [], None
         lines = self._lines(step) if rank == 0 else None
         skipped: list[str] = []
@@ -377,7 +386,7 @@ class Checkpoints:
             if not line:
                 break
             entry = line[-1]
-            check_ranks(entry, len(of_ranks))
+            check_ranks(entry, len(of_ranks), asked)
             try:
                 values = load_entry(model, optimizer, tables, line)
             except (Exception, CheckpointException) as error:
@@ -396,6 +405,7 @@ class Checkpoints:
             raise ValueError(
                 f"{self.path}: expected an entry that can be loaded, got none. {' '.join(skipped)}"
             ) from fault
+        values = run_together(group, _RESTORE, lambda: fitting(values, entry, len(of_ranks)))
         run_together(group, _RESTORE, lambda: hand_over(values, extra or {}))
         made = mark(model) if self._full_every > 1 else None
         self._marker, self._line, self._highest = made, line, highest
@@ -452,6 +462,7 @@ class Checkpoints:
         wanted = checked_ids(tables, ids)
 
         def find() -> tuple[list[Path], Any]:
+            number_of(step)
             entries = [] if rank else self._claim().entries
             return [] if rank else entry_folders(self.path), search(entries, wanted)
 

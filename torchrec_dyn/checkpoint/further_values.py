@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import math
+import warnings
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +114,20 @@ def _plain(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
 
 
+def number_of(step: Any) -> Any:
+    """Returns a step as a number of Python's own, as entry.json has it.
+
+    Raises:
+        ValueError: it is no finite number.
+    """
+    number = _plain(step)
+    if not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(
+            f"Checkpoints.save: expected a finite number as step, got {step!r}. Give the number of the step."
+        )
+    return number
+
+
 def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes numbers of parameter groups, as `options_of` returned them; a tensor stays one."""
     keys = {id(parameter): key for key, parameter in optimizer.params.items()}
@@ -147,15 +163,29 @@ def write_values(
     return {Path(file.path).name: digest_of(memory.getvalue())}
 
 
-def check_ranks(entry: Entry, world_size: int) -> None:
-    """Raises ValueError if ranks have values of their own and were another number."""
-    own = ", ".join(name for name, is_alike in entry.extra.items() if not is_alike)
-    if own and entry.world_size != world_size:
+def check_ranks(entry: Entry, world_size: int, names: Container[str]) -> None:
+    """Raises ValueError if ranks had values of their own by some of the names, and were another number."""
+    named = [name for name, is_alike in entry.extra.items() if not is_alike and name in names]
+    if (own := ", ".join(named)) and entry.world_size != world_size:
         raise ValueError(
             f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. Use as many ranks. To change their number, save positions in a source whose "
-            "batches all ranks share, Positions(source, is_global=True), and equal values on all ranks."
+            f"{world_size}. Use as many ranks, or leave {own} out of extra. To change their number, save "
+            "positions in a source whose batches all ranks share, Positions(source, is_global=True), and "
+            "equal values on all ranks."
         )
+
+
+def fitting(values: Mapping[str, Any], entry: Entry, world_size: int) -> dict[str, Any]:
+    """Returns the values of an entry that fit a number of ranks; warns if others are left out."""
+    same = entry.world_size == world_size
+    fit = {name: one for name, one in values.items() if same or entry.extra.get(name)}
+    if own := ", ".join(sorted(values.keys() - fit.keys())):
+        warnings.warn(
+            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
+            f"{world_size}. They are left out of what restore returns.",
+            stacklevel=2,
+        )
+    return fit
 
 
 def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -176,6 +206,21 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
         raise ValueError(
             f"{path}: expected values of torch.save, got {error}. It is damaged."
         ) from error
+
+
+def names_of(objects: Mapping[str, Any]) -> list[str]:
+    """Returns the names of objects into which saved values are to be loaded.
+
+    Raises:
+        ValueError: one has no `load_state_dict`.
+    """
+    for name, one in objects.items():
+        if not hasattr(one, "load_state_dict"):
+            raise ValueError(
+                f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
+                f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
+            )
+    return list(objects)
 
 
 def hand_over(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:

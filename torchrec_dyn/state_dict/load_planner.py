@@ -94,13 +94,17 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, SavedTensor) and value.entry is not None:
                 _check_chunks(fqn, of_saved)
                 prefix, _, self._names[fqn] = fqn.rpartition(".")
+                # `apply_delta` reads deltas into entries that belong to no state dict.
+                if value.entry.is_of_state_dict:
+                    _check_is_no_delta(prefix, saved)
                 _, tensors = found.setdefault(prefix, (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
                     tensors[self._names[fqn]] = of_saved
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
                 self._plain.add(fqn)
                 _check_chunks(fqn, of_saved)
-                name = fqn.rpartition(".")[2]
+                prefix, _, name = fqn.rpartition(".")
+                _check_is_no_delta(prefix, saved)
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
                     note_resized(value, resized)
@@ -218,6 +222,16 @@ def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str
         and isinstance(config, TensorStorageMetadata)
         and config.properties.dtype == torch.uint8
     )
+
+
+def _check_is_no_delta(prefix: str, saved: Mapping[str, Any]) -> None:
+    """Raises ValueError if only the changes of a table were saved: the other rows would be lost."""
+    if f"{prefix}.base" in saved:
+        raise ValueError(
+            f"'{prefix}' of the checkpoint: expected a full checkpoint, got a delta, which has the changed "
+            "rows only. Load the full checkpoint before it, then call "
+            "torchrec_dyn.checkpoint.apply_delta with each delta after it, in order."
+        )
 
 
 def _check_chunks(fqn: str, saved: Any) -> None:

@@ -271,7 +271,7 @@ class OptimizerEntry(TableEntry):
     def renew(self) -> OptimizerSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
         source = OptimizerSource(self.table, self)
-        self.canonical = source.canonical
+        self.canonical, self.is_of_state_dict = source.canonical, True
         return source
 
     def _stage_saved(self, places: Places | None) -> None:
