@@ -164,15 +164,16 @@ def test_bad_batches_are_errors(served, dtype, features, message):
         one(features)
 
 
-def test_features_with_different_numbers_of_bags_are_refused(served):
-    configs = bag_configs(A, B)
-    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), configs)
+@pytest.mark.parametrize("bags", [1, 2])
+def test_a_batch_size_per_feature_is_refused(served, bags):
+    """Pooled outputs have a row of each feature for each sample: two samples share bag 0 of a feature."""
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A, B))
     features = KeyedJaggedTensor(
-        keys=["f_a", "f_b"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[1], [2]],
-        inverse_indices=(["f_a", "f_b"], torch.zeros(2, 2, dtype=torch.int64)),
+        ["f_a", "f_b"], torch.arange(bags + 2), lengths=torch.ones(bags + 2).long(),
+        stride_per_key_per_rank=[[bags], [2]],
+        inverse_indices=(["f_a", "f_b"], torch.tensor([[0, 0, 0], [0, 0, 1]])),
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"as many bags for each feature, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"got a batch size per feature .* its own bag"):
         ours(features)
 
 

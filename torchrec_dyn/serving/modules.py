@@ -26,7 +26,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, checked_configs
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.export import counts_between, traced_features
+from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
 
 # Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
@@ -112,13 +112,15 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         """Looks up the rows of bags and pools them.
 
         Args:
-            features: bags of ids, the same number of bags for each feature; further features are not read.
+            features: bags of ids, the same number of bags for each feature and no inverse_indices; further
+                features are not read.
 
         Returns:
             [B, sum of D] float32, one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not match each other.
+            ValueError: if a feature is missing, the tensors do not match each other, or the batch has a size
+                per feature (VBE).
         """
         if torch.compiler.is_exporting():
             ids, offsets, weights, batch = traced_features(
@@ -126,11 +128,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
             )
         else:
             read = self._read(features)
-            if read.varies:
-                raise ValueError(
-                    f"{type(self).__name__}: expected as many bags for each feature, got "
-                    f"{read.batch_sizes}."
-                )
+            check_one_batch_size(features, read.varies, type(self).__name__)
             ids, offsets, weights, batch = (
                 read.ids, read.offsets(), read.weights, read.batch_sizes[0]
             )  # fmt: skip
