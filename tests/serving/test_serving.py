@@ -3,6 +3,7 @@
 import pytest
 import torch
 from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
+from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import PoolingType
@@ -175,6 +176,24 @@ def test_a_batch_size_per_feature_is_refused(served, bags):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"got a batch size per feature .* its own bag"):
         ours(features)
+
+
+def test_tensor_dicts_as_in_training(served):
+    bags = [torch.tensor([1, 2, 3]), torch.tensor([7, 9])]
+    of_features = {
+        name: torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, 1, len(ids)]))
+        for name, ids in zip(["f_a", "f_b"], bags, strict=True)
+    }
+    features = TensorDict(of_features, batch_size=[2])
+    training = trained(dyn.DynamicEmbeddingBagCollection(bag_configs(A, B)), A, B)
+    pooled = serving.ServingEmbeddingBagCollection(served(torch.float32), bag_configs(A, B))
+    expected = training(features).values()
+    assert torch.equal(pooled(features).values(), expected) and expected.any()
+    configs = sequence_configs(A, narrow(B))
+    training = trained(dyn.DynamicEmbeddingCollection(configs), A, narrow(B))
+    ours = serving.ServingEmbeddingCollection(served(torch.float32, "embeddings"), configs)
+    for name, jagged in training(features).items():
+        assert torch.equal(ours(features)[name].values(), jagged.values())
 
 
 def test_init_fn_of_a_config_is_not_used(served):

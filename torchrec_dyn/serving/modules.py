@@ -21,6 +21,7 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
@@ -122,6 +123,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
             ValueError: if a feature is missing, the tensors do not match each other, or the batch has a size
                 per feature (VBE).
         """
+        features = maybe_td_to_kjt(features, None)
         if torch.compiler.is_exporting():
             ids, offsets, weights, batch = traced_features(
                 features, self._features, self._is_weighted, type(self).__name__
@@ -198,6 +200,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
         """
+        features = maybe_td_to_kjt(features, None)
         if torch.compiler.is_exporting():
             ids, offsets, _, batch = traced_features(
                 features, self._features, False, type(self).__name__
