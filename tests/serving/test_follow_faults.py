@@ -429,6 +429,20 @@ def test_deltas_that_have_no_room_together_are_applied_one_by_one(
     assert followed.skipped == [] and sorted_ids(followed.changed)["user"] == list(range(300))
 
 
+def test_the_error_of_an_empty_directory_says_what_to_give(job: Job) -> None:
+    """The mount of a volume is an empty directory, which a build cannot replace by a rename."""
+    job.save()
+    job.served.mkdir()
+    for make in (
+        lambda: job.new_follower().poll(),
+        lambda: serving.build(job.entry("full", 1) / "state", job.served),
+    ):
+        with pytest.raises(ValueError, match=r"does not exist, such as .*/served/tables"):
+            make()
+    serving.Follower(job.kept, job.served / "tables").poll()
+    assert torch.equal(served_rows(job.served / "tables"), job.rows[1])
+
+
 def test_other_rows_or_tables_than_those_served(job: Job) -> None:
     job.save()
     job.new_follower(rows=torch.float16, tables=["user"]).poll()
