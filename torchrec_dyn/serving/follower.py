@@ -133,9 +133,9 @@ class Follower:
     def poll(self) -> Followed | None:
         """Serves the newest entry that is whole, if it is not served yet.
 
-        Deltas are applied together, or one by one if that fails. If a full save came after the served rows, they are built from the newest
-        full save, in a new generation that readers change to like any other. An entry older than what is
-        served is never taken.
+        Deltas are applied together, or one by one if that fails. If a full save came after the served rows,
+        they are built from the newest full save, in a new generation that readers change to like any other.
+        An entry older than what is served is never taken.
 
         Returns:
             What is served; None if it is of the entry `since`.
