@@ -18,11 +18,12 @@ import pytest
 import torch
 from checkpoint_cases import quietly
 from follow_cases import Trainer, served_rows, sorted_ids
+from full_disk import file_limit
 
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
 from torchrec_dyn.checkpoint_format import chunked_tensor, read_chain
-from torchrec_dyn.serving import builder
+from torchrec_dyn.serving import builder, update
 from torchrec_dyn.serving import follower as follower_file
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
@@ -408,6 +409,38 @@ def test_errors_are_tried_again_in_longer_intervals(
         assert next(serving.follow(job.kept, job.served, every=1)).entry.step == 1
     assert len(seen) == 1 and "No space left" in str(seen[0].message)
     assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
+
+
+def test_deltas_that_have_no_room_together_are_applied_one_by_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(update, "_WASTE_BYTES", 0)  # unused rows are given back after each delta
+    for _ in range(4):  # 9,600 bytes of rows each
+        job.trainer.train(*range(300))
+        job.save()
+        if job.trainer.step == 1:
+            job.follower.poll()
+    with file_limit(1000), pytest.raises(OSError, match="File too large"):
+        job.follower.poll()  # not for one of them either
+    assert job.serves(1)
+    with file_limit(32_000):
+        followed = job.follower.poll()
+    assert followed is not None and followed.entry.step == 4 and job.serves(4)
+    assert followed.skipped == [] and sorted_ids(followed.changed)["user"] == list(range(300))
+
+
+def test_the_error_of_an_empty_directory_says_what_to_give(job: Job) -> None:
+    """The mount of a volume is an empty directory, which a build cannot replace by a rename."""
+    job.save()
+    job.served.mkdir()
+    for make in (
+        lambda: job.new_follower().poll(),
+        lambda: serving.build(job.entry("full", 1) / "state", job.served),
+    ):
+        with pytest.raises(ValueError, match=r"does not exist, such as .*/served/tables"):
+            make()
+    serving.Follower(job.kept, job.served / "tables").poll()
+    assert torch.equal(served_rows(job.served / "tables"), job.rows[1])
 
 
 def test_other_rows_or_tables_than_those_served(job: Job) -> None:

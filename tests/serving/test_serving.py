@@ -3,6 +3,7 @@
 import pytest
 import torch
 from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
+from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import PoolingType
@@ -164,16 +165,35 @@ def test_bad_batches_are_errors(served, dtype, features, message):
         one(features)
 
 
-def test_features_with_different_numbers_of_bags_are_refused(served):
-    configs = bag_configs(A, B)
-    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), configs)
+@pytest.mark.parametrize("bags", [1, 2])
+def test_a_batch_size_per_feature_is_refused(served, bags):
+    """Pooled outputs have a row of each feature for each sample: two samples share bag 0 of a feature."""
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A, B))
     features = KeyedJaggedTensor(
-        keys=["f_a", "f_b"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 1]),
-        stride_per_key_per_rank=[[1], [2]],
-        inverse_indices=(["f_a", "f_b"], torch.zeros(2, 2, dtype=torch.int64)),
+        ["f_a", "f_b"], torch.arange(bags + 2), lengths=torch.ones(bags + 2).long(),
+        stride_per_key_per_rank=[[bags], [2]],
+        inverse_indices=(["f_a", "f_b"], torch.tensor([[0, 0, 0], [0, 0, 1]])),
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"as many bags for each feature, got \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"got a batch size per feature .* its own bag"):
         ours(features)
+
+
+def test_tensor_dicts_as_in_training(served):
+    bags = [torch.tensor([1, 2, 3]), torch.tensor([7, 9])]
+    of_features = {
+        name: torch.nested.nested_tensor_from_jagged(ids, torch.tensor([0, 1, len(ids)]))
+        for name, ids in zip(["f_a", "f_b"], bags, strict=True)
+    }
+    features = TensorDict(of_features, batch_size=[2])
+    training = trained(dyn.DynamicEmbeddingBagCollection(bag_configs(A, B)), A, B)
+    pooled = serving.ServingEmbeddingBagCollection(served(torch.float32), bag_configs(A, B))
+    expected = training(features).values()
+    assert torch.equal(pooled(features).values(), expected) and expected.any()
+    configs = sequence_configs(A, narrow(B))
+    training = trained(dyn.DynamicEmbeddingCollection(configs), A, narrow(B))
+    ours = serving.ServingEmbeddingCollection(served(torch.float32, "embeddings"), configs)
+    for name, jagged in training(features).items():
+        assert torch.equal(ours(features)[name].values(), jagged.values())
 
 
 def test_init_fn_of_a_config_is_not_used(served):

@@ -150,3 +150,27 @@ def test_what_cannot_be_traced_is_named(served):
     weighted = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A), True)
     with pytest.raises(ValueError, match="expected weights"):
         serving.export_program(weighted, features)
+
+
+@pytest.mark.parametrize("strides", [None, [[1], [3]]])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_batch_size_per_feature_is_refused(served, tmp_path, pooled, strides):
+    """A program reads values and lengths alone: it would split the lengths of [1, 3] bags in the middle."""
+    if pooled:
+        ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A, B))
+    else:
+        ours = serving.ServingEmbeddingCollection(served(torch.int8), sequence_configs(A, B))
+    features = KeyedJaggedTensor(
+        ["f_a", "f_b"],
+        torch.arange(4),
+        lengths=torch.ones(4).long(),
+        stride_per_key_per_rank=strides,
+        inverse_indices=(["f_a", "f_b"], torch.zeros(2, 3).long()) if strides is None else None,
+    )
+    for export in (
+        lambda: serving.export_program(ours, features),
+        lambda: torch.export.export(ours, (features,)),
+        lambda: serving.compile_program(ours, [features], tmp_path / "model.pt2"),
+    ):
+        with pytest.raises(ValueError, match=r"got a batch size per feature .* its own bag"):
+            export()

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import ops, serving
+from torchrec_dyn.serving import id_maps, verification
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
@@ -200,6 +202,38 @@ def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
     both = KeyedJaggedTensor(["f_a", "f_b"], ids.repeat(2), lengths=torch.ones(2 * len(ids)).long())
     expected = torch.stack([big[0].rows.get(int(i), torch.zeros(8)) for i in ids])
     assert torch.equal(ours(both)["f_a"], expected)
+
+
+def test_memory_does_not_grow_with_removed_ids_nor_with_wide_rows(tmp_path, monkeypatch):
+    """Rows are read by chunks where ids go, where the rows file is rewritten and where it is summed."""
+    before = [Plain("a", 64).with_random(range(400))]
+    after = [before[0].without(range(300))]
+    save(tmp_path / "checkpoint", *before)
+    save_delta(tmp_path / "d", before, after)
+    serving.build(tmp_path / "checkpoint", tmp_path / "served")
+    read: list[int] = []
+
+    def watched(owner: Any, name: str, argument: int) -> None:
+        real = getattr(owner, name)
+
+        def call(*given):
+            read.append(given[argument].nbytes)
+            return real(*given)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watched(serving_update, "content_sum", 3)
+    watched(verification, "content_sum", 3)
+    watched(serving_update.Appender, "append", 1)
+    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(serving_update, "CHUNK_BYTES", 8192)
+    monkeypatch.setattr(id_maps, "_PIECE_BYTES", 8192)
+    serving.apply_delta(tmp_path / "served", tmp_path / "d")
+    generation = current_generation(tmp_path / "served")
+    assert read_manifest(tmp_path / "served", generation).rows_bytes == 100 * 256  # rewritten
+    (tmp_path / "served" / generation / "checksums.json").unlink()
+    serving.add_checksums(tmp_path / "served")
+    assert 256 < max(read) <= 8192
 
 
 def test_one_writer_at_a_time(served, tmp_path):

@@ -87,7 +87,7 @@ def build_from(
     if target.exists():
         raise ValueError(
             f"serving.build: expected nothing at {target}, got something. "
-            "Build beside it, or remove it first."
+            f"Build at a path that does not exist, such as {target / 'tables'}, or remove it first."
         )
     saved = chosen_tables(
         open_checkpoint(checkpoint).tables, tables, f"serving.build({checkpoint})"

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.serving.current import with_current
-from torchrec_dyn.serving.export import any_size
+from torchrec_dyn.serving.export import any_size, check_one_batch_size
 from torchrec_dyn.serving.lookup import ServedLookup
 from torchrec_dyn.serving.manifest import read_manifest
 from torchrec_dyn.serving.tensor_index import mapped_tensors
@@ -49,7 +49,7 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
 
     Raises:
         ValueError: if the module has no serving collection, collections of several directories, or one with
-            unseen="initial", or the directory has no index.
+            unseen="initial", or the directory has no index, or features have a batch size per feature (VBE).
     """
     path = Path(out)
     if path.suffix != ".pt2":
@@ -116,6 +116,7 @@ class _Flat(nn.Module):
         self._features: list[tuple[list[str], bool] | None] = []
         for one in inputs:
             if isinstance(one, KeyedJaggedTensor):
+                check_one_batch_size(one, one.variable_stride_per_key(), _WHERE)
                 self._features.append((one.keys(), one.weights_or_none() is not None))
             elif isinstance(one, Tensor):
                 self._features.append(None)

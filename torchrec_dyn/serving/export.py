@@ -34,8 +34,13 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
             and ids.
 
     Returns:
-        The program. Import torchrec_dyn.serving before you load it; the import registers its ops.
+        The program. Import torchrec_dyn.serving before you load it; the import registers its ops. It reads
+        values, weights and lengths [F, B] alone: neither the strides nor the inverse_indices of a batch.
+
+    Raises:
+        ValueError: if the example has a batch size per feature (VBE).
     """
+    check_one_batch_size(features, features.variable_stride_per_key(), "serving.export_program")
     plain = KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
@@ -62,6 +67,15 @@ def any_size() -> AbstractContextManager[None]:
     return patched
 
 
+def check_one_batch_size(features: KeyedJaggedTensor, varies: bool, where: str) -> None:
+    """Raises ValueError if the number of bags varies by feature, or samples may share bags (VBE)."""
+    if varies or features.inverse_indices_or_none() is not None:
+        raise ValueError(
+            f"{where}: expected as many bags for each feature and no inverse_indices, got a batch size per "
+            "feature (VBE). Give each sample its own bag of each feature."
+        )
+
+
 def traced_features(
     features: KeyedJaggedTensor, names: Sequence[str], weighted: bool, where: str
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
@@ -73,8 +87,10 @@ def traced_features(
         ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.
 
     Raises:
-        ValueError: if features or their weights are missing, or ids have another dtype.
+        ValueError: if features or their weights are missing, ids have another dtype, or the batch has a size
+            per feature.
     """
+    check_one_batch_size(features, features.variable_stride_per_key(), where)
     keys = features.keys()
     missing = [name for name in names if name not in keys]
     if missing:

@@ -133,9 +133,9 @@ class Follower:
     def poll(self) -> Followed | None:
         """Serves the newest entry that is whole, if it is not served yet.
 
-        Deltas are applied together. If a full save came after the served rows, they are built from the newest
-        full save, in a new generation that readers change to like any other. An entry older than what is
-        served is never taken.
+        Deltas are applied together, or one by one if that fails. If a full save came after the served rows,
+        they are built from the newest full save, in a new generation that readers change to like any other.
+        An entry older than what is served is never taken.
 
         Returns:
             What is served; None if it is of the entry `since`.
@@ -257,14 +257,17 @@ class Follower:
             except SecondWriter:
                 raise
             except (ValueError, OSError) as error:
-                if self._has_moved(seen) or not _is_of_an_entry(error, group):
+                is_alone = len(group) == 1
+                if self._has_moved(seen) or (is_alone and not _is_of_an_entry(error, group)):
                     raise
-                if len(group) == 1:
+                if is_alone:
                     until = time.monotonic() + _RETRY_SECONDS
                     text = " ".join(str(error).split())
                     self._faults[group[0].id] = _Fault(text, seen.generation, until)
                     break
-                groups = [[entry] for entry in group]  # those before the damaged one are served
+                # Those before a damaged one are served. One by one they need less room on the disk:
+                # unused rows are given back in between.
+                groups = [[entry] for entry in group]
             else:
                 last = group[-1]
                 seen = replace(seen, generation=current_generation(self.to))

@@ -23,7 +23,8 @@ SLOT_BYTES = 16
 _LINE_SLOTS = 4
 # A new map has the first load. Deltas fill it up to the second load; then a larger map is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
-_PIECE = 1 << 18
+# Bytes of slots, and of the rows that a caller reads with them, that are in memory at once.
+_PIECE_BYTES = 4 << 20
 # Slots whose ids are looked up when a map is opened.
 _CHECKED = 256
 
@@ -85,10 +86,15 @@ class ServedMap:
         """
         return ops.erase(ids, [self.slots], self._at_rest)
 
-    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields the ids, their rows and their slots, [M] int64 each, for one range of slots at a time."""
-        for first in range(0, len(self.slots), _PIECE):
-            piece = self.slots[first : first + _PIECE]
+    def pieces(self, row_bytes: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields the ids, their rows and their slots, [M] int64 each, for one range of slots at a time.
+
+        Args:
+            row_bytes: bytes that the caller reads of each row; the more, the fewer ids at a time.
+        """
+        size = max(1, _PIECE_BYTES // (SLOT_BYTES + row_bytes))
+        for first in range(0, len(self.slots), size):
+            piece = self.slots[first : first + size]
             taken = piece[:, 1].nonzero().view(-1)
             found = piece[taken]
             yield found[:, 0].contiguous(), found[:, 1] - 1, taken + first
@@ -96,7 +102,7 @@ class ServedMap:
     def extent(self) -> tuple[int, int, int]:
         """Returns the number of ids, and the least and the largest number in the slots: row + 1, or 0."""
         taken, low, high = 0, 0, 0
-        for piece in self.slots[:, 1].split(_PIECE):
+        for piece in self.slots[:, 1].split(_PIECE_BYTES // SLOT_BYTES):
             if len(piece):
                 least, largest = piece.aminmax()
                 low, high = min(low, int(least)), max(high, int(largest))

@@ -186,7 +186,8 @@ def current_generation(folder: Path) -> str:
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ValueError(
             f"{folder}: expected a directory made by serving.build, got one without the name of a "
-            f"generation in {CURRENT}. Build it first."
+            f"generation in {CURRENT}. Build it first, at a path that does not exist, such as "
+            f"{folder / 'tables'}; a follower builds it there, too."
         ) from None
 
 

@@ -21,12 +21,13 @@ from torchrec.modules.embedding_modules import (
     get_embedding_names_by_table,
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, checked_configs
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.export import counts_between, traced_features
+from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
 
 # Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
@@ -112,25 +113,24 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         """Looks up the rows of bags and pools them.
 
         Args:
-            features: bags of ids, the same number of bags for each feature; further features are not read.
+            features: bags of ids, the same number of bags for each feature and no inverse_indices; further
+                features are not read.
 
         Returns:
             [B, sum of D] float32, one key per feature and table, in the order of the tables.
 
         Raises:
-            ValueError: if a feature is missing, or the tensors do not match each other.
+            ValueError: if a feature is missing, the tensors do not match each other, or the batch has a size
+                per feature (VBE).
         """
+        features = maybe_td_to_kjt(features, None)
         if torch.compiler.is_exporting():
             ids, offsets, weights, batch = traced_features(
                 features, self._features, self._is_weighted, type(self).__name__
             )
         else:
             read = self._read(features)
-            if read.varies:
-                raise ValueError(
-                    f"{type(self).__name__}: expected as many bags for each feature, got "
-                    f"{read.batch_sizes}."
-                )
+            check_one_batch_size(features, read.varies, type(self).__name__)
             ids, offsets, weights, batch = (
                 read.ids, read.offsets(), read.weights, read.batch_sizes[0]
             )  # fmt: skip
@@ -200,6 +200,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
         """
+        features = maybe_td_to_kjt(features, None)
         if torch.compiler.is_exporting():
             ids, offsets, _, batch = traced_features(
                 features, self._features, False, type(self).__name__

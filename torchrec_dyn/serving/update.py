@@ -387,7 +387,9 @@ class _Change:
             raise self._does_not_fit(
                 "removed ids that are served", f"{int((rows < 0).sum())} ids without a row"
             )
-        self._subtract(removed, rows)
+        size = max(1, CHUNK_BYTES // self._width)
+        for some, their_rows in zip(removed.split(size), rows.split(size), strict=True):
+            self._subtract(some, their_rows)
         self.num_rows -= len(removed)
         for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
             ids, weight = chunk["ids"], chunk["weight"]
@@ -451,7 +453,7 @@ def _compacted(
     try:
         for name, width in manifest.widths().items():
             rows_of_table = old[: len(old) // width * width].view(-1, width)
-            for _, rows, slots in maps[name].pieces():
+            for _, rows, slots in maps[name].pieces(width):
                 maps[name].renumber(slots, appender.append(rows_of_table[rows]))
         appender.flush()
     finally:

@@ -189,7 +189,7 @@ def _check_contents(
     of_table = rows[: len(rows) // width * width].view(-1, width)
     is_exact = row_format.is_exact_for(table.trained_dtype)
     found = {"ids": 0, **({"weight": 0} if is_exact else {})}
-    for ids, numbers, _ in served.pieces():
+    for ids, numbers, _ in served.pieces(width):
         found = add_sums(found, {"ids": content_sum(name, "ids", ids, ids)})
         if is_exact:
             weight = row_format.as_trained(of_table[numbers], table.trained_dtype)
