@@ -19,7 +19,7 @@ from processed_training import (
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import collection_of
 from torch import Tensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import (
@@ -128,11 +128,7 @@ def see_refused(what: str) -> str:
     case = one_table("row_wise")
     collection = collection_of(case, fused_params=case.fused_params)
     module = processed(case, collection, "dict")
-    if what == "static":
-        module._embedding_bag_collection = EmbeddingBagCollection(
-            collection.embedding_bag_configs(), is_weighted=True
-        )
-    elif what == "processor":
+    if what == "processor":
         module._feature_processors["a"] = Loudness()
     else:
         case.tables[0].plan = shard_by_hand("data_parallel", [([0], 0, 8)])
@@ -144,7 +140,6 @@ def see_refused(what: str) -> str:
 @pytest.mark.parametrize(
     "what, told",
     [
-        ("static", "got EmbeddingBagCollection. Convert it with make_dynamic"),
         ("processor", "got Loudness. Add the method"),
         ("data_parallel", "data_parallel"),
     ],
