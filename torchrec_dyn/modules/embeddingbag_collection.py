@@ -164,6 +164,10 @@ def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequenc
     """Returns the bag of each sample, [F, B] int64, for some features in their order.
 
     As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
+
+    Args:
+        inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
+        features: the names of F of these features.
     """
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}
