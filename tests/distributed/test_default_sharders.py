@@ -1,5 +1,6 @@
 """The list of TorchRec's sharders and ours, for models with any mix of static and dynamic tables."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import workers
@@ -43,9 +44,13 @@ class Model(nn.Module):
             dyn.DynamicEmbeddingBagCollection(bags("e"), is_weighted=True),
             PositionWeightedModuleCollection({"f": 2}),
         )
+        self.static_processed = FeatureProcessedEmbeddingBagCollection(
+            EmbeddingBagCollection(tables=bags("g"), is_weighted=True),
+            PositionWeightedModuleCollection({"f": 2}),
+        )
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        pooled = [self.static_pooled, self.pooled, self.processed]
+        pooled = [self.static_pooled, self.pooled, self.processed, self.static_processed]
         sequence = [self.static_sequence, self.sequence]
         summed = sum(one(features).values().sum() for one in pooled)
         return summed + sum(one(features)["f"].values().sum() for one in sequence)
@@ -63,8 +68,16 @@ def train(plans: bool) -> None:
         assert isinstance(module, ShardedModule)
     for group in model.fused_optimizer.param_groups:
         assert group["lr"] == 0.25
-    ids = torch.tensor([1, 2, 3])
-    model(KeyedJaggedTensor(["f"], ids, lengths=torch.tensor([2, 1]))).backward()
+    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+    before = model.module.static_processed(batch).values().detach().clone()
+    model(batch).backward()
+    trained = model.module.static_processed(batch).values()
+    assert (trained < before).all()  # by the rate of `SGD`, and the processor has no optimizer
+    if not plans:
+        kind = FeatureProcessedEmbeddingBagCollection
+        [sharder] = [one for one in sharders if one.module_type is kind]
+        with pytest.raises(ValueError, match="expected dynamic tables, got static ones"):
+            sharder.reshard(model.module.static_processed, {}, model._env)
     for collection in (
         model.module.pooled,
         model.module.sequence,

@@ -136,11 +136,7 @@ def see_refused(what: str) -> str:
     case = one_table("row_wise")
     collection = collection_of(case, fused_params=case.fused_params)
     module = processed(case, collection, "dict")
-    if what == "static":
-        module._embedding_bag_collection = EmbeddingBagCollection(
-            collection.embedding_bag_configs(), is_weighted=True
-        )
-    elif what == "score":
+    if what == "score":
         module._embedding_bag_collection = scored(case)
     elif what == "processor":
         module._feature_processors["a"] = Loudness()
@@ -154,7 +150,6 @@ def see_refused(what: str) -> str:
 @pytest.mark.parametrize(
     "what, told",
     [
-        ("static", "got EmbeddingBagCollection. Convert it with make_dynamic"),
         ("score", "replace the weights of a batch, got LowestScore of tables ['t']"),
         ("processor", "got Loudness. Add the method"),
         ("data_parallel", "data_parallel"),

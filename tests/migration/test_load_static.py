@@ -298,6 +298,40 @@ def test_a_log_that_may_have_noted_an_undone_load_is_dropped(
         export_delta(made, tmp_path / "delta", before)
 
 
+def test_copies_of_a_model_and_collections_of_one_name(tmp_path: Path) -> None:
+    """One optimizer trained the model and its average; another collection has tables of the same names."""
+    (static, keyed), (other, others) = trained("EXACT_ADAGRAD"), trained("EXACT_ADAGRAD")
+    for state in others.state.values():
+        state["sum"].add_(1)
+    average = {f"m.{key}": value * 2 for key, value in static.state_dict().items()}
+    inner = {f"tower.{key}": value for key, value in other.state_dict(prefix="m.").items()}
+    states = keyed.state_dict()
+    states["state"] |= {f"tower.{key}": one for key, one in others.state_dict()["state"].items()}
+    model = {**static.state_dict(prefix="m."), **inner}
+    saved = {"model": model, "ema": average, "optim": states}
+    dcp.save(saved, checkpoint_id=tmp_path / "c")
+    plain, of_tower = from_static(static, keyed), from_static(other, others)
+    cases = {
+        ("model.m", "state.m"): (static.state_dict(), plain),
+        ("ema.m", "state.m"): (average, plain),
+        ("tower.m", None): (other.state_dict(), of_tower),
+    }
+    for (fqn, optimizer_fqn), (weights, expected) in cases.items():
+        made = dynamic("EXACT_ADAGRAD")
+        load_static(made, tmp_path / "c", fqn, optimizer_fqn=optimizer_fqn)
+        got, right = state_of(made), state_of(expected)
+        for table in ("a", "b"):
+            assert torch.equal(got[table]["momentum1"], right[table]["momentum1"]), (fqn, table)
+            [weight] = [value for key, value in weights.items() if f".{table}.w" in f".{key}"]
+            assert torch.equal(made.table(table).lookup(torch.arange(len(weight)))[0], weight)
+    with pytest.raises(ValueError, match=r"got \[\]\. .* pass `optimizer_fqn` if"):
+        load_static(made, tmp_path / "c", "ema.m")
+    with pytest.raises(
+        ValueError, match=r"got \['optim.state.m.*'optim.state.tower.m.*`optimizer_fqn`"
+    ):
+        load_static(made, tmp_path / "c", "model.m", optimizer_fqn="m")
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     static, keyed = trained("ADAM")
     path = save(tmp_path / "c", static, keyed)

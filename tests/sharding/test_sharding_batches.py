@@ -63,13 +63,14 @@ def test_orders_and_sizes_change_from_batch_to_batch(plans: str) -> None:
     workers.run(train_beside, case, batches_in_turn, world_size=4, local_size=2)
 
 
-def test_names_of_features_may_have_an_at_sign() -> None:
+@pytest.mark.parametrize(("pooled", "variable"), [(True, False), (True, True), (False, True)])
+def test_names_of_features_may_have_an_at_sign(pooled: bool, variable: bool) -> None:
     """TorchRec names the output of a feature of two tables "feature@table"."""
     tables = [
         Table("t", ["a@b", "c"], usual_plan("table_wise", 8, 4, 2)),
-        Table("u", ["c", "d"], usual_plan("column_wise", 8, 4, 2)),
+        Table("u", ["c", "a"], usual_plan("column_wise", 8, 4, 2)),
     ]
-    run(Case(tables, steps=2))
+    run(Case(tables, pooled, variable=variable))
 
 
 @pytest.mark.parametrize("plans", ["whole rows", "spread rows"])

@@ -167,7 +167,7 @@ def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTenso
     keys, inverse = features.inverse_indices()
     result = {}
     for name, jagged in outputs.items():
-        bags = inverse[keys.index(name.split("@")[0])]
+        bags = inverse[keys.index(name if name in keys else name.rpartition("@")[0])]
         ends = jagged.lengths().cumsum(0)
         picked = [
             torch.arange(int(ends[bag] - jagged.lengths()[bag]), int(ends[bag])) for bag in bags

@@ -37,9 +37,7 @@ def default_sharders(
 ) -> list[ModuleSharder[nn.Module]]:
     """Returns TorchRec's default sharders and those of dynamic tables.
 
-    Pass the list to `DistributedModelParallel(sharders=...)`, and to the planner if you call it. A
-    feature-processed collection must contain dynamic tables: for static ones pass TorchRec's
-    `FeatureProcessedEmbeddingBagCollectionSharder`, which shards the same type of module.
+    Pass the list to `DistributedModelParallel(sharders=...)`, and to the planner if you call it.
 
     Args:
         fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's

@@ -127,7 +127,12 @@ class ShardedDynamicEmbeddingCollection(
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embeddings")
-        by_table = zip(setup.configs, module.embedding_names_by_table(), strict=True)
+        by_table = list(zip(setup.configs, module.embedding_names_by_table(), strict=True))
+        self._feature_of_output = {  # a feature's own name may have an "@"
+            name: feature
+            for config, names in by_table
+            for name, feature in zip(names, config.feature_names, strict=True)
+        }
         self._writable = {
             config.name: names
             for config, names in by_table
@@ -162,7 +167,7 @@ class ShardedDynamicEmbeddingCollection(
         """
         features = self._check_batch(features, self.training)
         self._open(ctx, features.device())
-        features, ctx.restoration = pad_batch(features)
+        features, ctx.restoration = pad_batch(features, self._feature_of_output)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
             self._input_dists: list[nn.Module] = []

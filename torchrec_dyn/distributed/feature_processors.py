@@ -15,7 +15,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+)
 from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
@@ -61,8 +64,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     its processors become this module's.
 
     Raises:
-        ValueError: if the collection is not dynamic, a table has LowestScore, a processor does not support
-            spread rows, or the plan is not valid; raised before anything is built.
+        ValueError: if a table has LowestScore, a processor does not support spread rows, or the plan is not
+            valid; raised before anything is built.
     """
 
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
@@ -78,12 +81,9 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     ) -> None:
         self._where = f"{type(module).__name__}('{module_fqn or ''}')"
         processors, collection = module._feature_processors, module._embedding_bag_collection
-        if not isinstance(collection, DynamicEmbeddingBagCollection):
-            raise ValueError(
-                f"{self._where}: expected a DynamicEmbeddingBagCollection inside, got "
-                f"{type(collection).__name__}. Convert it with make_dynamic or from_static first."
-            )
-        check_unprocessed(collection.dynamic_configs(), self._where)
+        check_unprocessed(
+            cast(DynamicEmbeddingBagCollection, collection).dynamic_configs(), self._where
+        )
         plan = table_name_to_parameter_sharding
         if spread := _spread_tables(plan):
             _check_sends_positions(processors, spread, self._where)
@@ -210,10 +210,10 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder
 ):
-    """Shards TorchRec's feature-processed collections that contain a dynamic collection.
+    """Shards TorchRec's feature-processed collections, with dynamic tables or with static ones.
 
     It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
-    type of module, which creates static tables.
+    type of module, which creates static tables only. Modules with static tables are sharded as by that one.
 
     Args:
         fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
@@ -228,6 +228,12 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         self._collection_sharder = DynamicEmbeddingBagCollectionSharder(
             fused_params, qcomm_codecs_registry
         )
+        self._static_sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+            EmbeddingBagCollectionSharder(
+                fused_params, qcomm_codecs_registry=qcomm_codecs_registry
+            ),
+            qcomm_codecs_registry,
+        )
         super().__init__(cast(Any, self._collection_sharder), qcomm_codecs_registry)
 
     def shard(
@@ -237,27 +243,29 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedDynamicFeatureProcessedEmbeddingBagCollection:
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """Shards a collection and its processors; the arguments are those of TorchRec's sharders.
 
-        The collection of `module` is not changed; its processors become the sharded module's.
+        A dynamic collection of `module` is not changed; the processors become the sharded module's.
 
         Raises:
-            ValueError: if the collection is not dynamic, a table has LowestScore, a processor does not
-                support spread rows, or the plan is not valid; raised before anything is built.
+            ValueError: if tables are dynamic, and one has LowestScore, a processor does not support spread
+                rows, or the plan is not valid; raised before anything is built.
         """
         place = device if device is not None else torch.device("cpu")
+        if not isinstance(module._embedding_bag_collection, DynamicEmbeddingBagCollection):
+            return self._static_sharder.shard(module, params, env, place, module_fqn)
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             module, params, self._collection_sharder, env, place, module_fqn
         )
 
     def reshard(
         self,
-        sharded_module: ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+        sharded_module: ShardedFeatureProcessedEmbeddingBagCollection,
         changed_shard_to_params: dict[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
-    ) -> ShardedDynamicFeatureProcessedEmbeddingBagCollection:
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
         """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
 
         Returns:
@@ -265,8 +273,13 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
 
         Raises:
             ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
-                the new plan spreads rows and a processor does not support this.
+                the new plan spreads rows and a processor does not support this, or the tables are static.
         """
+        if not isinstance(sharded_module, ShardedDynamicFeatureProcessedEmbeddingBagCollection):
+            raise ValueError(
+                f"{type(self).__name__}.reshard: expected dynamic tables, got static ones. TorchRec cannot "
+                "move tables behind feature processors: save a checkpoint, and load it under the new plan."
+            )
         sharded_module.reshard(self._collection_sharder, changed_shard_to_params, env, device)
         return sharded_module
 
@@ -280,7 +293,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
 
     @property
     def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """The type of the sharded module."""
+        """The type of the sharded module with dynamic tables."""
         return ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 

@@ -31,6 +31,7 @@ def load_static(
     fqn: str = "",
     with_optimizer: bool = True,
     step: int | None = None,
+    optimizer_fqn: str | None = None,
 ) -> None:
     """Replaces the rows of a dynamic collection with the rows of a static collection's checkpoint.
 
@@ -47,16 +48,19 @@ def load_static(
         with_optimizer: True to load optimizer state, False to start with fresh state.
         step: number of training steps so far; None: the saved number. Needed for TorchRec's sharded Adam,
             which does not save it.
+        optimizer_fqn: path of the collection in the saved optimizer, e.g. "sparse" for "ema.sparse", or
+            "state.sparse" if there is a "tower.sparse" with the same tables. None: `fqn`.
 
     Raises:
         ValueError: on every rank, if the checkpoint does not fit; nothing has changed then.
         RuntimeError: on every rank, if one rank failed in another way; nothing has changed then.
     """
-    tables = tables_in(collection, fqn, "load_static")
+    tables = tables_in(collection, call="load_static")
+    paths = fqn, fqn if optimizer_fqn is None else optimizer_fqn
     group = next(iter(tables.values())).group
 
     def find() -> list[_StaticTable]:
-        files = _Files(Path(path))
+        files = _Files(Path(path), *paths)
         return [files.table(table, with_optimizer, step) for table in tables.values()]
 
     is_filled = False
@@ -106,8 +110,8 @@ class _StaticTable:
 class _Files:
     """The tensors of a checkpoint, found by the ends of their keys."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, fqn: str, optimizer_fqn: str) -> None:
+        self._folder, self._fqn, self._optimizer_fqn = folder, fqn, optimizer_fqn
         self._reader, metadata = open_files(folder)
         self._saved = metadata.state_dict_metadata
 
@@ -118,8 +122,9 @@ class _Files:
             ValueError: if it is missing, or does not fit.
         """
         where = f"{self._folder}: table '{table.name}'"
-        tail = f"{table.key}.weight"
-        key = self._only([key for key in self._saved if f".{key}".endswith(f".{tail}")], tail)
+        tail = _tail(self._fqn, table)
+        keys = [key for key in self._saved if f".{key}".endswith(f".{tail}")]
+        key = self._only(keys, tail, "fqn")
         if key.removesuffix("weight") + "ids" in self._saved:
             raise ValueError(
                 f"{where}: expected a static table, got a dynamic one. Load it with "
@@ -135,7 +140,7 @@ class _Files:
                 f"{where}: expected rows [N, {columns}], got {list(weight.shape)} in '{key}'."
             )
         cuts = [*sorted({chunk.offsets[1] for chunk in metadata.chunks}), weight.shape[1]]
-        states, steps = self._states(table.name, tail) if with_optimizer else ({}, [])
+        states, steps = self._states(table) if with_optimizer else ({}, [])
         last = max(steps, default=0) if step is None else step
         found = _StaticTable(weight, cuts, states, last)
         if with_optimizer and shards:
@@ -143,18 +148,22 @@ class _Files:
             _check_states(found, shards[0].optimizer, known, where)
         return found
 
-    def _states(self, table: str, tail: str) -> tuple[dict[str, ChunkedTensor], list[int]]:
+    def _states(self, table: Table) -> tuple[dict[str, ChunkedTensor], list[int]]:
         """Returns the optimizer state of a table, and its saved steps.
 
         Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
         """
+        tail = _tail(self._optimizer_fqn, table)
         found: dict[str, list[str]] = {}
         for key in self._saved:
             _, inside, name = f".{key}".rpartition(f".{tail}.")
             if inside:
-                plain = name.removeprefix(f"{table}.")
+                plain = name.removeprefix(f"{table.name}.")
                 found.setdefault(MOMENTS.get(plain, plain), []).append(key)
-        keys = {name: self._only(some, f"{tail}.{name}") for name, some in found.items()}
+        keys = {
+            name: self._only(some, f"{tail}.{name}", "optimizer_fqn")
+            for name, some in found.items()
+        }
         steps = [int(self._tensor(keys.pop(name)).whole()) for name in STEPS if name in keys]
         return {name: self._tensor(key) for name, key in keys.items()}, steps
 
@@ -164,13 +173,18 @@ class _Files:
             raise ValueError(f"{self._folder}: expected '{key}' as a tensor, got an object.")
         return ChunkedTensor(f"'{key}' in {self._folder}", self._reader, key, metadata)
 
-    def _only(self, keys: list[str], tail: str) -> str:
+    def _only(self, keys: list[str], tail: str, argument: str) -> str:
         if len(keys) != 1:
             raise ValueError(
                 f"{self._folder}: expected one key that ends with '{tail}', got {keys}. Pass the right "
-                "checkpoint, and `fqn` if it has several tables of this name."
+                f"checkpoint, and `{argument}` if it has several tables of this name."
             )
         return keys[0]
+
+
+def _tail(fqn: str, table: Table) -> str:
+    """Returns the end of the key of a table's weight, in a model or in the state of an optimizer."""
+    return f"{fqn}.{table.key}.weight" if fqn else f"{table.key}.weight"
 
 
 def _is_rowwise(optimizer: RowOptimizer, name: str) -> bool:
@@ -182,7 +196,8 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
     if sorted(found.states) != sorted(optimizer.state_names):
         raise ValueError(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, "
-            f"got {sorted(found.states)}. Choose the optimizer that trained the table, or "
+            f"got {sorted(found.states)}. Choose the optimizer that trained the table, pass `optimizer_fqn` "
+            "if the saved optimizer names the table by another path than the saved model, or "
             "with_optimizer=False to start with fresh state."
         )
     rows, columns = found.weight.shape

@@ -11,6 +11,7 @@ from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.embedding_collection import DefaultSelection, DynamicEmbeddingCollection
 from torchrec_dyn.modules.embeddingbag_collection import (
     DynamicEmbeddingBagCollection,
+    bags_of_samples,
     outputs_by_sample,
 )
 from torchrec_dyn.modules.feature_ids import FeatureReader, as_int64, checked_features

@@ -14,7 +14,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, pooling_type_
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
-    reorder_inverse_indices,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
@@ -27,6 +26,7 @@ from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
+from torchrec_dyn.storage import host_numbers
 
 
 class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionInterface):
@@ -162,6 +162,21 @@ def outputs_by_sample(
         [B, sum of columns].
     """
     if inverse_indices is not None:
-        bags = reorder_inverse_indices(inverse_indices, names)
+        bags = bags_of_samples(inverse_indices, names)
         pooled = [repeat_rows(of_bags, one) for of_bags, one in zip(pooled, bags, strict=True)]
     return torch.cat(list(pooled), dim=1)
+
+
+def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> Tensor:
+    """Returns the bag of each sample, [F, B] int64, for some features in their order.
+
+    As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
+
+    Args:
+        inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
+        features: the names of F of these features.
+    """
+    names, bags = inverse_indices
+    place = {name: i for i, name in enumerate(names)}
+    order = host_numbers([place[feature] for feature in features])
+    return bags.index_select(0, order.to(bags.device, non_blocking=True))

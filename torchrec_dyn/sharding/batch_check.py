@@ -12,9 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.lookup import no_scores, wrong_scores
-from torchrec_dyn.modules import checked_features
+from torchrec_dyn.modules import bags_of_samples, checked_features
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.storage import host_numbers
 
 _InverseIndices: TypeAlias = tuple[list[str], Tensor]
 
@@ -139,17 +138,6 @@ class BatchCheck:
         for name in self.features:
             if name not in keys:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
-
-
-def bags_of_samples(inverse: _InverseIndices, features: Sequence[str]) -> Tensor:
-    """Returns the bag of each sample, [F, B] int64, for some features in their order.
-
-    As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
-    """
-    names, bags = inverse
-    place = {name: i for i, name in enumerate(names)}
-    order = host_numbers([place[feature] for feature in features])
-    return bags.index_select(0, order.to(bags.device, non_blocking=True))
 
 
 def _sendable(

@@ -9,6 +9,7 @@ Legend: F features, B examples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,15 +27,17 @@ class Restoration:
         bags: number of bags of each feature, without the padding.
         inverse: [F, B], the bag of each feature and example; None if bag i belongs to example i.
         features: the feature of each row of `inverse`.
+        of_output: the feature of each output, by its name.
     """
 
     bags: dict[str, int]
     inverse: Tensor | None
     features: list[str]
+    of_output: Mapping[str, str]
 
     def __call__(self, outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Restores the outputs of a forward; their names are "feature" or "feature@table"."""
-        return {name: self._restored(name.split("@")[0], jt) for name, jt in outputs.items()}
+        """Restores the outputs of a forward."""
+        return {name: self._restored(self.of_output[name], jt) for name, jt in outputs.items()}
 
     def _restored(self, feature: str, jagged: JaggedTensor) -> JaggedTensor:
         # Padding has no ids, so the values are already the batch's.
@@ -60,8 +63,12 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
     return torch.arange(int(chosen.sum()), device=lengths.device) + shift.repeat_interleave(chosen)
 
 
-def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restoration | None]:
+def pad_batch(
+    features: KeyedJaggedTensor, of_output: Mapping[str, str]
+) -> tuple[KeyedJaggedTensor, Restoration | None]:
     """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
+
+    `of_output` is the feature of each output, by its name.
 
     Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
     """
@@ -78,6 +85,7 @@ def pad_batch(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Restorati
         dict(zip(features.keys(), bags, strict=True)),
         None if inverse is None else inverse[1],
         [] if inverse is None else inverse[0],
+        of_output,
     )
     padded = KeyedJaggedTensor(
         keys=features.keys(),
