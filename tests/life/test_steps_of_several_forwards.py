@@ -157,3 +157,14 @@ def test_a_half_life_may_begin_twice_in_a_step():
         both.forward(*[newest] * 9)
         both.end_step()
         both.compare()
+
+
+def test_rows_that_the_step_has_not_scored_are_not_needed():
+    """Rows assigned within a step may be evicted by it, so a batch may take their place."""
+    both = Accumulating(living_table(EVICTIONS["lru"], limit=4, optimizer=DEFERS))
+    both.forward(1, 2)
+    both.table.assign(ids_of(7, 8), torch.zeros(2, 4))
+    both.model.assign([7, 8])
+    both.forward(3, 4, 3, 4, 3)
+    both.compare()
+    assert both.table.ids().sort().values.tolist() == [1, 2, 3, 4]
