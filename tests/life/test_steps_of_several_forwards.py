@@ -168,3 +168,35 @@ def test_rows_that_the_step_has_not_scored_are_not_needed():
     both.forward(3, 4, 3, 4, 3)
     both.compare()
     assert both.table.ids().sort().values.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_zero_grad_asks_for_the_order_of_calls_not_for_graphs(held):
+    """A skipped batch ends its step although its graph is held; a step whose backward is next goes on."""
+    table = living_table(EVICTIONS["lru"], optimizer=DEFERS)
+    group, graphs = make_group(table), []
+
+    def forward(*ids):
+        output = group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
+        graphs.append(output if held else None)
+        return output.sum()
+
+    for skipped in (1, 2, 3):
+        group.drop_updates()
+        forward(skipped)
+    assert table.step == 3
+    group.drop_updates()
+    waits, ahead = forward(4), forward(5)
+    assert table.step == 4
+    group.drop_updates()
+    waits.backward()
+    forward(6).backward()
+    assert table.step == 4
+    group.drop_updates()
+    group(ids_of(7), torch.tensor([0, 1]), training=False)  # no forward of a step
+    ahead.backward()
+    forward(8).backward()
+    assert table.step == 4
+    group.write_updates()
+    forward(9)
+    assert table.step == 5

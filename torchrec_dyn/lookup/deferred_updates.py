@@ -8,7 +8,8 @@ the ids of a feature stand in the order of one large batch: so each row's sum ha
 
 The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
 of `step()` belong to one step of the tables, and no eviction takes a row seen in it. `zero_grad()` ends a
-step, too, unless a forward waits for its backward.
+step, too, unless a backward comes before the next forward. The order of calls is the same on all ranks; which
+graphs Python has collected is not.
 
 Legend: T tables, F features, N ids, k batches.
 """
@@ -66,12 +67,20 @@ class DeferredUpdates:
         updates: one for each backward.
         sizes: [T] int64, ids of each table in the forwards of the step so far; None before the first.
         scale: the factor of all gradients, from clipping.
+        ends: True from `zero_grad()` to the next backward: a forward that comes first begins another step.
     """
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
         self.sizes: Tensor | None = None
         self.scale = 1.0
+        self.ends = False
+
+    def dropped(self) -> DeferredUpdates:
+        """Returns the step without its updates. It ends, unless a backward comes before the next forward."""
+        rest = DeferredUpdates()
+        rest.sizes, rest.ends = self.sizes, True
+        return rest
 
     def begin(self, table_offsets: Tensor) -> None:
         """Counts a training forward; table_offsets [T + 1] int64, where the ids of each table begin."""
@@ -80,6 +89,7 @@ class DeferredUpdates:
 
     def add(self, update: Update) -> None:
         """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
+        self.ends = False
         if self.scale != 1.0:  # gradients after a clipping are not clipped by it
             self.multiply(self.scale)
             self.scale = 1.0

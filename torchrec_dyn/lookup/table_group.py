@@ -213,6 +213,9 @@ class TableGroup:
     ) -> Tensor:
         if around is not None and around.recomputation is not None:
             return self._repeat(batch, around)
+        if batch.training and self.deferred is not None and self.deferred.ends:
+            self.deferred = DeferredUpdates()
+            self._end_step()
         lists = self._current()
         trained = lists.trained if batch.training else None
         for t in self.in_files if trained else ():
@@ -532,18 +535,14 @@ class TableGroup:
     @locked
     @changes
     def drop_updates(self) -> None:
-        """Forgets the deferred updates, and ends the step unless a forward waits for its backward.
+        """Forgets the deferred updates, and ends the step unless a backward comes before the next forward.
 
         So `zero_grad()` may stand between forward and backward. Does nothing if updates are not deferred.
         """
         if self.deferred is None:
             return
-        deferred, self.deferred = self.deferred, DeferredUpdates()
+        deferred, self.deferred = self.deferred, self.deferred.dropped()
         deferred.close()
-        if len(self._forwards):
-            self.deferred.sizes = deferred.sizes
-        else:
-            self._end_step()
 
     def check_written(self) -> None:
         """Raises the error of `write_updates` if updates wait, and drops them: the tables have changed."""
