@@ -16,7 +16,7 @@ Legend: T tables, F features, N ids, k batches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from torchrec_dyn.lookup.bag_layout import BagLayout, Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.storage import OpenForward, keep_in_use
+from torchrec_dyn.table import TableShard
 
 
 @dataclass
@@ -66,6 +67,7 @@ class DeferredUpdates:
     Attributes:
         updates: one for each backward.
         sizes: [T] int64, ids of each table in the forwards of the step so far; None before the first.
+        begun: numbers of the tables that a forward of the step so far has trained.
         scale: the factor of all gradients, from clipping.
         ends: True from `zero_grad()` to the next backward: a forward that comes first begins another step.
     """
@@ -73,19 +75,30 @@ class DeferredUpdates:
     def __init__(self) -> None:
         self.updates: list[Update] = []
         self.sizes: Tensor | None = None
+        self.begun: frozenset[int] = frozenset()
         self.scale = 1.0
         self.ends = False
 
     def dropped(self) -> DeferredUpdates:
         """Returns the step without its updates. It ends, unless a backward comes before the next forward."""
         rest = DeferredUpdates()
-        rest.sizes, rest.ends = self.sizes, True
+        rest.sizes, rest.begun, rest.ends = self.sizes, self.begun, True
         return rest
 
-    def begin(self, table_offsets: Tensor) -> None:
-        """Counts a training forward; table_offsets [T + 1] int64, where the ids of each table begin."""
+    def begin(self, table_offsets: Tensor, trained: Iterable[int]) -> None:
+        """Counts a training forward of tables with the numbers `trained`.
+
+        table_offsets [T + 1] int64, where the ids of each table begin.
+        """
         sizes = table_offsets.diff()
+        self.begun = self.begun.union(trained)
         self.sizes = sizes if self.sizes is None else self.sizes + sizes
+
+    def late(self, trained: Mapping[int, TableShard]) -> dict[int, TableShard]:
+        """Returns the tables among `trained`, by number, that were frozen in the step so far."""
+        if self.sizes is None:
+            return {}
+        return {number: trained[number] for number in trained.keys() - self.begun}
 
     def add(self, update: Update) -> None:
         """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
