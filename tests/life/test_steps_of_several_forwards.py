@@ -198,8 +198,14 @@ def test_zero_grad_asks_for_the_order_of_calls_not_for_graphs(held):
     forward(8).backward()
     assert table.step == 4
     group.write_updates()
-    forward(9)
+    waits = forward(9)
     assert table.step == 5
+    group.drop_updates()
+    (waits + forward(10)).backward()
+    assert table.step == 6
+    before, _ = table.lookup(ids_of(9, 10))
+    group.write_updates()
+    assert torch.allclose(table.lookup(ids_of(9, 10))[0], before - 0.1)
 
 
 ADAM = RowOptimizer(OptimizerKind.ADAM, learning_rate=0.1, defer_updates=True)
