@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from dataclasses import replace
 from functools import cache, partial
@@ -251,6 +252,40 @@ def resharded_elsewhere() -> None:
 
 def test_a_reshard_that_moves_no_table_with_pending_updates_is_refused() -> None:
     workers.run(resharded_elsewhere, world_size=1)
+
+
+def skipped() -> list[int]:
+    """A loop that skips batches. TorchRec's requests hold the graph of a forward until Python collects."""
+    case, rank = (
+        Case(one_table("row_wise", config=EXPIRING), fused_params=DEFERRED),
+        dist.get_rank(),
+    )
+    model = shard(case, collection_of(case))
+    [(shard_here,)] = [group.tables for group in model.module.collection._shards.groups()]
+    steps = []
+
+    def train_step(number: int, trains: bool) -> None:
+        model.fused_optimizer.zero_grad()
+        loss = model(batches(case, number)[0][rank]).values().sum()
+        if trains:
+            loss.backward()
+            model.fused_optimizer.step()
+
+    gc.disable()
+    try:
+        for number, trains in enumerate([True, False, False, True, False, True]):
+            if rank:
+                gc.collect()
+            train_step(number, trains)
+            steps.append(shard_here.step)
+        assert len(shard_here.forwards) == (0 if rank else 3)
+    finally:
+        gc.enable()
+    return steps
+
+
+def test_a_skipped_batch_is_a_step_of_all_ranks_whatever_python_has_collected() -> None:
+    assert workers.run(skipped, world_size=2) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def saved_between(folder: str) -> None:

@@ -157,3 +157,122 @@ def test_a_half_life_may_begin_twice_in_a_step():
         both.forward(*[newest] * 9)
         both.end_step()
         both.compare()
+
+
+def test_rows_that_the_step_has_not_scored_are_not_needed():
+    """Rows assigned within a step may be evicted by it, so a batch may take their place."""
+    both = Accumulating(living_table(EVICTIONS["lru"], limit=4, optimizer=DEFERS))
+    both.forward(1, 2)
+    both.table.assign(ids_of(7, 8), torch.zeros(2, 4))
+    both.model.assign([7, 8])
+    both.forward(3, 4, 3, 4, 3)
+    both.compare()
+    assert both.table.ids().sort().values.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_zero_grad_asks_for_the_order_of_calls_not_for_graphs(held):
+    """A skipped batch ends its step although its graph is held; a step whose backward is next goes on."""
+    table = living_table(EVICTIONS["lru"], optimizer=DEFERS)
+    group, graphs = make_group(table), []
+
+    def forward(*ids):
+        output = group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
+        graphs.append(output if held else None)
+        return output.sum()
+
+    for skipped in (1, 2, 3):
+        group.drop_updates()
+        forward(skipped)
+    assert table.step == 3
+    group.drop_updates()
+    waits, ahead = forward(4), forward(5)
+    assert table.step == 4
+    group.drop_updates()
+    waits.backward()
+    forward(6).backward()
+    assert table.step == 4
+    group.drop_updates()
+    group(ids_of(7), torch.tensor([0, 1]), training=False)  # no forward of a step
+    ahead.backward()
+    forward(8).backward()
+    assert table.step == 4
+    group.write_updates()
+    waits = forward(9)
+    assert table.step == 5
+    group.drop_updates()
+    (waits + forward(10)).backward()
+    assert table.step == 6
+    before, _ = table.lookup(ids_of(9, 10))
+    group.write_updates()
+    assert torch.allclose(table.lookup(ids_of(9, 10))[0], before - 0.1)
+
+
+ADAM = RowOptimizer(OptimizerKind.ADAM, learning_rate=0.1, defer_updates=True)
+
+
+class TwoTables:
+    """Tables a and b with deferred updates, in one group or in two. Rows expire after one step."""
+
+    def __init__(self, together, device="cpu"):
+        life = {"eviction": (dyn.ExpireAfter(steps=1), dyn.LeastRecentlyUsed())}
+        of_both = [{"name": name, "optimizer": ADAM, "limit": 8, "device": device} for name in "ab"]
+        self.a, self.b = self.tables = [living_table(**life, **one) for one in of_both]
+        of_groups = [self.tables] if together else [[self.a], [self.b]]
+        self.groups = [make_group(*tables) for tables in of_groups]
+        self.device = torch.device(device)
+
+    def forward(self, *ids):
+        for group in self.groups:
+            of_tables, size = ids_of(*ids * len(group.tables)), len(ids)
+            offsets = torch.arange(len(group.tables) + 1) * size
+            output = group(of_tables.to(self.device), offsets.to(self.device), training=True)
+            if self.device.type == "cpu" and output.requires_grad:
+                output.sum().backward()
+
+    def end_step(self):
+        for group in self.groups:
+            group.write_updates()
+
+
+def states_of(both, of_steps):
+    """Trains tables; returns the states after each step. `of_steps`: if a is frozen in each forward."""
+    newest, states = 0, []
+    for of_forwards in of_steps:
+        for both.a.is_frozen in map(bool, of_forwards):
+            newest += 1
+            both.forward(newest, newest, max(0, newest - 2))
+        both.end_step()
+        states.append([on_host(table.export_state()) for table in both.tables])
+    return states
+
+
+def test_a_table_unfrozen_within_a_step_begins_it_in_a_group_as_alone():
+    of_steps = ([1, 0], [0, 0], [0, 1, 0], [1], [1, 1, 0], [1, 0, 1], [0])
+    both, apart = TwoTables(together=True), TwoTables(together=False)
+    for one, other in zip(states_of(both, of_steps), states_of(apart, of_steps), strict=True):
+        assert all(map(same_state, one, other))
+    assert [table.step for table in both.tables] == [6, 7]
+
+
+def test_a_gpu_looks_at_the_step_of_tables_unfrozen_within_it():
+    with MockDevice():
+        for_cuda = TwoTables(together=True, device=CUDA)
+        seen_there = states_of(for_cuda, [[0], [1, 0]])
+    here = TwoTables(together=True)
+    for there, states in zip(seen_there, states_of(here, [[0], [1, 0]]), strict=True):
+        for one, other in zip(there, states, strict=True):
+            assert torch.equal(one["ids"], other["ids"])
+            assert torch.equal(one["last_seen"], other["last_seen"])
+
+
+def test_a_failed_forward_counts_no_step_of_a_table_unfrozen_within_it():
+    both = TwoTables(together=True)
+    both.a.is_frozen = True
+    both.forward(1)
+    both.a.is_frozen = False
+    with pytest.raises(RuntimeError, match="at most 8 rows"):
+        both.forward(*range(9))
+    assert [table.step for table in both.tables] == [0, 1]
+    both.forward(2), both.forward(3)
+    assert [table.step for table in both.tables] == [1, 1]

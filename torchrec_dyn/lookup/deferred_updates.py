@@ -8,14 +8,15 @@ the ids of a feature stand in the order of one large batch: so each row's sum ha
 
 The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
 of `step()` belong to one step of the tables, and no eviction takes a row seen in it. `zero_grad()` ends a
-step, too, unless a forward waits for its backward.
+step, too, unless a backward comes before the next forward. The order of calls is the same on all ranks; which
+graphs Python has collected is not.
 
 Legend: T tables, F features, N ids, k batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,7 @@ from torchrec_dyn.lookup.bag_layout import BagLayout, Bags
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.storage import OpenForward, keep_in_use
+from torchrec_dyn.table import TableShard
 
 
 @dataclass
@@ -65,21 +67,42 @@ class DeferredUpdates:
     Attributes:
         updates: one for each backward.
         sizes: [T] int64, ids of each table in the forwards of the step so far; None before the first.
+        begun: numbers of the tables that a forward of the step so far has trained.
         scale: the factor of all gradients, from clipping.
+        ends: True from `zero_grad()` to the next backward: a forward that comes first begins another step.
     """
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
         self.sizes: Tensor | None = None
+        self.begun: frozenset[int] = frozenset()
         self.scale = 1.0
+        self.ends = False
 
-    def begin(self, table_offsets: Tensor) -> None:
-        """Counts a training forward; table_offsets [T + 1] int64, where the ids of each table begin."""
+    def dropped(self) -> DeferredUpdates:
+        """Returns the step without its updates. It ends, unless a backward comes before the next forward."""
+        rest = DeferredUpdates()
+        rest.sizes, rest.begun, rest.ends = self.sizes, self.begun, True
+        return rest
+
+    def begin(self, table_offsets: Tensor, trained: Iterable[int]) -> None:
+        """Counts a training forward of tables with the numbers `trained`.
+
+        table_offsets [T + 1] int64, where the ids of each table begin.
+        """
         sizes = table_offsets.diff()
+        self.begun = self.begun.union(trained)
         self.sizes = sizes if self.sizes is None else self.sizes + sizes
+
+    def late(self, trained: Mapping[int, TableShard]) -> dict[int, TableShard]:
+        """Returns the tables among `trained`, by number, that were frozen in the step so far."""
+        if self.sizes is None:
+            return {}
+        return {number: trained[number] for number in trained.keys() - self.begun}
 
     def add(self, update: Update) -> None:
         """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
+        self.ends = False
         if self.scale != 1.0:  # gradients after a clipping are not clipped by it
             self.multiply(self.scale)
             self.scale = 1.0

@@ -213,8 +213,31 @@ class TableGroup:
     ) -> Tensor:
         if around is not None and around.recomputation is not None:
             return self._repeat(batch, around)
+        if self.deferred is None or not batch.training:
+            return self._look_up_rows(batch, ahead, around)
+        if self.deferred.ends:
+            self.deferred = DeferredUpdates()
+            self._end_step()
+        # The forward counts a step for all trained tables or, within a step, for none. Tables that were
+        # frozen in the step so far count it here.
+        trained = self._current().trained
+        late = self.deferred.late(trained.tables) if trained else {}
+        for table in late.values():
+            table.step += 1
+        try:
+            return self._look_up_rows(batch, ahead, around)
+        except BaseException:
+            for table in self.deferred.late(late).values():
+                table.step -= 1
+            raise
+
+    def _look_up_rows(
+        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
+    ) -> Tensor:
         lists = self._current()
         trained = lists.trained if batch.training else None
+        if self.deferred is not None and trained is not None:
+            trained.shared.earlier = self.deferred.sizes
         for t in self.in_files if trained else ():
             self.tables[t].weights.check_process(self._where)
         if ahead is not None and (trained is None or not ahead.is_of(lists)):
@@ -432,11 +455,9 @@ class TableGroup:
         if trained is None:
             rows, absent = first[:2] if first else find_rows(lists.maps, batch.ids, table_offsets)
             return TakenStep(rows, sum(absent.tolist()))
-        if self.deferred is not None:
-            trained.shared.earlier = self.deferred.sizes
         step = take_step(trained, batch, first)
         if self.deferred is not None:
-            self.deferred.begin(table_offsets)
+            self.deferred.begin(table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
@@ -532,18 +553,14 @@ class TableGroup:
     @locked
     @changes
     def drop_updates(self) -> None:
-        """Forgets the deferred updates, and ends the step unless a forward waits for its backward.
+        """Forgets the deferred updates, and ends the step unless a backward comes before the next forward.
 
         So `zero_grad()` may stand between forward and backward. Does nothing if updates are not deferred.
         """
         if self.deferred is None:
             return
-        deferred, self.deferred = self.deferred, DeferredUpdates()
+        deferred, self.deferred = self.deferred, self.deferred.dropped()
         deferred.close()
-        if len(self._forwards):
-            self.deferred.sizes = deferred.sizes
-        else:
-            self._end_step()
 
     def check_written(self) -> None:
         """Raises the error of `write_updates` if updates wait, and drops them: the tables have changed."""

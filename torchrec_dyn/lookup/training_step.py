@@ -440,11 +440,15 @@ def _num_distinct(rows: Tensor) -> HostRead[int]:
 
 
 def _num_seen(table: TableShard, rows: Tensor) -> HostRead[int]:
-    """Returns the number of distinct rows of a step: rows [N], of which -1 is none, and earlier ones."""
+    """Returns the number of distinct rows of a step: rows [N], of which -1 is none, and earlier ones.
+
+    Rows that no occurrence has scored (count 0) are not among the earlier ones: they may be evicted.
+    """
     assert table.life is not None
     numbers = torch.arange(table.row_numbers.high_water_mark, device=rows.device)
-    last_seen, _ = table.life.scores.read(numbers)
-    seen = torch.cat([last_seen == table.next_step, last_seen.new_zeros(1, dtype=torch.bool)])
+    last_seen, counts = table.life.scores.read(numbers)
+    is_earlier = (last_seen == table.next_step) & (counts > 0)
+    seen = torch.cat([is_earlier, is_earlier.new_zeros(1)])
     seen[rows] = True  # -1 is the last place
     [count] = yield [seen[:-1].count_nonzero()]
     return count
