@@ -222,13 +222,14 @@ class TableGroup:
         # frozen in the step so far count it here.
         trained = self._current().trained
         late = self.deferred.late(trained.tables) if trained else {}
-        for table in late.values():
-            table.step += 1
+        steps = {number: table.step for number, table in late.items()}
         try:
+            for number, table in late.items():
+                table.step = steps[number] + 1
             return self._look_up_rows(batch, ahead, around)
         except BaseException:
-            for table in self.deferred.late(late).values():
-                table.step -= 1
+            for number, table in self.deferred.late(late).items():
+                table.step = steps[number]
             raise
 
     def _look_up_rows(
