@@ -87,7 +87,7 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
         )
     flat = _Flat(module, inputs, lookups)
     folder = lookups[0].folder
-    # Of the current generation: two deltas may have removed the served one.
+    # Of the current generation: the served one may have been removed.
     tensors = with_current(
         folder, lambda name: mapped_tensors(folder, name, read_manifest(folder, name))
     )

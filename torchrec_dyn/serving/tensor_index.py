@@ -97,8 +97,10 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
     Raises:
         ValueError: if the generation has no index, because an older version made it.
+        FileNotFoundError: if the generation was removed.
     """
     if not (folder / generation / TENSORS).is_file():
+        (folder / generation / SLOTS).stat()  # FileNotFoundError if the generation was removed
         raise ValueError(
             f"{folder}: expected an index of tensors in generation {generation}, got a directory of an older "
             f"version without one. Run `python -m torchrec_dyn verify --add {folder}`, or build it again."
