@@ -52,6 +52,11 @@ def name_in_index(table: str, part: str) -> str:
     return f"{quote(table, safe='')}.{part}"
 
 
+def is_key(name: str) -> bool:
+    """Returns True for a name in an index that is of the key of a table."""
+    return name.endswith(".key")
+
+
 def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
     """Yields the lines of the index of a generation."""
     row_format, rows_file = manifest.row_format, manifest.rows_file
