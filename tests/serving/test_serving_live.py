@@ -1,8 +1,10 @@
 """Requests while deltas are applied: each sees one generation of all tables."""
 
 import multiprocessing
+import shutil
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,28 @@ def test_what_is_served_stays_when_its_files_are_gone(tmp_path):
     assert not (served / ours.generation).exists()
     assert ask(ours) == {0.0}
     assert ours.refresh() and ask(ours) == {4.0}
+
+
+def test_rows_that_were_not_copied_yet_are_not_served(tmp_path):
+    """A directory is copied file by file, `current` before the rows."""
+    served, copy = prepare(tmp_path, torch.float32, 0), tmp_path / "copy"
+    shutil.copytree(served, copy)
+    ours = serving.ServingEmbeddingBagCollection(copy, bag_configs(*version(0)))
+    changed = Plain("a", 8, {5: torch.full((8,), 7.0)})
+    after = [replace(version(0)[0], rows=version(0)[0].rows | changed.rows), version(0)[1]]
+    serving.apply_delta(served, save_delta(tmp_path / "one row", version(0), after))
+    generation = (served / "current").read_text().strip()
+    shutil.copytree(served / generation, copy / generation)
+    shutil.copy(served / "current", copy)
+    (rows,) = served.glob("rows-*")
+    assert (copy / rows.name).stat().st_size == rows.stat().st_size
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"copy/{rows.name}: expected the checksum.* copied"):
+            ours.refresh()
+        assert ask(ours) == {0.0}
+    shutil.copy(rows, copy / "beside")
+    (copy / "beside").rename(copy / rows.name)
+    assert ours.refresh() and ask(ours) == {0.0, 7.0}
 
 
 def test_a_write_into_a_mapped_tensor_stays_in_its_process(tmp_path):
