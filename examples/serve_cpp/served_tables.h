@@ -57,7 +57,7 @@ inline ServedTables map_generation(const std::string& folder, const std::string&
   return {generation, tensors};
 }
 
-// Returns the current generation. Two deltas may remove a generation before its files are mapped: then the next one.
+// Returns the current generation. If a generation is removed before its files are mapped: then the next one.
 inline ServedTables map_current(const std::string& folder) {
   for (std::string name = current_generation(folder);;) {
     try {

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from follow_cases import Trainer, sorted_ids
+from checkpoint_cases import quietly
+from follow_cases import TABLES, Trainer, sorted_ids
+from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import serving
 from torchrec_dyn.serving import follower as follower_file
@@ -110,3 +112,28 @@ def test_an_id_that_came_and_went_is_removed(trainer: Trainer, tmp_path: Path) -
     followed = follower.poll()
     assert sorted_ids(followed.changed) == {"user": [78]}
     assert sorted_ids(followed.removed) == {"user": [77]}
+
+
+def test_no_file_has_a_forgotten_id(trainer: Trainer, tmp_path: Path) -> None:
+    """Nor its row, as soon as tables are built without it; a reader of the former rows goes on."""
+    secret, folder = 777000111, tmp_path / "served"
+    trainer.train(secret)
+    trainer.save()
+    follower = follower_of(tmp_path)
+    follower.poll()
+    one = torch.tensor([secret])
+    features = KeyedJaggedTensor(["user", "item"], one.repeat(2), lengths=torch.ones(2).long())
+    reader = serving.ServingEmbeddingBagCollection(folder, TABLES)
+    row = reader(features).values().clone()
+    traces = [secret.to_bytes(8, "little"), row[0, :4].numpy().tobytes()]
+
+    def found() -> list[bool]:
+        files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+        return [any(trace in file for file in files) for trace in traces]
+
+    assert found() == [True, True]
+    gone = {"user": one, "item": one}
+    quietly(trainer.checkpoints.forget, trainer.model, trainer.optimizer, gone, step=9)
+    assert follower.poll() is not None and found() == [False, False]
+    assert reader(features).values().equal(row)
+    assert reader.refresh() and not reader(features).values().any()

@@ -102,7 +102,19 @@ def test_pooled_programs_read_the_tables_that_they_get(tmp_path, dtype, weighted
             ebc.refresh()
 
 
+class WithNumbers(nn.Module):
+    """A served collection with whole numbers beside it."""
+
+    def __init__(self, ec: nn.Module) -> None:
+        super().__init__()
+        self.ec = ec
+
+    def forward(self, numbers, features):
+        return numbers + 1, self.ec(features)
+
+
 def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
+    """Beside them is an input that has the shape and dtype of a table's key in the example only."""
     served = built(tmp_path, torch.int8)
     configs = sequence_configs(A, B, features={"a b": ["f1", "f2"], "b": ["f2"]})
     ec = serving.ServingEmbeddingCollection(served, configs)
@@ -110,13 +122,16 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
         save_delta(tmp_path / f"d{number}", *([one, B, EMPTY] for one in states))
         serving.apply_delta(served, tmp_path / f"d{number}")
     assert not (served / ec.generation).exists()
-    program, names = export_with_tables(ec, [batch(["f2", "f1"], IDS, 6, seed=0)])
+    example = torch.ones(1, 2).long(), batch(["f2", "f1"], IDS, 6, seed=0)
+    program, names = export_with_tables(WithNumbers(ec), example)
     run = program.module()
     grow(served)
     ec.refresh()
     tables = tensors_of_index(served)
-    features = batch(["f2", "f1"], IDS, 20, seed=1)
-    seen = run([features.values(), features.lengths()], [tables[name] for name in names])
+    features, numbers = batch(["f2", "f1"], IDS, 20, seed=1), torch.arange(40).view(20, 2)
+    plain = [numbers, features.values(), features.lengths()]
+    plus_one, *seen = run(plain, [tables[name] for name in names])
+    assert torch.equal(plus_one, numbers + 1)
     expected = [part for one in ec(features).values() for part in (one.values(), one.lengths())]
     assert len(seen) == len(expected) == 6
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))

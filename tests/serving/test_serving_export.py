@@ -2,6 +2,7 @@
 
 import io
 import logging
+import warnings
 
 import pytest
 import torch
@@ -137,6 +138,34 @@ def test_programs_refuse_what_eager_mode_refuses(served, dtype, keys):
             ours(bad)
         with pytest.raises(RuntimeError, match=r"as many lengths .* and a weight for each id"):
             run(bad)
+
+
+@pytest.mark.parametrize("kind", ["pooled", "sequence"])
+def test_torch_jit_is_named(served, kind):
+    """torch.jit.trace would record the bags of its example."""
+    ours: torch.nn.Module = serving.ServingEmbeddingBagCollection(
+        served(torch.int8), bag_configs(A)
+    )
+    if kind == "sequence":
+        ours = serving.ServingEmbeddingCollection(served(torch.int8), sequence_configs(A))
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sparse = ours
+
+        def forward(self, values, lengths):
+            found = self.sparse(KeyedJaggedTensor(["f_a"], values, lengths=lengths))
+            return found.values() if kind == "pooled" else found["f_a"].values()
+
+    model, example = Model(), (torch.tensor([1, 2, 3]), torch.tensor([1, 2]))
+    way = rf"^{type(ours).__name__}: expected .*, got torch\.jit\.{{}}.*serving\.export_program"
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=way.format("trace")):
+        warnings.simplefilter("ignore")  # of the tracer
+        torch.jit.trace(model, example)
+    with pytest.raises(ValueError, match=way.format("script")):
+        torch.jit.script(model)
+    assert model(*example).shape[1] == 16
 
 
 def test_what_cannot_be_traced_is_named(served):

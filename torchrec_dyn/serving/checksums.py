@@ -12,6 +12,7 @@ Generations of an older version have no such file.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     SUMMED_BYTES,
     FileSums,
+    chunk_sum,
     replace_file,
     sums_of,
 )
@@ -116,6 +118,36 @@ def read_checksums(generation: Path, rows_file: str) -> Checksums | None:
             f"{error}. {_DAMAGED}"
         ) from error
     return Checksums(files)
+
+
+def check_last_chunk(generation: Path, path: Path, rows: Tensor) -> None:
+    """Raises ValueError if the last chunk of a rows file does not have its sum.
+
+    It shows an earlier copy of the file, which lacks the rows of the last delta, without a read of all rows.
+
+    Args:
+        generation: directory of the generation.
+        path: path of the rows file.
+        rows: [bytes] uint8, its bytes in use.
+
+    Raises:
+        FileNotFoundError: if the generation was removed.
+    """
+    text = (generation / CHECKSUMS).read_bytes()
+    first = (len(rows) - 1) // SUMMED_BYTES * SUMMED_BYTES
+    if first < 0:
+        return
+    # The other sums are not parsed: 100 GB have 100,000.
+    end = text.find(b"]", text.find(f'"{path.name}"'.encode()))
+    expected = re.search(rb"[0-9]{1,20}$", text[:end][-20:])
+    chunk = torch.zeros(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
+    chunk[: len(rows) - first] = rows[first:]
+    got = chunk_sum(first // SUMMED_BYTES, chunk)
+    if expected is None or int(expected[0]) != got:
+        raise ValueError(
+            f"{path}: expected the checksum of bytes {first} to {len(rows) - 1} in {generation / CHECKSUMS}, "
+            f"got {got:016x}. If the file is being copied, wait; else it is damaged. Build it again."
+        )
 
 
 def _file_sums(found: Any) -> FileSums:

@@ -23,7 +23,7 @@ from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.export import any_size, check_one_batch_size
 from torchrec_dyn.serving.lookup import ServedLookup
 from torchrec_dyn.serving.manifest import read_manifest
-from torchrec_dyn.serving.tensor_index import mapped_tensors
+from torchrec_dyn.serving.tensor_index import is_key, mapped_tensors
 
 Inputs = Sequence[Tensor | KeyedJaggedTensor]
 
@@ -87,22 +87,25 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
         )
     flat = _Flat(module, inputs, lookups)
     folder = lookups[0].folder
-    # Of the current generation: two deltas may have removed the served one.
+    # Of the current generation: the served one may have been removed.
     tensors = with_current(
         folder, lambda name: mapped_tensors(folder, name, read_manifest(folder, name))
     )
     names = flat.tensor_names()
     tables = [tensors[name] for name in names]
     example = flat.tensors_of(inputs)
-    shapes = [[_any_length(one) for one in part] for part in (example, tables)]
+    shapes = [
+        [_any_length(one) for one in example],
+        # A key is always [1, 2].
+        [None if is_key(name) else _any_length(tensors[name]) for name in names],
+    ]
     with flat.exporting(), any_size():
         program = torch.export.export(flat, (example, tables), dynamic_shapes=shapes, strict=False)
     return program, names
 
 
 def _any_length(tensor: Tensor) -> Any:
-    is_fixed = tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.shape == (1, 2))
-    return None if is_fixed else {0: Dim.DYNAMIC}
+    return {0: Dim.DYNAMIC} if tensor.dim() else None
 
 
 class _Flat(nn.Module):

@@ -29,7 +29,7 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
         try:
             return read(name)
         except FileNotFoundError:
-            # If the name is no longer current, two deltas were applied since it was read.
+            # If the name is no longer current, it was replaced since it was read.
             if current_generation(folder) == name:
                 raise without_files(folder, name) from None
     raise ValueError(

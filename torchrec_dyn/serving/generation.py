@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import FileSums, Pace
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.checksums import CHECKSUMS, warn_of_no_checksums
+from torchrec_dyn.serving.checksums import CHECKSUMS, check_last_chunk, warn_of_no_checksums
 from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, without_its_key
@@ -139,15 +139,11 @@ def _open(
     for table, served in maps_of(slots, chosen).items():
         if not served.has_its_key():
             raise without_its_key(folder / name, table)
-    found = Generation(
-        name,
-        manifest,
-        slots,
-        mapped(
-            folder / manifest.rows_file, manifest.mapped_bytes(), readable=manifest.read_bytes()
-        ),
-        tables,
-    )
+    path = folder / manifest.rows_file
+    rows = mapped(path, manifest.mapped_bytes(), readable=manifest.read_bytes())
+    if has_checksums:
+        check_last_chunk(folder / name, path, rows[: manifest.rows_bytes])
+    found = Generation(name, manifest, slots, rows, tables)
     if verify:
         found.verified = verify_generation(folder, name, Pace(), verified).rows
     elif not has_checksums:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
         weights [N] float32 or None.
         """
+        self._refuse_tracer()
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         rows, absent = generation.find(ids, offsets[self._first_feature * batch])
@@ -188,6 +189,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
         feature in `ids`, and N.
         """
+        self._refuse_tracer()
         generation = self.generation
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
@@ -210,6 +212,22 @@ class ServedLookup(nn.Module):
             initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
             out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Raises ValueError: torch.jit.script calls it for each module of a model."""
+        self._refuse("torch.jit.script")
+
+    def _refuse_tracer(self) -> None:
+        """Raises ValueError in torch.jit.trace, which would record the bags of its example."""
+        if torch.jit.is_tracing():
+            self._refuse("torch.jit.trace")
+
+    def _refuse(self, exporter: str) -> NoReturn:
+        raise ValueError(
+            f"{self._where}: expected a call, torch.export or torch.compile, got {exporter}. Use "
+            "serving.export_program or torch.export.export, and for programs without Python "
+            "serving.compile_program."
+        )
 
     @staticmethod
     def _has_any(absent: Tensor) -> bool:

@@ -23,8 +23,8 @@ entry of `Checkpoints` whose rows are served: "entry": {"id": "51ab20fe...", "se
 
 Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
 of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
-removed when neither the current generation nor the generation before needs it; a process that has mapped the
-files can still read them.
+removed when neither the current generation nor the generation before needs it, or when the tables were built
+again and the current generation does not need it; a process that has mapped the files can still read them.
 """
 
 from __future__ import annotations

@@ -52,6 +52,11 @@ def name_in_index(table: str, part: str) -> str:
     return f"{quote(table, safe='')}.{part}"
 
 
+def is_key(name: str) -> bool:
+    """Returns True for a name in an index that is of the key of a table."""
+    return name.endswith(".key")
+
+
 def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
     """Yields the lines of the index of a generation."""
     row_format, rows_file = manifest.row_format, manifest.rows_file
@@ -97,8 +102,10 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
     Raises:
         ValueError: if the generation has no index, because an older version made it.
+        FileNotFoundError: if the generation was removed.
     """
     if not (folder / generation / TENSORS).is_file():
+        (folder / generation / SLOTS).stat()  # FileNotFoundError if the generation was removed
         raise ValueError(
             f"{folder}: expected an index of tensors in generation {generation}, got a directory of an older "
             f"version without one. Run `python -m torchrec_dyn verify --add {folder}`, or build it again."

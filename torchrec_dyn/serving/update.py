@@ -154,6 +154,8 @@ def apply_deltas(
 def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> None:
     """Replaces served tables by those of a checkpoint, in a new generation.
 
+    The files of all other generations are removed. Processes that have mapped these can still read them.
+
     Args:
         folder: directory that `build` made; dtype and names of its tables stay.
         checkpoint: directory of a full checkpoint.
@@ -181,9 +183,9 @@ def build_again_from(
                 raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
         try:
             write_tables(path, saved, manifest.row_format, before, entry)
-        finally:  # after an error only what it wrote is removed, and the generation before the served one
+        finally:  # the former rows and ids go at once: some of them may have been forgotten
             now = current_generation(path)
-            _remove_all_but(path, {before: manifest, now: read_manifest(path, now)})
+            _remove_all_but(path, {now: read_manifest(path, now)})
 
 
 def check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
@@ -464,6 +466,9 @@ def _compacted(
 
 def _remove(path: Path) -> None:
     if path.is_dir():
+        # First: a reader that misses another file then misses this one too, and opens the next generation.
+        with suppress(OSError):
+            (path / SLOTS).unlink()
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
