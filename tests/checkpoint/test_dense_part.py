@@ -162,6 +162,13 @@ def test_a_rate_in_a_tensor_is_that_of_the_rows_after_a_restore(tmp_path: Path) 
     job.checkpoints.close()
 
 
+def test_a_restore_leaves_no_gradients(saved: Any) -> None:
+    """It takes a step of zeros, so that torch's optimizer has state to load into."""
+    job = Job(saved[0])
+    job.restore(step=0)
+    assert [name for name, one in job.model.named_parameters() if one.grad is not None] == []
+
+
 def test_values_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept")
     with pytest.MonkeyPatch.context() as patch:
