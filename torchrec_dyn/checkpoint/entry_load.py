@@ -80,6 +80,7 @@ def load_entry(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, options)
+        optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
 
     settle(group, _CALL, load)
     for delta in line[1:]:
