@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
-from torchrec_dyn.checkpoint.dense_part import dense_state
+from torchrec_dyn.checkpoint.dense_part import check_has_all, dense_state
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
 from torchrec_dyn.checkpoint.entry_load import Restored, load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
@@ -254,6 +254,7 @@ class Checkpoints:
                 made = mark(model) if self._full_every > 1 else None
                 with nullcontext() if in_background else only_to_save():
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                check_has_all(state["optimizer"], optimizer)
                 parts = {"state": state}
                 checksums = checksums_in(state, tables)
             else:
