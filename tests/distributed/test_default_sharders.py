@@ -81,6 +81,10 @@ def train(plans: bool, defers: bool) -> None:
         model.module.processed.split()[1],
     ):
         assert sorted(dyn.read_ids(collection, collection_table(collection)).tolist()) == [1, 2, 3]
+    if defers:
+        dyn.GradScaler(model.module.processed, "cpu")  # whose tables are dynamic
+        with pytest.raises(ValueError, match=r"got .*static_pooled\.a with the kernel fused"):
+            dyn.GradScaler(model, "cpu")
 
 
 def collection_table(collection: nn.Module) -> str:

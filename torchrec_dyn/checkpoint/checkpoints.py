@@ -158,7 +158,8 @@ class Checkpoints:
             The entry.
 
         Raises:
-            ValueError: on every rank, if another job has written here since the last save or restore.
+            ValueError: on every rank, if another job has written here since the last save or restore, or the
+                state dict of the optimizer lacks some of its state.
             RuntimeError: on every rank, if another job has the directory.
             OSError: on every rank, if a file cannot be written.
         """
@@ -346,7 +347,7 @@ class Checkpoints:
     ) -> Restored | None:
         """Loads the newest entry that is whole, on any number of ranks under any plan. Collective.
 
-        The next save continues its chain.
+        The next save continues its chain. Gradients are dropped.
 
         Args:
             model: as in `save`.

@@ -33,10 +33,10 @@ def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterShard
     dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
     fused = [name for name, one in params.items() if one.compute_kernel != dense]
     wrong = given.keys() & _OURS if fused else set()
-    parameters = sharder.shardable_parameters(module)
-    have_own = all(hasattr(parameters[name], "_optimizer_classes") for name in fused)
-    if not have_own and not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
-        wrong.add("optimizer")
+    if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
+        parameters = sharder.shardable_parameters(module)
+        if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
+            wrong.add("optimizer")
     if wrong:
         told = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
         raise ValueError(

@@ -161,7 +161,8 @@ def _static_tables(model: nn.Module) -> list[tuple[str, Any]]:
     return [
         (f"{path}.{name}", sharding)
         for path, module in model.named_modules()
-        if isinstance(module, ShardedModule) and not isinstance(module, ShardedCollection)
+        if isinstance(module, ShardedModule)
+        and not any(isinstance(one, ShardedCollection) for one in module.modules())
         for name, sharding in (getattr(module, "module_sharding_plan", None) or {}).items()
     ]
 
