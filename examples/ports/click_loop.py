@@ -70,16 +70,21 @@ def make_model() -> DLRMTrain:
     return dyn.make_dynamic(DLRMTrain(dlrm))
 
 
-def make_optimizer(model: DistributedModelParallel, steps: int) -> WarmupOptimizer:
+def make_optimizer(model: DistributedModelParallel, steps: int) -> CombinedOptimizer:
     """Returns one optimizer of rows and dense layers: a tenth of the steps up, then linearly down."""
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda weights: torch.optim.Adagrad(weights, lr=0.1),
     )
-    both = CombinedOptimizer([model.fused_optimizer, dense])
     up = WarmupStage(WarmupPolicy.LINEAR, max_iters=steps // 10, value=0.1)
     down = WarmupStage(WarmupPolicy.POLY, max_iters=steps, value=1.0, decay_iters=2 * steps)
-    return WarmupOptimizer(both, [up, down], lr=0.1)
+    # One around both would not be saved: a restored job would begin the schedule again.
+    return CombinedOptimizer(
+        [
+            WarmupOptimizer(part, [up, down], lr=0.1, param_name=f"__warmup_{name}")
+            for name, part in (("rows", model.fused_optimizer), ("dense", dense))
+        ]
+    )
 
 
 def train(pipeline: TrainPipelineSparseDist, data: Iterator[Batch]) -> None:

@@ -23,6 +23,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints
@@ -162,6 +163,54 @@ def test_a_rate_in_a_tensor_is_that_of_the_rows_after_a_restore(tmp_path: Path) 
     job.checkpoints.close()
 
 
+def warming(optimizer: Any, name: str = "__warmup") -> WarmupOptimizer:
+    stage = WarmupStage(WarmupPolicy.LINEAR, max_iters=20, value=0.1)
+    return WarmupOptimizer(optimizer, [stage], lr=0.05, param_name=name)
+
+
+def test_a_warm_up_of_each_part_goes_on(tmp_path: Path) -> None:
+    """In a full save, and in a delta."""
+    job, again = Job(tmp_path / "kept"), Job(tmp_path / "kept")
+    for one in (job, again):
+        parts = [(key, warming(part, f"__{key}")) for key, part in one.optimizer.optimizers]
+        one.optimizer = CombinedOptimizer(parts)
+    for step in range(2):
+        job.train(step)
+        job.save(step)
+        assert again.restore().skipped == []
+        job.train(7), again.train(7)
+        assert not differences(again.held(), job.held())
+        rates = [group["lr"] for group in again.optimizer.param_groups]
+        assert rates == [group["lr"] for group in job.optimizer.param_groups]
+        assert rates[0] == pytest.approx(0.05 * (0.1 + 0.9 * (2 * step + 2) / 20))
+    job.checkpoints.close()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_warm_up_around_all_parts_is_refused(inside: bool, tmp_path: Path) -> None:
+    """TorchRec's state dict would lack its step; inside another combination the state of Adam."""
+    job = Job(tmp_path / "kept")
+    job.save(0)  # the next save is a delta
+    job.optimizer = warming(job.optimizer)
+    if inside:
+        job.optimizer = CombinedOptimizer([job.optimizer])
+    job.train(1)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"without that of (__warmup|head.bias, .*):.* around each"
+        ):
+            job.save(1)
+        job.checkpoints = Checkpoints(tmp_path / "full")
+    assert not Checkpoints(tmp_path / "full").entries()
+
+
+def test_a_restore_leaves_no_gradients(saved: Any) -> None:
+    """It takes a step of zeros, so that torch's optimizer has state to load into."""
+    job = Job(saved[0])
+    job.restore(step=0)
+    assert [name for name, one in job.model.named_parameters() if one.grad is not None] == []
+
+
 def test_values_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept")
     with pytest.MonkeyPatch.context() as patch:
@@ -244,19 +293,27 @@ def restore_static_tables(path: str) -> list[bool]:
     batch = KeyedJaggedTensor([*TABLES], ids, lengths=torch.ones_like(ids))
     for rule in (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD):  # without state, and with
         (model, optimizer), checkpoints = mixed(rule), Checkpoints(f"{path}/{rule}", full_every=3)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2
         for step in range(2):
             model(batch).backward()
             optimizer.step()
             quietly(checkpoints.save, model, optimizer, step=step)
+            optimizer.zero_grad()
         checkpoints.close()
         again, its_optimizer = mixed(rule)
         restored = quietly(checkpoints.restore, again, its_optimizer)
         assert (restored.step, restored.skipped) == (1, [])
         told += [torch.equal(one(batch), model(batch)) for one in (again, mixed(rule)[0])]
+        for one in (model, again):  # by the saved learning rate, without a zero_grad before
+            one(batch).backward()
+        for one in (optimizer, its_optimizer):
+            one.step()
+        told.append(torch.equal(again(batch), model(batch)))
     return told
 
 
 def test_static_tables_of_other_ranks(tmp_path: Path) -> None:
     """The optimizer of a rank has no state of a table that lies on another rank."""
     told = workers.run(restore_static_tables, str(tmp_path), world_size=2)
-    assert told == [[True, False] * 2] * 2
+    assert told == [[True, False, True] * 2] * 2

@@ -130,30 +130,45 @@ def test_a_parameter_spread_over_ranks_counts_as_a_whole() -> None:
     workers.run(with_a_sharded_parameter, world_size=2)
 
 
-def beside_static_tables(kind: str) -> str:
-    """Returns the error of a model with a static table whose kernel is dense; "" if there is none."""
+def beside_static_tables(kind: str, kernel: str) -> list[str]:
+    """Returns the errors of clipping and scaling a model with a static table; "" if there is none."""
     case = Case([Table("t", ["a"], usual_plan("table_wise", 8, 2, 2))], fused_params=DEFERRED)
     beside = EmbeddingBagConfig(name="s", embedding_dim=8, num_embeddings=1000, feature_names=["s"])
     static = EmbeddingBagCollection([beside])
     model = nn.ModuleDict({"collection": collection_of(case), "static": static})
-    of_static = replace(usual_plan("table_wise", 8, 2, 2), compute_kernel="dense")
+    of_static = replace(usual_plan("table_wise", 8, 2, 2), compute_kernel=kernel)
     if kind == "data_parallel":
-        of_static = ParameterSharding(kind, "dense", [0, 1])
+        of_static = ParameterSharding(kind, kernel, [0, 1])
     plan = ShardingPlan({"collection": {"t": case.tables[0].plan}, "static": {"s": of_static}})
     sharded = DistributedModelParallel(
         model, plan=plan, sharders=[sharder_of(case), EmbeddingBagCollectionSharder()]
     )
-    try:
-        dyn.clip_grad_norm_(sharded, 1.0)
-    except ValueError as error:
-        return str(error)
-    return ""
+    told = []
+    for call in (
+        lambda: dyn.clip_grad_norm_(sharded, 1.0),
+        lambda: dyn.GradScaler(sharded, "cpu"),
+        lambda: dyn.GradScaler(sharded, "cpu", enabled=False),
+    ):
+        try:
+            call()
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
-def test_gradients_of_static_tables_spread_over_ranks_are_refused() -> None:
-    for message in workers.run(beside_static_tables, "table_wise", world_size=2):
-        assert "static.s with the kernel dense, whose gradients are spread" in message
-    assert workers.run(beside_static_tables, "data_parallel", world_size=2) == ["", ""]
+def test_gradients_of_static_tables_that_cannot_be_clipped_or_scaled_are_refused() -> None:
+    for clips, scales, _ in workers.run(beside_static_tables, "table_wise", "dense", world_size=2):
+        assert "static.s with the kernel dense, whose gradients are spread" in clips
+        assert not scales
+    for clips, scales, disabled in workers.run(
+        beside_static_tables, "table_wise", "fused", world_size=2
+    ):
+        assert not clips and not disabled
+        assert "GradScaler: expected static tables that are data_parallel, got " in scales
+        assert "static.s with the kernel fused" in scales
+    none = workers.run(beside_static_tables, "data_parallel", "dense", world_size=2)
+    assert none == [["", "", ""]] * 2
 
 
 def replica_with_a_head() -> tuple[Any, Case]:

@@ -1,10 +1,13 @@
 """The list of TorchRec's sharders and ours, for models with any mix of static and dynamic tables."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sharded_cases import usual_plan
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -14,11 +17,14 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 import torchrec_dyn as dyn
 
@@ -56,8 +62,11 @@ class Model(nn.Module):
         return summed + sum(one(features)["f"].values().sum() for one in sequence)
 
 
-def train(plans: bool) -> None:
+def train(plans: bool, defers: bool) -> None:
     sharders, plan = dyn.default_sharders(SGD), None
+    if defers:  # which static tables cannot: they have options of their own
+        sharders = dyn.default_sharders({**SGD, "defer_updates": True})
+        sharders += [EmbeddingBagCollectionSharder(SGD), EmbeddingCollectionSharder(SGD)]
     model = Model()
     if plans:
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
@@ -84,6 +93,10 @@ def train(plans: bool) -> None:
         model.module.processed.split()[1],
     ):
         assert sorted(dyn.read_ids(collection, collection_table(collection)).tolist()) == [1, 2, 3]
+    if defers:
+        dyn.GradScaler(model.module.processed, "cpu")  # whose tables are dynamic
+        with pytest.raises(ValueError, match=r"got .*static_pooled\.a with the kernel fused"):
+            dyn.GradScaler(model, "cpu")
 
 
 def collection_table(collection: nn.Module) -> str:
@@ -92,8 +105,29 @@ def collection_table(collection: nn.Module) -> str:
 
 
 def test_static_and_dynamic_tables_train_with_one_list() -> None:
-    workers.run(train, False, world_size=2)
-    workers.run(train, True, world_size=2)
+    workers.run(train, False, True, world_size=2)
+    workers.run(train, True, False, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({**SGD, "defer_updates": True}, "defer_updates=True"),
+        ({"optimizer": "ADAM"}, "optimizer='ADAM'"),
+        ({"optimizer": "FTRL", "l1": 0.5}, "l1=0.5, optimizer='FTRL'"),
+    ],
+)
+def test_options_that_static_tables_do_not_have(given: dict[str, Any], told: str) -> None:
+    sharders = {one.module_type: one for one in dyn.default_sharders(given)}
+    plan, of_both = (
+        {"a": usual_plan("table_wise", 4, 1, 1, 0, 50)},
+        f"tables \\['a'\\], got {told}. Give",
+    )
+    for collection in (EmbeddingBagCollection(bags("a")), EmbeddingCollection(words("a"))):
+        with pytest.raises(ValueError, match=of_both):
+            sharders[type(collection)].shard(collection, plan, None, torch.device("cpu"))
+    of_collisions = sharders[ManagedCollisionEmbeddingBagCollection]
+    assert type(of_collisions._e_sharder) is type(sharders[EmbeddingBagCollection])
 
 
 def test_has_a_sharder_of_every_type() -> None:

@@ -491,6 +491,18 @@ def test_errors_of_clipping() -> None:
             wrapped.step()
 
 
+def test_clips_and_scales_after_state_was_made() -> None:
+    """`init_state` gives a gradient to each parameter, also to the placeholders; a restore calls it."""
+    dynamic, optimizer, _, _ = both_models()
+    scaler = dyn.GradScaler(dynamic, "cpu", init_scale=64.0)
+    optimizer.init_state()
+    optimizer.zero_grad()
+    scaler.scale(dynamic(features_of([part(5)]))).backward()
+    scaler.unscale_(optimizer)
+    assert float(dyn.clip_grad_norm_(dynamic, math.inf)) > 0
+    assert float(nn.utils.clip_grad_norm_(dynamic.parameters(), math.inf)) > 0  # of the dense part
+
+
 def test_scaled_steps_are_those_of_torch() -> None:
     """The third step has an infinite gradient in one row of a table, the fourth in the dense part."""
     dynamic, optimizer, static, plain = both_models()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
-from torchrec_dyn.checkpoint.dense_part import dense_state
+from torchrec_dyn.checkpoint.dense_part import check_has_all, dense_state
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
 from torchrec_dyn.checkpoint.entry_load import Restored, load_entry
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
@@ -165,7 +165,8 @@ class Checkpoints:
             The entry.
 
         Raises:
-            ValueError: on every rank, if another job has written here since the last save or restore.
+            ValueError: on every rank, if another job has written here since the last save or restore, or the
+                state dict of the optimizer lacks some of its state.
             RuntimeError: on every rank, if another job has the directory.
             OSError: on every rank, if a file cannot be written.
         """
@@ -261,6 +262,7 @@ class Checkpoints:
                 made = mark(model) if self._full_every > 1 else None
                 with nullcontext() if in_background else only_to_save():
                     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                check_has_all(state["optimizer"], optimizer)
                 parts = {"state": state}
                 checksums = checksums_in(state, tables)
             else:
@@ -352,7 +354,7 @@ class Checkpoints:
     ) -> Restored | None:
         """Loads the newest entry that is whole, on any number of ranks under any plan. Collective.
 
-        The next save continues its chain.
+        The next save continues its chain. Gradients are dropped.
 
         Args:
             model: as in `save`.

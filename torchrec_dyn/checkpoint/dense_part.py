@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,34 @@ from torchrec_dyn.state_dict import rows_left_out
 def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
     """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
     with rows_left_out():
-        return without_tables(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tables
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    check_has_all(state["optimizer"], optimizer)
+    return without_tables(state, tables)
+
+
+def optimizers_in(optimizer: Any) -> Iterator[Any]:
+    """Yields an optimizer and those that it combines or wraps, also torch's."""
+    yield optimizer
+    for _, one in getattr(optimizer, "optimizers", ()):
+        yield from optimizers_in(one)
+    if hasattr(optimizer, "_optimizer"):  # of TorchRec's wrappers
+        yield from optimizers_in(optimizer._optimizer)
+
+
+def check_has_all(saved: Mapping[str, Any], optimizer: Any) -> None:
+    """Raises ValueError if an optimizer has state that its state dict lacks.
+
+    TorchRec's wrappers copy the dict of states of a CombinedOptimizer. What is added to one of the two later
+    is missing in the other: the step of a WarmupOptimizer around it, the state that torch's optimizers make.
+    """
+    names = {id(parameter): name for name, parameter in optimizer.params.items()}
+    held = {id(parameter) for one in optimizers_in(optimizer) for parameter in one.state}
+    if lost := sorted({names.get(one, "a parameter") for one in held} - saved["state"].keys()):
+        raise ValueError(
+            f"Checkpoints.save: expected an optimizer whose state dict has all of its state, got a "
+            f"{type(optimizer).__name__} without that of {', '.join(lost)}: a restored job would begin it "
+            "again. Put one WarmupOptimizer around each part inside the CombinedOptimizer, not one around "
+            "all, with a param_name of its own."
         )
 
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
-from torchrec_dyn.checkpoint.dense_part import without_tables
+from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
 from torchrec_dyn.checkpoint.interrupts import interrupts_raised
@@ -80,6 +80,7 @@ def load_entry(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, options)
+        optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
 
     settle(group, _CALL, load)
     for delta in line[1:]:
@@ -109,14 +110,8 @@ def _with_states(state: Mapping[str, Any], lazy: Container[str], keys: set[str])
 
 def _lazy_states(optimizer: Any) -> dict[str, dict[Any, Any]]:
     """Returns, by names of parameters, the state that optimizers of torch have made in a step."""
-    found: list[dict[Any, Any]] = []
-    left = [optimizer]
-    while left:
-        one = left.pop()
-        if isinstance(one.state, defaultdict):  # CombinedOptimizer joins states in a new dict
-            found.append(one.state)
-        left += [other for _, other in getattr(one, "optimizers", ())]
-        left += [one._optimizer] if hasattr(one, "_optimizer") else []  # of TorchRec's wrappers
+    # CombinedOptimizer joins states in a new dict.
+    found = [one.state for one in optimizers_in(optimizer) if isinstance(one.state, defaultdict)]
     named = optimizer.params.items()
     return {name: one for name, parameter in named for one in found if parameter in one}
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -20,16 +18,7 @@ from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
 )
-
-_WITH_FUSED_PARAMS = (
-    EmbeddingBagCollectionSharder,
-    EmbeddingCollectionSharder,
-    ManagedCollisionEmbeddingBagCollectionSharder,
-    ManagedCollisionEmbeddingCollectionSharder,
-    DynamicEmbeddingBagCollectionSharder,
-    DynamicEmbeddingCollectionSharder,
-    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
-)
+from torchrec_dyn.distributed.static_sharders import StaticBagSharder, StaticSequenceSharder
 
 
 def default_sharders(
@@ -41,12 +30,22 @@ def default_sharders(
 
     Args:
         fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's
-            sharders. An optimizer set on a table's parameter has priority.
+            sharders. An optimizer set on a table's parameter has priority. What FBGEMM does not have, such as
+            `defer_updates` or ADAMW, is an error when a static table is sharded: for it pass TorchRec's
+            sharder behind these, with `fused_params` of its own.
     """
-    sharders: dict[type[nn.Module], Any] = {
-        sharder.module_type: sharder for sharder in get_default_sharders()
-    }
-    for kind in _WITH_FUSED_PARAMS:
-        sharder = kind(fused_params=None if fused_params is None else dict(fused_params))
-        sharders[sharder.module_type] = sharder
-    return list(sharders.values())
+
+    def copied() -> dict[str, Any] | None:
+        return None if fused_params is None else dict(fused_params)
+
+    sharders: list[Any] = [
+        *get_default_sharders(),
+        StaticBagSharder(copied()),
+        StaticSequenceSharder(copied()),
+        ManagedCollisionEmbeddingBagCollectionSharder(StaticBagSharder(copied())),
+        ManagedCollisionEmbeddingCollectionSharder(StaticSequenceSharder(copied())),
+        DynamicEmbeddingBagCollectionSharder(copied()),
+        DynamicEmbeddingCollectionSharder(copied()),
+        DynamicFeatureProcessedEmbeddingBagCollectionSharder(copied()),
+    ]
+    return list({one.module_type: one for one in sharders}.values())  # the last one of each type

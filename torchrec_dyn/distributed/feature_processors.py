@@ -15,10 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import (
-    EmbeddingBagCollectionContext,
-    EmbeddingBagCollectionSharder,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.fp_embeddingbag import (
     FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
@@ -46,6 +43,7 @@ from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
+from torchrec_dyn.distributed.static_sharders import StaticBagSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
 from torchrec_dyn.storage import wait_for_stream
@@ -229,9 +227,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
             fused_params, qcomm_codecs_registry
         )
         self._static_sharder = FeatureProcessedEmbeddingBagCollectionSharder(
-            EmbeddingBagCollectionSharder(
-                fused_params, qcomm_codecs_registry=qcomm_codecs_registry
-            ),
+            StaticBagSharder(fused_params, qcomm_codecs_registry=qcomm_codecs_registry),
             qcomm_codecs_registry,
         )
         super().__init__(cast(Any, self._collection_sharder), qcomm_codecs_registry)

@@ -110,3 +110,5 @@ class DynamicOptimizer(FusedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Writes the learning rate to the tables, and drops deferred updates."""
         self._rates.drop_updates()
+        for param in self.params.values():
+            param.grad = None  # of `init_state`: on the meta device, where no norm can be read

@@ -156,18 +156,35 @@ def _check_has_ranks(group: dist.ProcessGroup, own: dist.ProcessGroup | None, wh
         )
 
 
+def _static_tables(model: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the paths of the sharded static tables of a model, with their shardings."""
+    return [
+        (f"{path}.{name}", sharding)
+        for path, module in model.named_modules()
+        if isinstance(module, ShardedModule)
+        and not any(isinstance(one, ShardedCollection) for one in module.modules())
+        for name, sharding in (getattr(module, "module_sharding_plan", None) or {}).items()
+    ]
+
+
 def _check_no_sharded_gradients(model: nn.Module, where: str) -> None:
-    for path, module in model.named_modules():
-        if not isinstance(module, ShardedModule) or isinstance(module, ShardedCollection):
-            continue
-        plan: Any = getattr(module, "module_sharding_plan", None) or {}
-        for name, sharding in plan.items():
-            is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            if is_dense and sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
-                raise ValueError(
-                    f"{where}: expected static tables that are fused or data_parallel, got {path}.{name} "
-                    "with the kernel dense, whose gradients are spread over ranks. Use another kernel."
-                )
+    for path, sharding in _static_tables(model):
+        is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        if is_dense and sharding.sharding_type != ShardingType.DATA_PARALLEL.value:
+            raise ValueError(
+                f"{where}: expected static tables that are fused or data_parallel, got {path} "
+                "with the kernel dense, whose gradients are spread over ranks. Use another kernel."
+            )
+
+
+def _check_no_fused_tables(model: nn.Module, where: str) -> None:
+    for path, sharding in _static_tables(model):
+        if sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+            raise ValueError(
+                f"{where}: expected static tables that are data_parallel, got {path} with the kernel "
+                f"{sharding.compute_kernel}, whose backward updates the rows by gradients with the scale in "
+                "them. Make the table dynamic or data_parallel, or train in bfloat16 without a scaler."
+            )
 
 
 class GradScaler(TorchGradScaler):
@@ -188,7 +205,8 @@ class GradScaler(TorchGradScaler):
         **options: the other arguments of `torch.amp.GradScaler`.
 
     Raises:
-        ValueError: if it is enabled, and updates are not deferred or `group` lacks ranks of the model.
+        ValueError: if it is enabled, and updates are not deferred, `group` lacks ranks of the model, or the
+            model has static tables that backward updates.
     """
 
     unscales_rows = True  # read by the optimizers of rows (modules/wrapper_checks.py)
@@ -205,6 +223,7 @@ class GradScaler(TorchGradScaler):
         self._model, self._group = model, group
         if self._enabled:
             _deferring_groups(model, "GradScaler", group)
+            _check_no_fused_tables(model, "GradScaler")
 
     def _unscale_grads_(
         self,
