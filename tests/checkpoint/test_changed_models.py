@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_cases
@@ -20,7 +21,16 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint import Checkpoints, LoadPlanner, delta_apply, export_table
+from torchrec_dyn.checkpoint import (
+    Checkpoints,
+    LoadPlanner,
+    apply_delta,
+    delta_apply,
+    export_delta,
+    export_table,
+    mark,
+)
+from torchrec_dyn.checkpoint_format import MergedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -171,6 +181,14 @@ def test_another_form_begins_with_a_full_save(tmp_path: Path) -> None:
     assert checkpoints._marker is not None
 
 
+def test_an_older_line_in_two_dtypes_says_what_to_do() -> None:
+    saves: list[Any] = [
+        SimpleNamespace(dtype=dtype, sums={}) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    with pytest.raises(ValueError, match=r"'torch.float32'\]. Call Checkpoints.restore in"):
+        next(MergedTable("kept", saves).parts(["weight"], 1))
+
+
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A full save of one table, then a full save and a delta of two."""
@@ -288,3 +306,24 @@ def on_two_ranks(path: str) -> list[str]:
 def test_ranks_decide_alike(tmp_path: Path) -> None:
     told = workers.run(on_two_ranks, str(tmp_path), world_size=2)
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(("of_model", "of_copy"), [(NONE, BY_USE), (BY_USE, NONE)])
+def test_a_delta_onto_a_copy_with_other_policies(
+    of_model: Any, of_copy: Any, tmp_path: Path
+) -> None:
+    model, copied = Net(of_model), Net(of_copy)
+    for one in (model, copied):
+        one.train_step(1)
+    marker = mark(model)
+    model.train_step(2)
+    export_delta(model, tmp_path / "delta", marker)
+    apply_delta(copied, tmp_path / "delta")
+    ours, theirs = copied.contents(), model.contents()
+    for name in ("ids", "weight", "last_seen", "count"):
+        key = f"sparse.embedding_bags.user.{name}"
+        if key in ours:
+            seen = torch.full_like(theirs["sparse.embedding_bags.user.ids"], 2)
+            expected = {**theirs, "last_seen": seen, "count": torch.zeros_like(seen)}
+            assert ours[key].equal(expected.get(name, theirs.get(key))), name
+    copied.train_step(3)

@@ -130,7 +130,8 @@ def _open(
     if len(saved) < len(found.tables) or sorted(wanted) != sorted(names):
         raise ValueError(
             f"apply_delta: expected a delta of the tables {listed(sorted(names))}, got a delta of "
-            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}."
+            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}. "
+            "Apply it to a model with the tables that were saved."
         )
     changes = []
     for table in tables:
@@ -217,7 +218,7 @@ def _read(
 
 def _fault_of(error: BaseException) -> Exception:
     """Returns the error to raise for an error of a read."""
-    if isinstance(error, ValueError) or lacks_memory(error):
+    if isinstance(error, Exception) and (isinstance(error, ValueError) or lacks_memory(error)):
         return error
     return ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
 

@@ -106,8 +106,9 @@ def _word_of(call: str, fault: Exception | None) -> _Word:
     if isinstance(fault, OSError) and fault.errno is not None:
         # A full disk must look so on all ranks: who saves tries again.
         return _Word(call, OSError, str(fault.strerror), fault.errno, fault.filename)
-    kind = torch.OutOfMemoryError if lacks_memory(fault) else RuntimeError
-    kind = ValueError if isinstance(fault, ValueError) else kind
+    kind: type[Exception] = ValueError if isinstance(fault, ValueError) else RuntimeError
+    if fault is not None and lacks_memory(fault):
+        kind = torch.OutOfMemoryError
     return _Word(call, kind, str(fault) or type(fault).__name__)
 
 
