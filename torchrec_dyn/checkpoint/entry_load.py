@@ -99,7 +99,8 @@ def load_entry(
         raise MisfitError(told)
     values, options = run_together(group, _CALL, lambda: read_values(line[-1], rank))
 
-    def load() -> None:
+    def load() -> Container[str]:
+        """Returns the keys of the full save."""
         folders = (line[0].tables, line[-1].dense)
         there = {one: open_files(one)[1].state_dict_metadata for one in folders}
         saved = {folder: _saved_states(one) for folder, one in there.items()}
@@ -140,12 +141,12 @@ def load_entry(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, options)
+        return there[line[0].tables]
 
-    settle(group, _CALL, load)
-    for delta in line[1:]:
-        kept = [table for table in tables if table.name in delta.sums]
-        if kept:
-            apply_changes(kept, delta.tables, is_partial)
+    loaded = settle(group, _CALL, load)
+    kept = [table for table in tables if f"model.{table.key}.config" in loaded]
+    for delta in line[1:] if kept else ():
+        apply_changes(kept, delta.tables, is_partial)
     return values, is_same
 
 

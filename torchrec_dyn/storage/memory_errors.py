@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_TEXT = (
-    "can't allocate memory"  # of torch's allocator of the CPU, whose error has no type of its own
-)
+# Of torch's allocator of the CPU, whose error has no type of its own.
+_TEXT = "can't allocate memory"
 
 
 def lacks_memory(error: BaseException) -> bool:
