@@ -327,3 +327,18 @@ def test_a_delta_onto_a_copy_with_other_policies(
             expected = {**theirs, "last_seen": seen, "count": torch.zeros_like(seen)}
             assert ours[key].equal(expected.get(name, theirs.get(key))), name
     copied.train_step(3)
+
+
+def test_scores_of_0_are_scores(tmp_path: Path) -> None:
+    """Rows that were assigned before the first step; their sum is 0, as that of missing scores."""
+    model, copied = Net(BY_USE), Net(BY_USE)
+    for one in (model, copied):
+        one.sparse.table("user").assign(torch.tensor([1, 2]), torch.ones(2, 4))
+    marker = mark(model)
+    for number, ids in enumerate(([], [3])):
+        model.sparse.table("user").assign(torch.tensor(ids).long(), torch.ones(len(ids), 4))
+        nothing = torch.tensor([]).long()
+        model.sparse(KeyedJaggedTensor(["user"], nothing, lengths=torch.tensor([0])))
+        marker = export_delta(model, tmp_path / str(number), marker)
+        apply_delta(copied, tmp_path / str(number))
+        same(copied.contents(), model.contents())

@@ -82,6 +82,8 @@ def _sums_before(
     ]
     for change, sums in zip(changes, before, strict=True):
         base, result = _words(change.saved, "base"), _words(change.saved, "result")
+        if not change.saved.num_rows and not sums[0]["last_seen"]:
+            change.is_unscored = False  # all scores are 0, as those of the copy
         for which, names in enumerate(change.compared):
             for name in names:
                 own, begin = sums[which][name], base[which][name]

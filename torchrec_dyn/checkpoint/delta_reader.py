@@ -164,8 +164,13 @@ def _open(
 
 
 def has_scores(saved: SavedTable) -> bool | None:
-    """Returns True if the whole saved table has scores; None if it has no rows. All ranks decide alike."""
-    whens = ("base", "result") if saved.is_delta else ("checksum",)
+    """Returns True if the whole saved table has scores; None if it has no rows. All ranks decide alike.
+
+    False of a delta without rows may also mean that all scores are 0: these have the sum 0.
+    """
+    if saved.num_rows:
+        return "last_seen" in saved.names
+    whens = ("base", "result") if saved.is_delta else ()
     ends = [from_words(saved.read(when), MODEL_TENSORS) for when in whens]
     return any(one["last_seen"] for one in ends) if any(one["ids"] for one in ends) else None
 
