@@ -303,12 +303,13 @@ def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
     assert told == [f"{{'own': {rank}, 'other': {rank + 1}, 'all': [7]}}" for rank in (0, 1)]
     _, model, optimizer = new(0)
     checkpoints = Checkpoints(tmp_path / "kept")
-    with pytest.raises(ValueError, match="expected 2 ranks, each of which has its own own, got 1"):
-        quietly(checkpoints.restore, model, optimizer, extra={"own": Positions([])})
-    # Who does not want it back loads the rest.
-    with pytest.warns(UserWarning, match="its own other, own, got 1. They are left out"):
-        restored = checkpoints.restore(model, optimizer)
-    assert restored is not None and restored.extra == {"all": [7]}
+    told = r"each of which has its own other, own, got 1.*leave_out=\['other', 'own'\]"
+    with pytest.raises(ValueError, match=told):
+        quietly(checkpoints.restore, model, optimizer)
+    with pytest.raises(ValueError, match="its own other, got 1"):
+        quietly(checkpoints.restore, model, optimizer, leave_out=["own"])
+    restored = quietly(checkpoints.restore, model, optimizer, leave_out=["own", "other"])
+    assert restored.extra == {"all": [7]}
 
 
 class OfRank:
@@ -339,10 +340,7 @@ def test_positions_in_sources_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> 
 def restored_on_two(path: str) -> str:
     _, model, optimizer = new(2)
     try:
-        # One rank asks: its error is an error on both.
-        asked = {"position": Positions([1], is_global=True)}
-        extra = asked if torch.distributed.get_rank() else {}
-        quietly(Checkpoints(path).restore, model, optimizer, extra=extra)
+        quietly(Checkpoints(path).restore, model, optimizer)
     except ValueError as error:
         return str(error)
     return "restored"

@@ -73,7 +73,7 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
         ({1: OSError("no number")}, "RuntimeError: call(rank=1): no number"),
         (
             {1: MemoryError("expected memory"), 2: ValueError("expected b")},
-            "RuntimeError: call(rank=1): expected memory",
+            "OutOfMemoryError: call(rank=1): expected memory",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import check_has_all, dense_state
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
-from torchrec_dyn.checkpoint.entry_load import Restored, load_entry
+from torchrec_dyn.checkpoint.entry_fit import MisfitError
+from torchrec_dyn.checkpoint.entry_load import (
+    Restored,
+    is_lack_of_memory,
+    lines_to_load,
+    load_entry,
+)
 from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
 from torchrec_dyn.checkpoint.forgetting import (
     Forgotten,
@@ -36,11 +42,10 @@ from torchrec_dyn.checkpoint.forgetting import (
 )
 from torchrec_dyn.checkpoint.further_values import (
     alike,
+    check_objects,
     check_ranks,
     digests_of,
-    fitting,
     hand_over,
-    names_of,
     number_of,
     options_of,
     saved_values,
@@ -351,10 +356,13 @@ class Checkpoints:
         *,
         step: int | None = None,
         extra: Mapping[str, Any] | None = None,
+        leave_out: Collection[str] = (),
+        allow_partial_load: bool = False,
     ) -> Restored | None:
         """Loads the newest entry that is whole, on any number of ranks under any plan. Collective.
 
-        The next save continues its chain. Gradients are dropped.
+        Rows are converted to the dtype of the table, and policies may differ. Gradients are dropped. The next
+        save continues its chain; it is full if the tables have changed.
 
         Args:
             model: as in `save`.
@@ -362,21 +370,28 @@ class Checkpoints:
             step: loads the newest entry of this step instead.
             extra: objects with `load_state_dict`, by the names that were given to `save`; they are loaded,
                 too.
+            leave_out: names that were given to `save` whose values are not wanted back, such as those that
+                each of another number of ranks had of its own.
+            allow_partial_load: True to load the tables, parameters and optimizer state that are in the entry
+                and in the model; others of the model stay as they are.
 
         Returns:
             What was loaded; None if the directory has no entry.
 
         Raises:
             ValueError: on every rank, if no entry can be loaded (with the error of the newest), if none is of
-                the step, or if values of `extra` that differed between ranks were saved on another number of
-                ranks. Such values that `extra` does not name are left out, with a warning.
+                the step, if values of `extra` that differed between ranks were saved on another number of
+                ranks and are not left out, or if the newest whole entry is of another model: no older one is
+                loaded instead then.
+            RuntimeError: on every rank, if a rank has no memory for the load.
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
-        asked = set().union(*gather_results(group, _RESTORE, lambda: names_of(extra or {})))
+        run_together(group, _RESTORE, lambda: check_objects(extra or {}))
+        left_out = set().union(*gather_results(group, _RESTORE, lambda: list(leave_out)))
         self._marker, self._line, self._highest = None, [], None
-        lines = self._lines(step) if rank == 0 else None
+        lines = lines_to_load(self.path, step) if rank == 0 else None
         skipped: list[str] = []
         fault: BaseException | None = None
         while True:
@@ -388,12 +403,19 @@ class Checkpoints:
             if not line:
                 break
             entry = line[-1]
-            check_ranks(entry, len(of_ranks), asked)
+            check_ranks(entry, len(of_ranks), left_out)
             try:
-                values = load_entry(model, optimizer, tables, line)
+                values, is_same = load_entry(model, optimizer, tables, line, allow_partial_load)
+            except MisfitError:
+                raise
             except (Exception, CheckpointException) as error:
                 with suppress(ValueError):
                     drop_load(model)
+                if is_lack_of_memory(error):
+                    raise RuntimeError(
+                        f"{_RESTORE}: expected memory for {entry.path}, got too little: the model may have "
+                        "changed in part. Free memory or use more ranks, and call it again."
+                    ) from error
                 skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
                 fault = fault or error
                 if entry.is_full:
@@ -407,26 +429,12 @@ class Checkpoints:
             raise ValueError(
                 f"{self.path}: expected an entry that can be loaded, got none. {' '.join(skipped)}"
             ) from fault
-        values = run_together(group, _RESTORE, lambda: fitting(values, entry, len(of_ranks)))
+        values = {name: value for name, value in values.items() if name not in left_out}
         run_together(group, _RESTORE, lambda: hand_over(values, extra or {}))
-        made = mark(model) if self._full_every > 1 else None
+        made = mark(model) if self._full_every > 1 and is_same else None
         self._marker, self._line, self._highest = made, line, highest
         self._damaged.discard(line[0].id)
         return Restored(entry.step, values, entry, skipped)
-
-    def _lines(self, step: int | None) -> Iterator[tuple[list[Entry], list[str], int]]:
-        """Yields the lines that may be loaded, best first, then []; with reports and the highest number."""
-        chain = read_chain(self.path)
-        entries = chain.entries[::-1] if step is None else [chain.at(step)]
-        skipped = list(chain.skipped) if step is None else []
-        for entry in entries:
-            line = chain.line_of(entry)
-            if line is None:
-                skipped.append(f"{entry.path.name}: an entry before it is missing")
-            else:
-                yield line, skipped, chain.highest
-                skipped = []
-        yield [], skipped, chain.highest
 
     def forget(
         self,

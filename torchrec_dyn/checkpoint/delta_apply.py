@@ -41,9 +41,10 @@ from torchrec_dyn.whole_model import saved_sums, tables_of
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Updates a copy of a model to the contents that the model had at the export of a delta.
 
-    The copy may have another plan, other ranks or no sharding; tables are matched by their names. Rows,
-    optimizer state, scores, counters, clock and steps change. Forwards from before the call cannot run their
-    backward. Reads all rows of the copy once. Collective where the tables are sharded.
+    The copy may have another plan, other ranks or no sharding; as at the load of a checkpoint it may have
+    another dtype of rows and other policies. Tables are matched by their names. Rows, optimizer state,
+    scores, counters, clock and steps change. Forwards from before the call cannot run their backward. Reads
+    all rows of the copy once. Collective where the tables are sharded.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -56,8 +57,14 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         RuntimeError: on every rank, if some rank fails in another way, as without memory. If it failed while
             it wrote rows, some rows have changed: load the copy again.
     """
-    tables = tables_of(model, CALL)
-    changes = read_delta(tables, path)
+    apply_changes(tables_of(model, CALL), path)
+
+
+def apply_changes(
+    tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool = False
+) -> None:
+    """Applies a delta to tables, as `apply_delta`; `is_partial`: it may have further tables. Collective."""
+    changes = read_delta(tables, path, is_partial)
     words = saved_sums(tables, CALL)
     before = run_together(tables[0].group, CALL, lambda: _sums_before(changes, words))
     _verify_result(tables, changes, before)
@@ -75,9 +82,13 @@ def _sums_before(
     ]
     for change, sums in zip(changes, before, strict=True):
         base, result = _words(change.saved, "base"), _words(change.saved, "result")
+        if not change.saved.num_rows and not sums[0]["last_seen"]:
+            change.is_unscored = False  # all scores are 0, as those of the copy
         for which, names in enumerate(change.compared):
             for name in names:
                 own, begin = sums[which][name], base[which][name]
+                if name == "clock" and 0 in (own, begin):
+                    continue  # one of them was never set, or has no policy by time
                 if own != begin:
                     is_end = own == result[which][name]
                     raise ValueError(
@@ -188,16 +199,20 @@ def _write_rows(
             if one.is_rowwise:
                 values = mean_over_cuts(values, change.cuts, columns)
             one.store.write(rows, values)
-        if shard.life is not None:
+        if shard.life is not None and change.is_unscored:
+            shard.life.scores.write(rows, torch.zeros_like(rows), torch.zeros_like(rows))
+        elif shard.life is not None:
             shard.life.scores.write(rows, *staged.scores.read(from_rows))
+    shard.step = int(change.optimizer.small["step"])
     if shard.life is not None:
-        shard.life.is_unscored = False
         if staged.waiting is not None:
             shard.life.waiting = staged.waiting
-        if shard.life.is_timed:
-            clock = change.model.small.get("clock")
-            shard.life.clock = Clock() if clock is None else Clock.load(clock)
-    shard.step = int(change.optimizer.small["step"])
+        clock = change.model.small.get("clock")
+        if shard.life.is_timed and clock is not None and clock.numel():
+            shard.life.clock = Clock.load(clock)
+        shard.life.is_unscored = change.is_unscored
+        shard.step = max(shard.step, shard.life.clock.present_step - 1)
+        shard.life = shard.life.caught_up(shard.step, shard.row_numbers.high_water_mark)
     shard.generation += 1  # the backward of an earlier forward must not write to these rows
 
 

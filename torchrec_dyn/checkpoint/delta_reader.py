@@ -22,14 +22,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_TENSORS,
     SavedTable,
     SavedTensor,
     add_sums,
     check_config,
+    from_words,
     is_canonical,
     open_checkpoint,
     optimizer_config,
 )
+from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import (
@@ -39,7 +42,7 @@ from torchrec_dyn.state_dict import (
     StagedRows,
     places_of_part,
 )
-from torchrec_dyn.storage import RowStore
+from torchrec_dyn.storage import RowStore, lacks_memory
 from torchrec_dyn.table import TableShard
 
 CALL = "apply_delta"
@@ -61,6 +64,8 @@ class TableChange:
     optimizer: OptimizerEntry  # receives optimizer state and step
     # [N] int64, the removed ids that this rank owns.
     removed: Tensor = field(default_factory=lambda: _NONE)
+    # True if the table of the delta has no scores: all its rows count as just seen, as after a load.
+    is_unscored: bool = False
 
     @property
     def where(self) -> str:
@@ -83,6 +88,9 @@ class TableChange:
         """Names of the tensors whose sums must be equal in copy and delta: of the model, of the optimizer."""
         table, optimizer = self.table, self.table.optimizer
         model = [*self.model.names, "config", *(["clock"] if table.options.has_life else [])]
+        converted = ["weight", "config"] if self.saved.dtype != table.dtype else []
+        converted += BY_ROW if self.is_unscored else []
+        model = [name for name in model if name not in converted]
         states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
         same = self.cuts == table.cuts
         kept = [name for name, is_rowwise in states if same or not is_rowwise]
@@ -90,32 +98,40 @@ class TableChange:
         return model, [*kept, "step", *config]
 
 
-def read_delta(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableChange]:
+def read_delta(
+    tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool
+) -> list[TableChange]:
     """Reads and verifies this rank's part of a delta: the changes of each of `tables`. Collective.
+
+    `is_partial` is True if the delta may have further tables.
 
     Raises:
         ValueError: on every rank, if the delta is torn, damaged or of other tables.
     """
-    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path))
+    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path, is_partial))
     _read(tables, changes, path)
     _verify(tables, changes)
     return changes
 
 
-def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableChange]:
+def _open(
+    tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool
+) -> list[TableChange]:
     """Finds the tables of a delta and checks their configs."""
     found = open_checkpoint(path)
     saved = {table.name: table for table in found.tables.values()}
     names = [table.name for table in tables]
+    wanted = [name for name in saved if name in names or not is_partial]
     if not found.is_delta:
         raise ValueError(
             f"apply_delta: expected a delta of export_delta, got {path}, a full checkpoint. Load it "
             "with torch.distributed.checkpoint.load."
         )
-    if len(saved) < len(found.tables) or sorted(saved) != sorted(names):
+    if len(saved) < len(found.tables) or sorted(wanted) != sorted(names):
         raise ValueError(
             f"apply_delta: expected a delta of the tables {listed(sorted(names))}, got a delta of "
-            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}."
+            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}. "
+            "Apply it to a model with the tables that were saved."
         )
     changes = []
     for table in tables:
@@ -130,12 +146,12 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
                 f"the state of {saved_rule}. Give both models the same optimizer."
             )
-        for field_ in ("rows", "initializer"):
-            if one.config.get(field_) != table.config[field_]:
-                raise ValueError(
-                    f"{change.where}: expected a delta with {field_} {table.config[field_]!r} as the copy "
-                    f"has, got {one.config.get(field_)!r}. {IN_ORDER}"
-                )
+        if one.config.get("initializer") != table.config["initializer"]:
+            raise ValueError(
+                f"{change.where}: expected a delta with initializer {table.config['initializer']!r} as the "
+                f"copy has, got {one.config.get('initializer')!r}. {IN_ORDER}"
+            )
+        change.is_unscored = has_scores(one) is False
         if "removed" in one.names:
             removed = _own_removed(one, table)
             if not is_canonical(removed):
@@ -145,6 +161,18 @@ def _open(tables: Sequence[Table], path: str | os.PathLike[str]) -> list[TableCh
             change.removed = removed[table.owns(removed)]
         changes.append(change)
     return changes
+
+
+def has_scores(saved: SavedTable) -> bool | None:
+    """Returns True if the whole saved table has scores; None if it has no rows. All ranks decide alike.
+
+    False of a delta without rows may also mean that all scores are 0: these have the sum 0.
+    """
+    if saved.num_rows:
+        return "last_seen" in saved.names
+    whens = ("base", "result") if saved.is_delta else ()
+    ends = [from_words(saved.read(when), MODEL_TENSORS) for when in whens]
+    return any(one["last_seen"] for one in ends) if any(one["ids"] for one in ends) else None
 
 
 def _own_removed(saved: SavedTable, table: Table) -> Tensor:
@@ -167,7 +195,10 @@ def _read(
     for change in changes:
         key = change.saved.key
         optimizer = f"optimizer.state.{key.removeprefix('model.')}.weight.{change.table.name}"
-        for name in ("config", "checksum", "clock", *change.model.names):
+        for name in (
+            *MODEL_TENSORS,
+            "checksum",
+        ):  # also those that the copy does not use: as unread
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
         for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
@@ -192,7 +223,7 @@ def _read(
 
 def _fault_of(error: BaseException) -> Exception:
     """Returns the error to raise for an error of a read."""
-    if isinstance(error, (ValueError, MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, Exception) and (isinstance(error, ValueError) or lacks_memory(error)):
         return error
     return ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
 
@@ -217,10 +248,5 @@ def _checked(change: TableChange) -> tuple[Sums, Sums]:
         if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
-            )
-        if change.table.options.has_life and one.id_map.num_ids and not one.has_scores:
-            raise ValueError(
-                f"{change.where}: expected a delta of a table with a policy as the copy has, got a delta "
-                "without scores. Give both models the same DynamicTableConfig."
             )
     return summed[0], summed[1] or {}

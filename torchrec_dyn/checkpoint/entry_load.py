@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.delta_apply import apply_delta
+from torchrec_dyn.checkpoint.delta_apply import apply_changes
 from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
+from torchrec_dyn.checkpoint.entry_fit import (
+    PARTIAL,
+    MisfitError,
+    fit_of_tables,
+    misfit_of_dense,
+)
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
 from torchrec_dyn.checkpoint.interrupts import interrupts_raised
-from torchrec_dyn.checkpoint_format import Entry, open_files
+from torchrec_dyn.checkpoint_format import Entry, open_files, read_chain
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
+from torchrec_dyn.storage import lacks_memory
 
 _CALL = "Checkpoints.restore"
 _STATE = "optimizer.state."
@@ -40,37 +48,90 @@ class Restored(NamedTuple):
     skipped: list[str]
 
 
+def lines_to_load(path: Path, step: int | None) -> Iterator[tuple[list[Entry], list[str], int]]:
+    """Yields the lines of a directory that may be loaded, best first, then [].
+
+    Each comes with reports of entries that cannot be, and the highest number. `step`: as of `restore`.
+    """
+    chain = read_chain(path)
+    entries = chain.entries[::-1] if step is None else [chain.at(step)]
+    skipped = list(chain.skipped) if step is None else []
+    for entry in entries:
+        line = chain.line_of(entry)
+        if line is None:
+            skipped.append(f"{entry.path.name}: an entry before it is missing")
+        else:
+            yield line, skipped, chain.highest
+            skipped = []
+    yield [], skipped, chain.highest
+
+
 def load_entry(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], line: Sequence[Entry]
-) -> dict[str, Any]:
-    """Loads a full save and the deltas after it; returns the further values of this rank. Collective.
+    model: nn.Module,
+    optimizer: Any,
+    tables: Sequence[Table],
+    line: Sequence[Entry],
+    is_partial: bool,
+) -> tuple[dict[str, Any], bool]:
+    """Loads a full save and the deltas after it. Collective.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        tables: its tables.
+        line: the full save and the deltas.
+        is_partial: True to load only what the line and the model have both.
+
+    Returns:
+        The further values of this rank; and True if a delta may follow, as `fit_of_tables` says.
 
     Raises:
+        MisfitError: on every rank, if an entry is of another model; nothing has changed then.
         ValueError, RuntimeError, CheckpointException: on every rank, if a file is damaged or does not fit.
     """
     group, rank = tables[0].group, tables[0].rank
     ranks = 1 if group is None else dist.get_world_size(group)
     run_together(group, _CALL, lambda: check_files(line, rank, ranks))
+    told, is_same = gather_results(
+        group, _CALL, lambda: ("", True) if rank else fit_of_tables(tables, line, is_partial)
+    )[0]
+    if told:
+        raise MisfitError(told)
     values, options = run_together(group, _CALL, lambda: read_values(line[-1], rank))
 
-    def load() -> None:
-        saved = {folder: _saved_states(folder) for folder in (line[0].tables, line[-1].dense)}
+    def load() -> Container[str]:
+        """Returns the keys of the full save."""
+        folders = (line[0].tables, line[-1].dense)
+        there = {one: open_files(one)[1].state_dict_metadata for one in folders}
+        saved = {folder: _saved_states(one) for folder, one in there.items()}
         keys = set[str]().union(*saved.values())
-        state = _places_to_load(model, optimizer, tables, line[-1], keys)
+        state = _places_to_load(model, optimizer, tables, line[-1], keys, is_partial)
         lazy = _lazy_states(optimizer)
         alone = {"process_group": group, "no_dist": group is None}
+
+        def misfit() -> str:
+            for folder, metadata in there.items():
+                dense = without_tables(_with_states(state, lazy, saved[folder]), tables)
+                if told := misfit_of_dense(line[-1], dense, metadata, is_partial):
+                    return told
+            return ""
+
+        for one in gather_results(group, _CALL, misfit):
+            if one:
+                raise MisfitError(one)
         with interrupts_raised():
             dcp.load(
                 _with_states(state, lazy, saved[line[0].tables]),
                 checkpoint_id=line[0].tables,
-                planner=LoadPlanner(path=line[0].tables),
+                planner=LoadPlanner(path=line[0].tables, allow_partial_load=is_partial),
                 **alone,
             )
         if len(line) > 1:
             dense = _with_states(without_tables(state, tables), lazy, saved[line[-1].dense])
             # DCP's own planner would ask for the state {} of a static table that lies on another rank.
+            planner = LoadPlanner(allow_partial_load=is_partial)
             with interrupts_raised():
-                dcp.load(dense, checkpoint_id=line[-1].dense, planner=LoadPlanner(), **alone)
+                dcp.load(dense, checkpoint_id=line[-1].dense, planner=planner, **alone)
             states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
             state["model"].update(dense["model"])
             state["optimizer"].update({**dense["optimizer"], "state": states})
@@ -81,16 +142,24 @@ def load_entry(
         optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
+        return there[line[0].tables]
 
-    settle(group, _CALL, load)
-    for delta in line[1:]:
-        apply_delta(model, delta.tables)
-    return values
+    loaded = settle(group, _CALL, load)
+    kept = [table for table in tables if f"model.{table.key}.config" in loaded]
+    for delta in line[1:] if kept else ():
+        apply_changes(kept, delta.tables, is_partial)
+    return values, is_same
 
 
-def _saved_states(folder: Path) -> set[str]:
-    """Returns the keys of optimizer state in a checkpoint; each begins with the name of a parameter."""
-    saved = open_files(folder)[1].state_dict_metadata
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Returns True if an error of a load says that a rank has no memory. All ranks decide alike."""
+    if isinstance(error, CheckpointException):
+        return any(lacks_memory(one) for one, _ in error.failures.values())
+    return lacks_memory(error)
+
+
+def _saved_states(saved: Iterable[str]) -> set[str]:
+    """Returns the keys of optimizer state among those saved; each begins with the name of a parameter."""
     return {key.removeprefix(_STATE) for key in saved if key.startswith(_STATE)}
 
 
@@ -117,7 +186,12 @@ def _lazy_states(optimizer: Any) -> dict[str, dict[Any, Any]]:
 
 
 def _places_to_load(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], entry: Entry, keys: set[str]
+    model: nn.Module,
+    optimizer: Any,
+    tables: Sequence[Table],
+    entry: Entry,
+    keys: set[str],
+    is_partial: bool,
 ) -> dict[str, Any]:
     """Returns state dicts with a place for each saved state of the optimizer. Collective.
 
@@ -125,7 +199,8 @@ def _places_to_load(
     optimizer without state takes a step of zeros, whose results the load replaces.
 
     Raises:
-        ValueError: on every rank, if saved state has no place on any rank: it is of another optimizer.
+        MisfitError: on every rank, if saved state has no place on any rank: it is of another optimizer. If
+            `is_partial`, this state is left out.
     """
 
     def state_to_load() -> dict[str, Any]:
@@ -149,9 +224,9 @@ def _places_to_load(
         optimizer.zero_grad()
         state = state_to_load()
         left = missing(state)
-    if left:
-        raise ValueError(
+    if left and not is_partial:
+        raise MisfitError(
             f"{entry.path}: expected an optimizer with state for {_STATE}{left[0]}, got one without. Restore "
-            "with the optimizers and parameters that were saved."
+            f"with the optimizers and parameters that were saved. {PARTIAL}"
         )
     return state

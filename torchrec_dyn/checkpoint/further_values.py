@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,29 +162,16 @@ def write_values(
     return {Path(file.path).name: digest_of(memory.getvalue())}
 
 
-def check_ranks(entry: Entry, world_size: int, names: Container[str]) -> None:
-    """Raises ValueError if ranks had values of their own by some of the names, and were another number."""
-    named = [name for name, is_alike in entry.extra.items() if not is_alike and name in names]
-    if (own := ", ".join(named)) and entry.world_size != world_size:
+def check_ranks(entry: Entry, world_size: int, left_out: Container[str]) -> None:
+    """Raises ValueError if ranks had values of their own, but for those left out, and were another number."""
+    own = [name for name, is_alike in entry.extra.items() if not is_alike and name not in left_out]
+    if own and entry.world_size != world_size:
         raise ValueError(
-            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. Use as many ranks, or leave {own} out of extra. To change their number, save "
-            "positions in a source whose batches all ranks share, Positions(source, is_global=True), and "
-            "equal values on all ranks."
+            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {', '.join(own)}, "
+            f"got {world_size}. Use as many ranks, or pass leave_out={own} to restore if these values are "
+            "not needed. To change the number of ranks, save positions in a source whose batches all ranks "
+            "share, Positions(source, is_global=True), and equal values on all ranks."
         )
-
-
-def fitting(values: Mapping[str, Any], entry: Entry, world_size: int) -> dict[str, Any]:
-    """Returns the values of an entry that fit a number of ranks; warns if others are left out."""
-    same = entry.world_size == world_size
-    fit = {name: one for name, one in values.items() if same or entry.extra.get(name)}
-    if own := ", ".join(sorted(values.keys() - fit.keys())):
-        warnings.warn(
-            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {own}, got "
-            f"{world_size}. They are left out of what restore returns.",
-            stacklevel=2,
-        )
-    return fit
 
 
 def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -208,19 +194,14 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
         ) from error
 
 
-def names_of(objects: Mapping[str, Any]) -> list[str]:
-    """Returns the names of objects into which saved values are to be loaded.
-
-    Raises:
-        ValueError: one has no `load_state_dict`.
-    """
+def check_objects(objects: Mapping[str, Any]) -> None:
+    """Raises ValueError if a saved value is to be loaded into what has no `load_state_dict`."""
     for name, one in objects.items():
         if not hasattr(one, "load_state_dict"):
             raise ValueError(
                 f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
                 f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
             )
-    return list(objects)
 
 
 def hand_over(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:

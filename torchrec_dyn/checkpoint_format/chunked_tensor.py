@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchrec_dyn.checkpoint_format.archives import END_BYTES, Numbers, find_numbers
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 from torchrec_dyn.checkpoint_format.file_writer import naming
+from torchrec_dyn.storage import lacks_memory
 
 
 @dataclass
@@ -211,10 +212,10 @@ class ChunkedTensor:
                 )
                 stream = io.BytesIO(stream.read())
             saved = torch.load(stream, map_location=device, weights_only=True)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         # torch does not document its exceptions for damaged bytes: RuntimeError, UnpicklingError, ...
         except Exception as error:
+            if lacks_memory(error):
+                raise
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise self._damaged("an archive of torch.save", why) from error
         if not isinstance(saved, Tensor) or saved.dtype != self.dtype:

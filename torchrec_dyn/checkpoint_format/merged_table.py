@@ -84,8 +84,14 @@ class MergedTable:
             Parts, each with the same rows of all `names` and "ids": [M, columns] or [M].
 
         Raises:
-            ValueError: while reading, if a save is damaged.
+            ValueError: while reading, if a save is damaged, or the saves have several dtypes of rows.
         """
+        dtypes = sorted({str(save.dtype) for save in self._saves})
+        if "weight" in names and len(dtypes) > 1:  # of a job that had converted its table
+            raise ValueError(
+                f"{self._where}: expected saves with one dtype of rows, got {dtypes}. Call "
+                "Checkpoints.restore in the training job, then save(..., full=True), and use that entry."
+            )
         names = [name for name in names if name != "ids"]
         row_bytes = _ID_BYTES + sum(map(self._row_bytes_of, names))
         streams = self._streams(max(1, part_bytes // row_bytes))

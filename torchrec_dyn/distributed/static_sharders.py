@@ -28,8 +28,8 @@ def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterShard
     if wrong:
         told = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
         raise ValueError(
-            f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, got "
-            f"{told}. Give the static tables their own by TorchRec's sharder behind the others, "
+            f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, "
+            f"got {told}. Give the static tables their own by TorchRec's sharder behind the others, "
             "[*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)]; or write an "
             "optimizer that both have as EmbOptimType."
         )

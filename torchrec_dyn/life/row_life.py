@@ -441,7 +441,7 @@ class RowLife:
             self.clock.forget_before(self._decay.begins(step, self.clock)[0])
 
     def caught_up(self, step: int, high: int) -> RowLife:
-        """Returns a life in which rows loaded without scores were last seen at `step`, loaded after them.
+        """Returns a life in which rows loaded without scores were last seen at `step`, with count 0.
 
         This life does not change, so a load that fails continues with it. If the rows have scores, this life
         is returned. `high` is the high-water mark of its row numbers.
@@ -453,6 +453,7 @@ class RowLife:
         for start in range(0, high, _SCORED_AT_ONCE):
             rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
             last_seen, counts = self.scores.read(rows)
+            counts.masked_fill_(last_seen >= 0, 0)
             scores.write(rows, torch.where(last_seen >= 0, step, last_seen), counts)
         made.scores = scores
         return made

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.ranks.groups import host_group
+from torchrec_dyn.storage import lacks_memory
 
 T = TypeVar("T")
 
@@ -40,7 +41,8 @@ def agree(
         ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
             a fault but the ranks are in different calls.
         OSError: on every rank, with its number and file, if the fault is an error of the system.
-        RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception.
+        RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception; if it
+            lacks memory, torch's OutOfMemoryError.
     """
     if group is None:
         try:
@@ -104,7 +106,9 @@ def _word_of(call: str, fault: Exception | None) -> _Word:
     if isinstance(fault, OSError) and fault.errno is not None:
         # A full disk must look so on all ranks: who saves tries again.
         return _Word(call, OSError, str(fault.strerror), fault.errno, fault.filename)
-    kind = ValueError if isinstance(fault, ValueError) else RuntimeError
+    kind: type[Exception] = ValueError if isinstance(fault, ValueError) else RuntimeError
+    if fault is not None and lacks_memory(fault):
+        kind = torch.OutOfMemoryError
     return _Word(call, kind, str(fault) or type(fault).__name__)
 
 
