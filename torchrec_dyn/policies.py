@@ -270,6 +270,13 @@ def replacement_of(eviction: Eviction | None) -> Replacement | None:
     return last if isinstance(last, Replacement) else None
 
 
+def is_timed(eviction: Eviction | None) -> bool:
+    """Returns True if rows expire, or counts decay, by the time that the user sets."""
+    age_limit, replacement = age_limit_of(eviction), replacement_of(eviction)
+    half_life = getattr(replacement, "half_life_time", None)
+    return half_life is not None or (age_limit is not None and age_limit.time is not None)
+
+
 def making_room(eviction: Eviction | None) -> str:
     """Returns the argument of DynamicTableConfig by which a table with this policy also evicts when full."""
     if age_limit_of(eviction) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 LRU, TIMED = dyn.LeastRecentlyUsed(), dyn.ExpireAfter(time=1000)
 NONE, BY_USE = dyn.DynamicTableConfig(), dyn.DynamicTableConfig(eviction=LRU)
 BY_TIME = dyn.DynamicTableConfig(eviction=TIMED)
+WAITING = dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2), eviction=LRU)
 ADMITTING = dyn.DynamicTableConfig(admission=dyn.AdmitAfter(2))
 
 
@@ -143,6 +145,27 @@ def test_a_line_loads_into_other_policies(before: Any, after: Any, tmp_path: Pat
     check_loads_alike(tmp_path, dynamic=after)
 
 
+def test_a_line_loads_into_another_initializer(tmp_path: Path) -> None:
+    """It is taken from the entry, also by the deltas."""
+    before, after = (dyn.DynamicTableConfig(initializer=dyn.Constant(c)) for c in (0.0, 0.5))
+    saved(tmp_path, Net(before))
+    check_loads_alike(tmp_path, dynamic=after)
+
+
+@pytest.mark.parametrize("other", [WAITING, BY_TIME])
+def test_policies_that_change_and_change_back(other: Any, tmp_path: Path) -> None:
+    """The deltas of a table without waiting ids or times do not follow those of one with them."""
+    for step, dynamic in enumerate([other, other, BY_USE, BY_USE, other]):
+        model = Net(dynamic)
+        checkpoints, restored = restore(tmp_path / "kept", model)
+        assert restored is None if step == 0 else (restored.step, restored.skipped) == (step, [])
+        model.train_step(step + 1)
+        checkpoints.save(model, model.optimizer, step=step + 1)
+        checkpoints.close()
+    kinds = [one.kind for one in checkpoints.entries()]
+    assert kinds == ["full", "delta", "full", "delta", "delta"]
+
+
 def test_a_line_loads_into_another_dtype(tmp_path: Path) -> None:
     saved(tmp_path, Net())
     for dtype in (DataType.BF16, DataType.FP16):
@@ -244,10 +267,15 @@ def test_what_is_in_both_can_be_loaded(line: Path) -> None:
         )
     same(loaded[0], loaded[1])
     same(loaded[0], loaded[2])
+    alone = Net(names=("user", "item"), width=0)
+    assert restore(line, alone, allow_partial_load=True)[0]._marker is None
 
 
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_lack_of_memory_is_no_damage(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(1, MemoryError("no memory for 8 rows")), (3, OSError(errno.ENOSPC, "no space"))],
+)
+def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: Path) -> None:
     model = Net()
     checkpoints, _ = restore(tmp_path / "kept", model)
     for step in (1, 2):
@@ -255,7 +283,7 @@ def test_a_lack_of_memory_is_no_damage(number: int, tmp_path: Path) -> None:
         checkpoints.save(model, model.optimizer, step=step)
     checkpoints.close()
     with (
-        failing(LoadPlanner, "finish_plan", number, MemoryError("no memory for 8 rows")),
+        failing(LoadPlanner, "finish_plan", number, error),
         pytest.raises(RuntimeError, match=r"expected memory for .*delta-00000002"),
     ):
         restore(tmp_path / "kept", model)

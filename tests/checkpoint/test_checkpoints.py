@@ -308,6 +308,9 @@ def test_values_of_ranks_are_for_as_many_ranks(tmp_path: Path) -> None:
         quietly(checkpoints.restore, model, optimizer)
     with pytest.raises(ValueError, match="its own other, got 1"):
         quietly(checkpoints.restore, model, optimizer, leave_out=["own"])
+    for wrong in ("own", ["all"]):
+        with pytest.raises(ValueError, match="expected names that are not in extra"):
+            checkpoints.restore(model, optimizer, extra={"all": Positions([])}, leave_out=wrong)
     restored = quietly(checkpoints.restore, model, optimizer, leave_out=["own", "other"])
     assert restored.extra == {"all": [7]}
 
@@ -401,6 +404,8 @@ def test_a_directory_is_one_of_a_file_system(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="expected a directory of a file system, got 's3://bucket"):
         Checkpoints("s3://bucket/job")
+    with pytest.raises(ValueError, match="expected a directory of a file system, got .*s3:/bucket"):
+        Checkpoints(Path("s3://bucket/job"))
 
 
 def test_a_delta_has_no_rows_that_did_not_change(trained: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ is published by a rename when all of its files are on the disk (checkpoint_forma
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import time
@@ -78,7 +79,8 @@ class Checkpoints:
         for name, value in (("keep", keep), ("full_every", full_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Checkpoints: expected {name} of at least 1, got {value!r}.")
-        if "://" in str(path):  # Path would make a folder of the working directory of it
+        # Path would make a folder of the working directory of a URL, and has one slash of its two.
+        if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
             raise ValueError(
                 f"Checkpoints: expected a directory of a file system, got {str(path)!r}. Mount it."
             )
@@ -388,7 +390,7 @@ class Checkpoints:
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
-        run_together(group, _RESTORE, lambda: check_objects(extra or {}))
+        run_together(group, _RESTORE, lambda: check_objects(extra or {}, leave_out))
         left_out = set().union(*gather_results(group, _RESTORE, lambda: list(leave_out)))
         self._marker, self._line, self._highest = None, [], None
         lines = lines_to_load(self.path, step) if rank == 0 else None
@@ -413,8 +415,8 @@ class Checkpoints:
                     drop_load(model)
                 if is_lack_of_memory(error):
                     raise RuntimeError(
-                        f"{_RESTORE}: expected memory for {entry.path}, got too little: the model may have "
-                        "changed in part. Free memory or use more ranks, and call it again."
+                        f"{_RESTORE}: expected memory for {entry.path}, got too little ({error}): the model "
+                        "may have changed in part. Free memory or use more ranks, and call it again."
                     ) from error
                 skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
                 fault = fault or error
@@ -472,7 +474,9 @@ class Checkpoints:
         wanted = checked_ids(tables, ids)
 
         def find() -> tuple[list[Path], Any]:
-            number_of(step)
+            number_of(step)  # what `save` refuses is refused before ids are gone
+            saved_values(extra or {})
+            check_has_all(optimizer.state_dict(), optimizer)
             entries = [] if rank else self._claim().entries
             return [] if rank else entry_folders(self.path), search(entries, wanted)
 

@@ -207,9 +207,9 @@ def _write_rows(
     if shard.life is not None:
         if staged.waiting is not None:
             shard.life.waiting = staged.waiting
-        clock = change.model.small.get("clock")
-        if shard.life.is_timed and clock is not None and clock.numel():
-            shard.life.clock = Clock.load(clock)
+        if shard.life.is_timed:
+            clock = change.model.small.get("clock")
+            shard.life.clock = Clock() if clock is None else Clock.load(clock)
         shard.life.is_unscored = change.is_unscored
         shard.step = max(shard.step, shard.life.clock.present_step - 1)
         shard.life = shard.life.caught_up(shard.step, shard.row_numbers.high_water_mark)

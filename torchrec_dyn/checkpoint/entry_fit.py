@@ -16,12 +16,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_dyn.checkpoint.delta_reader import has_scores
 from torchrec_dyn.checkpoint_format import (
     Entry,
+    SavedTable,
     check_config,
     check_optimizer,
     open_checkpoint,
     optimizer_config,
 )
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
+from torchrec_dyn.policies import is_timed
 from torchrec_dyn.ranks import Table
 
 PARTIAL = "To load what is in both, give restore(allow_partial_load=True)."
@@ -78,7 +81,17 @@ def fit_of_tables(
                 return str(error), False
             scored = has_scores(one)
             is_same &= one.dtype == table.dtype and scored in (None, table.options.has_life)
+            is_same &= not _has_more(one, table.options)
     return "", is_same
+
+
+def _has_more(saved: SavedTable, options: DynamicTableConfig) -> bool:
+    """Returns True if waiting ids or times were saved that a table with these options does not keep."""
+    has_times = "clock" in saved.names and saved.read("clock").numel()
+    return bool(
+        (saved.rows_of("waiting") and not options.counts_waiting)
+        or (has_times and not is_timed(options.eviction))
+    )
 
 
 def misfit_of_dense(

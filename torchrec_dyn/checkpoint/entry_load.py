@@ -27,6 +27,7 @@ from torchrec_dyn.checkpoint_format import Entry, open_files, read_chain
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
 from torchrec_dyn.storage import lacks_memory
+from torchrec_dyn.whole_model import tables_of
 
 _CALL = "Checkpoints.restore"
 _STATE = "optimizer.state."
@@ -101,7 +102,7 @@ def load_entry(
 
     def load() -> Container[str]:
         """Returns the keys of the full save."""
-        folders = (line[0].tables, line[-1].dense)
+        folders = {line[0].tables: line[0], line[-1].dense: line[-1]}
         there = {one: open_files(one)[1].state_dict_metadata for one in folders}
         saved = {folder: _saved_states(one) for folder, one in there.items()}
         keys = set[str]().union(*saved.values())
@@ -112,7 +113,7 @@ def load_entry(
         def misfit() -> str:
             for folder, metadata in there.items():
                 dense = without_tables(_with_states(state, lazy, saved[folder]), tables)
-                if told := misfit_of_dense(line[-1], dense, metadata, is_partial):
+                if told := misfit_of_dense(folders[folder], dense, metadata, is_partial):
                     return told
             return ""
 
@@ -145,10 +146,11 @@ def load_entry(
         return there[line[0].tables]
 
     loaded = settle(group, _CALL, load)
-    kept = [table for table in tables if f"model.{table.key}.config" in loaded]
+    # Anew: the load has taken over initializers.
+    kept = [one for one in tables_of(model, _CALL) if f"model.{one.key}.config" in loaded]
     for delta in line[1:] if kept else ():
         apply_changes(kept, delta.tables, is_partial)
-    return values, is_same
+    return values, is_same and not is_partial  # of what was left out no delta tells
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,8 +194,13 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
         ) from error
 
 
-def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raises ValueError if a saved value is to be loaded into what has no `load_state_dict`."""
+def check_objects(objects: Mapping[str, Any], left_out: Collection[str]) -> None:
+    """Raises ValueError if a value is to be loaded into what has no `load_state_dict`, or also left out."""
+    if isinstance(left_out, str) or not objects.keys().isdisjoint(left_out):
+        raise ValueError(
+            f"Checkpoints.restore: expected names that are not in extra in leave_out, got {left_out!r}. Give "
+            "a list of other names."
+        )
     for name, one in objects.items():
         if not hasattr(one, "load_state_dict"):
             raise ValueError(

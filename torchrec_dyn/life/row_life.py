@@ -36,6 +36,7 @@ from torchrec_dyn.policies import (
     LowestScore,
     Never,
     age_limit_of,
+    is_timed,
     replacement_of,
 )
 from torchrec_dyn.storage import TABLES, HostRead, IdMap, gather_pair, places_of
@@ -159,7 +160,7 @@ class RowLife:
             if (replacement.half_life_steps or replacement.half_life_time) is not None:
                 self._decay = Decay(replacement)
         self.decays = self._decay is not None
-        self.is_timed = self.expires_by_time or (self._decay is not None and self._decay.is_timed)
+        self.is_timed = is_timed(config.eviction)
         self.replaces = replacement is not None
         self.is_unscored = False
         self._steps_without_time = 0
