@@ -151,6 +151,7 @@ def failing_memory(tmp_path, monkeypatch):
 compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="compiles a library")
 
 
+@pytest.mark.deep
 @linux
 @plain
 @compiles
