@@ -10,7 +10,7 @@ import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
-from sharded_training import Holder, collection_of
+from sharded_training import Holder, batches, collection_of, outputs_by_name, shard
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -183,8 +183,30 @@ def refuse_output_dtypes(pooled: bool, *dtypes: DataType | None) -> str:
 def test_output_dtypes_that_differ_by_table_are_refused(pooled: bool) -> None:
     # The ranks would send and expect different numbers of bytes.
     for text in workers.run(refuse_output_dtypes, pooled, DataType.FP16, None, world_size=2):
-        assert "('model.c'): expected one output_dtype of all tables, got torch.float16 of " in text
-        assert "of tables ['t']; torch.float32 of tables ['u']. Set it in fused_params, or" in text
+        which = "" if pooled else " that are table_wise"
+        assert f"('model.c'): expected one output_dtype of all tables{which}, got torch.fl" in text
+        assert (
+            "torch.float16 of tables ['t']; torch.float32 of tables ['u']. Set it in fused_params, or"
+            in text
+        )
+
+
+def look_up_in_two_dtypes() -> dict[str, torch.dtype]:
+    tables = [
+        Table("t", ["t"], shard_by_hand("table_wise", WHOLE)),
+        Table("u", ["u"], shard_by_hand("row_wise", [([0, 1], 0, 8)])),
+    ]
+    case = Case(tables, pooled=False)
+    tables[0].plan.output_dtype = DataType.FP16
+    sharded = shard(case, collection_of(case))
+    outputs = outputs_by_name(case, sharded(batches(case, 0)[0][dist.get_rank()]))
+    torch.autograd.backward(list(outputs.values()), [torch.ones_like(v) for v in outputs.values()])
+    return {name: output.dtype for name, output in outputs.items()}
+
+
+def test_output_dtypes_may_differ_by_sharding_type_in_a_sequence_collection() -> None:
+    for dtypes in workers.run(look_up_in_two_dtypes, world_size=2):
+        assert dtypes == {"t": torch.float16, "u": torch.float32}
 
 
 class TwoCollections(nn.Module):

@@ -208,6 +208,18 @@ def test_zero_grad_asks_for_the_order_of_calls_not_for_graphs(held):
     assert torch.allclose(table.lookup(ids_of(9, 10))[0], before - 0.1)
 
 
+def test_a_time_behind_zero_grad_is_not_the_time_of_a_skipped_step():
+    """GradScaler skips `step()` of a batch that had its backward; rows expire after 10."""
+    table = living_table(EVICTIONS["time"], optimizer=DEFERS)
+    group = make_group(table)
+    for time, number in ((100, 1), (108, 2), (111, 3)):
+        group.drop_updates()
+        table.set_time(time)
+        group(ids_of(number), torch.tensor([0, 1]), training=True).sum().backward()
+    assert table.step == 3
+    assert sorted(table.ids().tolist()) == [2, 3]
+
+
 ADAM = RowOptimizer(OptimizerKind.ADAM, learning_rate=0.1, defer_updates=True)
 
 

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
+from torchrec_dyn.serving.compiled import export_with_tables
 
 A = Plain("a", 16).with_random(range(-50, 50))
 B = Plain("b", 16).with_random([2**63 - 1, -(2**63), 7, 9], seed=1)
@@ -203,3 +204,19 @@ def test_a_batch_size_per_feature_is_refused(served, tmp_path, pooled, strides):
     ):
         with pytest.raises(ValueError, match=r"got a batch size per feature .* its own bag"):
             export()
+
+
+def test_equal_strides_by_feature_are_one_batch_size(served):
+    ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A, B))
+    features = KeyedJaggedTensor(
+        ["f_a", "f_b"],
+        torch.arange(4),
+        lengths=torch.ones(4).long(),
+        stride_per_key_per_rank=[[2], [2]],
+    )
+    plain = KeyedJaggedTensor(["f_a", "f_b"], torch.arange(4), lengths=torch.ones(4).long())
+    expected = ours(plain).values()
+    assert torch.equal(ours(features).values(), expected)
+    program = serving.export_program(ours, features)
+    assert torch.equal(program.module()(plain).values(), expected)
+    export_with_tables(ours, [features])  # of compile_program

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.distributed.utils import add_params_from_parameter_sharding
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
@@ -183,8 +183,8 @@ class ShardableView(DefaultSelection, nn.Module):
         optimizers: the row optimizer of each table, by name.
 
     Raises:
-        ValueError: if a table's optimizer or an option of its plan is not supported, or tables have different
-            dtypes of outputs.
+        ValueError: if a table's optimizer or an option of its plan is not supported, or tables whose outputs
+            are joined have different dtypes.
     """
 
     def __init__(
@@ -217,7 +217,8 @@ class ShardableView(DefaultSelection, nn.Module):
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
         self.optimizers: dict[str, RowOptimizer] = {}
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        outputs: dict[str, dict[torch.dtype, list[str]]] = {}
+        pooled = any(isinstance(config, EmbeddingBagConfig) for config in configs)
         for config in configs:
             weight = tables[config.name].weight
             table = f"{where}(table='{config.name}')"
@@ -228,18 +229,22 @@ class ShardableView(DefaultSelection, nn.Module):
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan[config.name])
             self.optimizers[config.name] = RowOptimizer.from_fused_params(chosen, table)
+            # A rank receives the outputs of all tables of a sharding type as one tensor, and a pooled
+            # collection joins those of all types to one KeyedTensor.
+            which = "" if pooled else f" that are {plan[config.name].sharding_type}"
+            by_dtype = outputs.setdefault(which, {})
             by_dtype.setdefault(chosen_output_dtype(chosen), []).append(config.name)
             chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
-        if len(by_dtype) > 1:
-            # A rank receives the outputs of all tables of a sharding type as one tensor.
-            got = "; ".join(
-                f"{dtype} of tables {listed(names)}" for dtype, names in by_dtype.items()
-            )
-            raise ValueError(
-                f"{where}: expected one output_dtype of all tables, got {got}. Set it in fused_params, or in "
-                "the ParameterConstraints of every table."
-            )
+        for which, by_dtype in outputs.items():
+            if len(by_dtype) > 1:
+                got = "; ".join(
+                    f"{dtype} of tables {listed(names)}" for dtype, names in by_dtype.items()
+                )
+                raise ValueError(
+                    f"{where}: expected one output_dtype of all tables{which}, got "
+                    f"{got}. Set it in fused_params, or in the ParameterConstraints of every table."
+                )
         self.add_module(holder, placeholders)
 
     @property

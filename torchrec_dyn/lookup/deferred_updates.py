@@ -7,9 +7,13 @@ the ids of a feature stand in the order of one large batch: so each row's sum ha
 (docs/decisions/0036).
 
 The forwards stay open until then, so the rows of removed ids are not reused. All forwards between two calls
-of `step()` belong to one step of the tables, and no eviction takes a row seen in it. `zero_grad()` ends a
-step, too, unless a backward comes before the next forward. The order of calls is the same on all ranks; which
-graphs Python has collected is not.
+of `step()` belong to one step of the tables, and no eviction takes a row of which it counted an occurrence.
+Rows without one, of ids that do not count or were assigned, may be evicted: their gradients are counted in
+`late_grads`.
+
+`zero_grad()` ends a step, too: at once if all forwards of the step had their backward, else unless a backward
+comes before the next forward. The order of calls is the same on all ranks; which graphs Python has collected
+is not.
 
 Legend: T tables, F features, N ids, k batches.
 """
@@ -45,6 +49,7 @@ class Update:
         generations: [T], generation of each table at the forward.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         open_forward: the forward, open as long as this object is kept.
+        step: `DeferredUpdates.step` of the forward; None unless updates are deferred.
     """
 
     grad: Tensor
@@ -59,6 +64,7 @@ class Update:
     generations: list[int]
     begins: Tensor | None = None
     open_forward: OpenForward | None = None
+    step: object | None = None
 
 
 class DeferredUpdates:
@@ -69,7 +75,10 @@ class DeferredUpdates:
         sizes: [T] int64, ids of each table in the forwards of the step so far; None before the first.
         begun: numbers of the tables that a forward of the step so far has trained.
         scale: the factor of all gradients, from clipping.
-        ends: True from `zero_grad()` to the next backward: a forward that comes first begins another step.
+        step: stands for the step; the object is kept from the first forward of the step to its end.
+        waiting: number of forwards of the step that had no backward yet.
+        ends: True from a `zero_grad()` that found waiting forwards to the next backward: a forward that comes
+            first begins another step.
     """
 
     def __init__(self) -> None:
@@ -77,12 +86,19 @@ class DeferredUpdates:
         self.sizes: Tensor | None = None
         self.begun: frozenset[int] = frozenset()
         self.scale = 1.0
+        self.step = object()
+        self.waiting = 0
         self.ends = False
 
     def dropped(self) -> DeferredUpdates:
-        """Returns the step without its updates. It ends, unless a backward comes before the next forward."""
+        """Returns the step without its updates, or the next one if no forward of the step waits.
+
+        With waiting forwards, the step ends unless a backward comes before the next forward.
+        """
         rest = DeferredUpdates()
-        rest.sizes, rest.begun, rest.ends = self.sizes, self.begun, True
+        if self.waiting:
+            rest.sizes, rest.begun, rest.ends = self.sizes, self.begun, True
+            rest.step, rest.waiting = self.step, self.waiting
         return rest
 
     def begin(self, table_offsets: Tensor, trained: Iterable[int]) -> None:
@@ -103,6 +119,8 @@ class DeferredUpdates:
     def add(self, update: Update) -> None:
         """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
         self.ends = False
+        if update.step is self.step:
+            self.waiting -= 1
         if self.scale != 1.0:  # gradients after a clipping are not clipped by it
             self.multiply(self.scale)
             self.scale = 1.0

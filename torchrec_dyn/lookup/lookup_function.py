@@ -59,6 +59,7 @@ class Forward:
         generations: of each table, at the forward.
         noted: `tokens_of` the logs, after scoring recorded the rows as changed.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
+        step: `DeferredUpdates.step` at the forward; None unless updates are deferred.
         early: the output, if it was pooled already.
         open_forward: open until the backward has run; None without a backward.
         is_done: True as soon as the backward has updated rows.
@@ -84,6 +85,7 @@ class Forward:
     kept: Tensor | None = None
     repeated: Forward | None = None
     begins: Tensor | None = None
+    step: object | None = None
 
 
 def pool(forward: Forward, weights: Tensor | None) -> Tensor:

@@ -281,6 +281,9 @@ class TableGroup:
         keeps = around is not None and len(around.first_runs) > 0
         if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
+            if self.deferred is not None and trained is not None:
+                forward.step = self.deferred.step
+                self.deferred.waiting += 1
         output = self._output(forward, weights)
         if keeps:
             assert around is not None
@@ -515,7 +518,7 @@ class TableGroup:
         update = Update(
             grad, forward.ids, forward.rows, forward.bags, weights, forward.trained,
             forward.streams, forward.reduction, forward.noted, forward.generations,
-            forward.begins, forward.open_forward,
+            forward.begins, forward.open_forward, forward.step,
         )  # fmt: skip
         if self.deferred is not None:
             self.deferred.add(update)
@@ -554,13 +557,17 @@ class TableGroup:
     @locked
     @changes
     def drop_updates(self) -> None:
-        """Forgets the deferred updates, and ends the step unless a backward comes before the next forward.
+        """Forgets the deferred updates, and ends the step.
 
-        So `zero_grad()` may stand between forward and backward. Does nothing if updates are not deferred.
+        If a forward of the step had no backward yet, the step goes on if a backward comes before the next
+        forward: so `zero_grad()` may stand between forward and backward. Does nothing if updates are not
+        deferred.
         """
         if self.deferred is None:
             return
         deferred, self.deferred = self.deferred, self.deferred.dropped()
+        if not self.deferred.ends:
+            self._end_step()
         deferred.close()
 
     def check_written(self) -> None:

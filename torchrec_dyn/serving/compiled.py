@@ -119,7 +119,7 @@ class _Flat(nn.Module):
         self._features: list[tuple[list[str], bool] | None] = []
         for one in inputs:
             if isinstance(one, KeyedJaggedTensor):
-                check_one_batch_size(one, one.variable_stride_per_key(), _WHERE)
+                check_one_batch_size(one, _WHERE)
                 self._features.append((one.keys(), one.weights_or_none() is not None))
             elif isinstance(one, Tensor):
                 self._features.append(None)

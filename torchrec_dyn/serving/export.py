@@ -40,7 +40,7 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
     Raises:
         ValueError: if the example has a batch size per feature (VBE).
     """
-    check_one_batch_size(features, features.variable_stride_per_key(), "serving.export_program")
+    check_one_batch_size(features, "serving.export_program")
     plain = KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
@@ -67,8 +67,12 @@ def any_size() -> AbstractContextManager[None]:
     return patched
 
 
-def check_one_batch_size(features: KeyedJaggedTensor, varies: bool, where: str) -> None:
+def check_one_batch_size(features: KeyedJaggedTensor, where: str) -> None:
     """Raises ValueError if the number of bags varies by feature, or samples may share bags (VBE)."""
+    # A trace cannot compare strides by feature: they are inputs of its program.
+    varies = features.variable_stride_per_key() and (
+        torch.compiler.is_exporting() or len(set(features.stride_per_key())) > 1
+    )
     if varies or features.inverse_indices_or_none() is not None:
         raise ValueError(
             f"{where}: expected as many bags for each feature and no inverse_indices, got a batch size per "
@@ -90,7 +94,7 @@ def traced_features(
         ValueError: if features or their weights are missing, ids have another dtype, or the batch has a size
             per feature.
     """
-    check_one_batch_size(features, features.variable_stride_per_key(), where)
+    check_one_batch_size(features, where)
     keys = features.keys()
     missing = [name for name in names if name not in keys]
     if missing:

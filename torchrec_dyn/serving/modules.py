@@ -130,7 +130,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
             )
         else:
             read = self._read(features)
-            check_one_batch_size(features, read.varies, type(self).__name__)
+            check_one_batch_size(features, type(self).__name__)
             ids, offsets, weights, batch = (
                 read.ids, read.offsets(), read.weights, read.batch_sizes[0]
             )  # fmt: skip
