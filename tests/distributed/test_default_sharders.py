@@ -9,6 +9,7 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import usual_plan
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -69,7 +70,7 @@ def train(plans: bool, defers: bool) -> None:
         sharders = dyn.default_sharders({**SGD, "defer_updates": True})
         sharders += [EmbeddingBagCollectionSharder(SGD), EmbeddingCollectionSharder(SGD)]
     model = Model()
-    if defers:  # with one sharder for both, static ones cannot have options of their own
+    if defers:  # `train_processed` has it: one sharder is for both kinds
         del model.static_processed
     if plans:
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
@@ -104,9 +105,40 @@ def train(plans: bool, defers: bool) -> None:
             dyn.GradScaler(model, "cpu")
 
 
+def processed(collection: EmbeddingBagCollection) -> FeatureProcessedEmbeddingBagCollection:
+    weights = PositionWeightedModuleCollection({"f": 2})
+    return FeatureProcessedEmbeddingBagCollection(collection, weights)
+
+
+def train_processed() -> None:
+    deferred = {**SGD, "defer_updates": True}
+    dynamic = dyn.DynamicEmbeddingBagCollection(bags("e"), is_weighted=True, fused_params=deferred)
+    static = EmbeddingBagCollection(tables=bags("g"), is_weighted=True)
+    _apply_optimizer_in_backward(torch.optim.SGD, static.parameters(), {"lr": 0.25})
+    both = nn.ModuleDict({"dynamic": processed(dynamic), "static": processed(static)})
+    sharders = dyn.default_sharders(deferred)
+    sharders += [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder()]
+    model = DistributedModelParallel(both, sharders=sharders)
+    assert model.plan.plan["static"]["g"].compute_kernel == "fused"
+    batch = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+    changes = {}
+    for name, module in model.module.items():
+        before = module(batch).values()
+        before.sum().backward()
+        changes[name] = (module(batch).values() - before).detach()
+    assert not changes["dynamic"].any()  # until step()
+    # the sums of two and of one row, each less by the rate
+    assert changes["static"].allclose(torch.tensor([[-0.5], [-0.25]]))
+    assert all(group["lr"] == 0.25 for group in model.fused_optimizer.param_groups)
+
+
 def collection_table(collection: nn.Module) -> str:
     (name,) = collection.module_sharding_plan
     return name
+
+
+def test_each_kind_behind_feature_processors_has_options_of_its_own() -> None:
+    workers.run(train_processed, world_size=1)
 
 
 def test_static_and_dynamic_tables_train_with_one_list() -> None:

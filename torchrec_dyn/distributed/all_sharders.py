@@ -32,7 +32,9 @@ def default_sharders(
         fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's
             sharders. An optimizer set on a table's parameter has priority. What FBGEMM does not have, such as
             `defer_updates` or ADAMW, is an error when a static table is sharded: for it pass TorchRec's
-            sharder behind these, with `fused_params` of its own.
+            sharder for its type of module behind these, with `fused_params` of its own. In
+            feature-processed modules, which have one sharder for both, set the options on the collections
+            and pass `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` behind these.
     """
 
     def copied() -> dict[str, Any] | None:

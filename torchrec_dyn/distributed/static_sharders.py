@@ -29,8 +29,10 @@ def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterShard
         told = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
         raise ValueError(
             f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, "
-            f"got {told}. Give the static tables their own by TorchRec's sharder behind the others, "
-            "[*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)]; or write an "
+            f"got {told}. Give the static tables their own by TorchRec's sharder for their type of module, "
+            "behind the others: [*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)], "
+            "say; in feature-processed modules set the options of dynamic tables on their collection and "
+            "pass DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
             "optimizer that both have as EmbOptimType."
         )
 
