@@ -43,8 +43,8 @@ from torchrec_dyn.checkpoint.forgetting import (
 )
 from torchrec_dyn.checkpoint.further_values import (
     alike,
-    check_objects,
     check_ranks,
+    checked_names,
     digests_of,
     hand_over,
     number_of,
@@ -390,8 +390,8 @@ class Checkpoints:
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
-        run_together(group, _RESTORE, lambda: check_objects(extra or {}, leave_out))
-        left_out = set().union(*gather_results(group, _RESTORE, lambda: list(leave_out)))
+        names = gather_results(group, _RESTORE, lambda: checked_names(extra or {}, leave_out))
+        left_out = set().union(*names)
         self._marker, self._line, self._highest = None, [], None
         lines = lines_to_load(self.path, step) if rank == 0 else None
         skipped: list[str] = []
@@ -472,11 +472,11 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
         wanted = checked_ids(tables, ids)
+        # What `save` refuses is refused before ids are gone.
+        run_together(group, _FORGET, lambda: (number_of(step), saved_values(extra or {})))
+        settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 
         def find() -> tuple[list[Path], Any]:
-            number_of(step)  # what `save` refuses is refused before ids are gone
-            saved_values(extra or {})
-            check_has_all(optimizer.state_dict(), optimizer)
             entries = [] if rank else self._claim().entries
             return [] if rank else entry_folders(self.path), search(entries, wanted)
 

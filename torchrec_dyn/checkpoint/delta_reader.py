@@ -195,10 +195,8 @@ def _read(
     for change in changes:
         key = change.saved.key
         optimizer = f"optimizer.state.{key.removeprefix('model.')}.weight.{change.table.name}"
-        for name in (
-            *MODEL_TENSORS,
-            "checksum",
-        ):  # also those that the copy does not use: as unread
+        # Also those that the copy does not use: as unread.
+        for name in (*MODEL_TENSORS, "checksum"):
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
         for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)

@@ -1,4 +1,4 @@
-"""Whether entries are of a model: one of another model is whole, and no older one is taken for it.
+"""The fit of entries to a model: one of another model is whole, and no older one is taken for it.
 
 A line of entries loads into tables with another dtype of rows and other policies, as a full save does.
 """
@@ -44,7 +44,7 @@ class MisfitError(ValueError):
 def fit_of_tables(
     tables: Sequence[Table], line: Sequence[Entry], is_partial: bool
 ) -> tuple[str, bool]:
-    """Returns whether the tables of a line are those of a model; not collective.
+    """Compares the tables of a line with those of a model; not collective.
 
     Args:
         tables: the tables of the model.

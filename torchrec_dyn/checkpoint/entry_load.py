@@ -87,7 +87,7 @@ def load_entry(
         The further values of this rank; and True if a delta may follow, as `fit_of_tables` says.
 
     Raises:
-        MisfitError: on every rank, if an entry is of another model; nothing has changed then.
+        MisfitError: on every rank, if an entry is of another model; no table has changed then.
         ValueError, RuntimeError, CheckpointException: on every rank, if a file is damaged or does not fit.
     """
     group, rank = tables[0].group, tables[0].rank

@@ -194,8 +194,12 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
         ) from error
 
 
-def check_objects(objects: Mapping[str, Any], left_out: Collection[str]) -> None:
-    """Raises ValueError if a value is to be loaded into what has no `load_state_dict`, or also left out."""
+def checked_names(objects: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+    """Returns the names of the values that are left out.
+
+    Raises:
+        ValueError: a value is to be loaded into what has no `load_state_dict`, or also left out.
+    """
     if isinstance(left_out, str) or not objects.keys().isdisjoint(left_out):
         raise ValueError(
             f"Checkpoints.restore: expected names that are not in extra in leave_out, got {left_out!r}. Give "
@@ -207,6 +211,7 @@ def check_objects(objects: Mapping[str, Any], left_out: Collection[str]) -> None
                 f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
                 f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
             )
+    return list(left_out)
 
 
 def hand_over(values: Mapping[str, Any], objects: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_dyn.sharding.batch_check import bags_of_samples
+from torchrec_dyn.modules import bags_of_samples
 from torchrec_dyn.storage import host_numbers
 
 
