@@ -382,12 +382,12 @@ expected_cycles = cache(partial(workers.run, in_cycles, world_size=2))
 
 @pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "prefetch", "semi_sync"])
 def test_accumulates_by_the_wrapper_of_torchrec(pipeline: str) -> None:
-    """It flushes the last, partial cycle. The dense gradients are summed in another order."""
+    """It flushes the last, partial cycle. The dense gradients are summed in another order, up to rounding."""
     ahead = pipeline == "semi_sync"
     got = workers.run(by_the_wrapper, pipeline, ahead, world_size=2)
     expected = expected_cycles(ahead)
     for (one, steps), (another, expected_steps) in zip(got, expected, strict=True):
-        check_same_states(one, another)
+        check_same_states(one, another, tolerance=1e-5)
         # In the semi-sync pipeline the third lookup runs before the first step, the fifth before the second.
         assert steps == expected_steps == [2 if ahead else 3] * len(steps)
 
