@@ -21,7 +21,7 @@ from forked import forkserver
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn.__main__ import main
-from torchrec_dyn.checkpoint import Checkpoints, Positions, export_delta, mark
+from torchrec_dyn.checkpoint import Checkpoints, Positions, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import read_chain
 
 PLANS = {0: ("table_wise",), 1: ("table_wise",), 2: ("row_wise", "column_wise")}
@@ -206,6 +206,20 @@ def test_the_newest_whole_state_and_a_report(harm: Any, trained: Any, tmp_path: 
     restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
     assert restored.step == 2 and restored.entry.path.name == "delta-00000003"
     assert [line.partition(":")[0] for line in restored.skipped] == ["delta-00000004"]
+
+
+def test_the_rows_of_a_copy_are_all_read_once_for_all_deltas(
+    trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trained(4, 4)
+    _, model, optimizer = new(0)
+    passes = list[int]()
+    summed = delta_apply.saved_sums
+    monkeypatch.setattr(
+        delta_apply, "saved_sums", lambda *arguments: passes.append(1) or summed(*arguments)
+    )
+    restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
+    assert restored.entry.path.name == "delta-00000004" and len(passes) == 1
 
 
 def test_a_missing_delta_hides_those_after_it(trained: Any, tmp_path: Path) -> None:

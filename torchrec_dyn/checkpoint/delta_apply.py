@@ -30,12 +30,14 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     mean_over_cuts,
 )
-from torchrec_dyn.life import Clock
+from torchrec_dyn.life import BY_ROW, Clock
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
 from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
 from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
 from torchrec_dyn.whole_model import saved_sums, tables_of
+
+SumsOfTable = tuple[Sums, Sums]  # of the model, of the optimizer
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -61,28 +63,54 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def apply_changes(
-    tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool = False
-) -> None:
-    """Applies a delta to tables, as `apply_delta`; `is_partial`: it may have further tables. Collective."""
+    tables: Sequence[Table],
+    path: str | os.PathLike[str],
+    is_partial: bool = False,
+    held: Sequence[SumsOfTable] = (),
+) -> list[SumsOfTable]:
+    """Applies a delta to tables, as `apply_delta`. Collective.
+
+    Args:
+        tables: the tables of the copy.
+        path: directory of the delta.
+        is_partial: True if it may have further tables.
+        held: what the call for the delta before has returned, if nothing has changed the tables since. The
+            rows are not all read again then.
+
+    Returns:
+        The content sums that the tables have now, but for those that were not compared.
+    """
     changes = read_delta(tables, path, is_partial)
-    words = saved_sums(tables, CALL)
-    before = run_together(tables[0].group, CALL, lambda: _sums_before(changes, words))
-    _verify_result(tables, changes, before)
+    if not held or not all(map(_has_compared, held, changes)):
+        held = _sums_of(tables)
+    run_together(tables[0].group, CALL, lambda: _check_begins(changes, held))
+    ends = _verify_result(tables, changes, held)
     run_together(tables[0].group, CALL, lambda: _reserve(changes))
     run_together(tables[0].group, CALL, lambda: _write(changes))
+    return ends
 
 
-def _sums_before(
-    changes: Sequence[TableChange], words: Sequence[tuple[Tensor, Tensor]]
-) -> list[tuple[Sums, Sums]]:
-    """Returns the content sums of the copy; raises ValueError unless the delta begins at these sums."""
-    before: list[tuple[Sums, Sums]] = [
+def _has_compared(held: SumsOfTable, change: TableChange) -> bool:
+    """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
+    model, optimizer = map(set, change.compared)
+    if change.table.options.has_life:
+        model.update(BY_ROW)  # compared if all scores are 0
+    return held[0].keys() >= model and held[1].keys() >= optimizer
+
+
+def _sums_of(tables: Sequence[Table]) -> list[SumsOfTable]:
+    """Returns the content sums of tables, whose rows are all read. Collective."""
+    return [
         (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
-        for model, optimizer in words
+        for model, optimizer in saved_sums(tables, CALL)
     ]
-    for change, sums in zip(changes, before, strict=True):
+
+
+def _check_begins(changes: Sequence[TableChange], held: Sequence[SumsOfTable]) -> None:
+    """Raises ValueError unless the delta begins at the content sums of the copy."""
+    for change, sums in zip(changes, held, strict=True):
         base, result = _words(change.saved, "base"), _words(change.saved, "result")
-        if not change.saved.num_rows and not sums[0]["last_seen"]:
+        if not change.saved.num_rows and not sums[0].get("last_seen"):
             change.is_unscored = False  # all scores are 0, as those of the copy
         for which, names in enumerate(change.compared):
             for name in names:
@@ -97,10 +125,9 @@ def _sums_before(
                         f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
                         f"{IN_ORDER}"
                     )
-    return before
 
 
-def _words(saved: SavedTable, when: str) -> tuple[Sums, Sums]:
+def _words(saved: SavedTable, when: str) -> SumsOfTable:
     return (
         from_words(saved.read(when), MODEL_TENSORS),
         from_words(saved.read(OPTIMIZER + when), OPTIMIZER_TENSORS),
@@ -108,39 +135,39 @@ def _words(saved: SavedTable, when: str) -> tuple[Sums, Sums]:
 
 
 def _verify_result(
-    tables: Sequence[Table],
-    changes: Sequence[TableChange],
-    before: Sequence[tuple[Sums, Sums]],
-) -> None:
-    """Raises ValueError unless the delta leads to the contents that it names. Collective."""
+    tables: Sequence[Table], changes: Sequence[TableChange], held: Sequence[SumsOfTable]
+) -> list[SumsOfTable]:
+    """Returns the content sums to which the delta leads, of the compared tensors. Collective.
+
+    Raises:
+        ValueError: on every rank, if it names other sums.
+    """
     group = tables[0].group
     of_ranks = gather_results(group, CALL, lambda: [_sums_replaced(change) for change in changes])
     replaced = [
         [add_sums(*(one[number][which] for one in of_ranks)) for which in range(2)]
         for number in range(len(changes))
     ]
-    run_together(group, CALL, lambda: _check_ends(changes, before, replaced))
+    return run_together(group, CALL, lambda: list(map(_ends, changes, held, replaced)))
 
 
-def _check_ends(
-    changes: Sequence[TableChange],
-    before: Sequence[tuple[Sums, Sums]],
-    replaced: Sequence[Sequence[Sums]],
-) -> None:
-    for change, held, less in zip(changes, before, replaced, strict=True):
-        added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
-        for which, names in enumerate(change.compared):
-            for name in names:
-                kept = held[which][name] - less[which].get(name, 0) if name in ROW_TENSORS else 0
-                end, expected = (kept + added[which][name]) % (1 << 64), result[which][name]
-                if end != expected:
-                    raise ValueError(
-                        f"{change.where}: expected a delta that leads to the content sum {expected:016x} of "
-                        f"{name} that it names, got a delta that leads to {end:016x}. {DAMAGED}"
-                    )
+def _ends(change: TableChange, held: SumsOfTable, replaced: Sequence[Sums]) -> SumsOfTable:
+    added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
+    ends: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for which, names in enumerate(change.compared):
+        for name in names:
+            kept = held[which][name] - replaced[which].get(name, 0) if name in ROW_TENSORS else 0
+            ends[which][name] = (kept + added[which][name]) % (1 << 64)
+            if ends[which][name] != result[which][name]:
+                raise ValueError(
+                    f"{change.where}: expected a delta that leads to the content sum "
+                    f"{result[which][name]:016x} of {name} that it names, got a delta that leads to "
+                    f"{ends[which][name]:016x}. {DAMAGED}"
+                )
+    return ends
 
 
-def _sums_replaced(change: TableChange) -> tuple[Sums, Sums]:
+def _sums_replaced(change: TableChange) -> SumsOfTable:
     """Returns the content sums of this rank's rows that the delta removes or rewrites."""
     with turn_of(change.table):
         maps = tuple(

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.delta_apply import apply_changes
+from torchrec_dyn.checkpoint.delta_apply import SumsOfTable, apply_changes
 from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.entry_fit import (
@@ -148,8 +148,9 @@ def load_entry(
     loaded = settle(group, _CALL, load)
     # Anew: the load has taken over initializers.
     kept = [one for one in tables_of(model, _CALL) if f"model.{one.key}.config" in loaded]
+    held: list[SumsOfTable] = []
     for delta in line[1:] if kept else ():
-        apply_changes(kept, delta.tables, is_partial)
+        held = apply_changes(kept, delta.tables, is_partial, held)
     return values, is_same and not is_partial  # of what was left out no delta tells
 
 
