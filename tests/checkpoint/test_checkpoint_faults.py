@@ -14,7 +14,15 @@ import workers
 from checkpoint_cases import differences, held, train
 from checkpoint_jobs import TWO, Job, failing, flip, names
 
-from torchrec_dyn.checkpoint import LoadPlanner, checkpoints, entry_files, entry_load, save_files
+from torchrec_dyn.checkpoint import (
+    LoadPlanner,
+    checkpoints,
+    entry_files,
+    entry_load,
+    export_delta,
+    mark,
+    save_files,
+)
 from torchrec_dyn.checkpoint.pruning import outdated
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, read_chain
 
@@ -323,6 +331,31 @@ def test_an_error_of_one_rank_in_a_save_is_an_error_of_all(tmp_path: Path) -> No
     told = workers.run(errors_of_one_rank_in_saves, str(tmp_path / "kept"), world_size=2)
     assert told == [["Checkpoints.save(rank=1): only here"] * 6] * 2
     assert names(tmp_path / "kept") == ["delta-00000002", "full-00000001"]
+
+
+def saves_on_own_disks(path: str) -> list[str]:
+    """Returns the errors of a save, and of a delta, where each rank has a disk of its own."""
+    own = Path(path) / f"disk{dist.get_rank()}"
+    job = Job(str(own / "kept"), TWO)
+    with pytest.raises(ValueError) as of_save:
+        job.save()
+    job.checkpoints.close()
+    marker = mark(job.model)
+    with pytest.raises(ValueError) as of_delta:
+        export_delta(job.model, own / "delta", since=marker)
+    assert not list(own.rglob("*.distcp"))
+    return [str(of_save.value), str(of_delta.value)]
+
+
+def test_a_directory_that_the_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
+    first, second = workers.run(saves_on_own_disks, str(tmp_path), world_size=2)
+    assert first == second
+    for told, call in zip(first, ("Checkpoints.save", "export_delta"), strict=True):
+        assert told.startswith(f"{call}(rank=1): {tmp_path}/disk1/")
+        assert (
+            "expected a directory that all ranks share, got one without the files of rank 0."
+            in told
+        )
 
 
 def errors_of_one_rank(path: str) -> list[str]:

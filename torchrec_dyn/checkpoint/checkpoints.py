@@ -172,8 +172,8 @@ class Checkpoints:
             The entry.
 
         Raises:
-            ValueError: on every rank, if another job has written here since the last save or restore, or the
-                state dict of the optimizer lacks some of its state.
+            ValueError: on every rank, if another job has written here since the last save or restore, the
+                ranks do not share the directory, or the state dict of the optimizer lacks some of its state.
             RuntimeError: on every rank, if another job has the directory.
             OSError: on every rank, if a file cannot be written.
         """

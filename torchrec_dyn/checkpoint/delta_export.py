@@ -94,12 +94,13 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
         The marker of this point; the next delta begins where this delta ends.
 
     Raises:
-        ValueError: on every rank, if the path is taken, the marker is not of these tables, or a table was
-            converted, or loaded with another config, after the marker.
+        ValueError: on every rank, if the path is taken, the ranks do not share it, the marker is not of these
+            tables, or a table was converted, or loaded with another config, after the marker.
         OSError: on every rank, if a file cannot be written, because the disk is full or fails.
     """
     changes = collect_changes(model, path, since)
-    save_files(changes.state, path, changes.is_new, tables_of(model, _CALL)[0].group)
+    group = tables_of(model, _CALL)[0].group
+    save_files(changes.state, path, changes.is_new, group, _CALL)
     return changes.marker
 
 

@@ -83,7 +83,7 @@ class EntryWriter:
     def _write(self) -> Entry:
         group, rank, folder = self.group, self.rank, self.folder
         for name, state in self.parts.items():
-            save_files(state, folder / name, True, group)
+            save_files(state, folder / name, True, group, _CALL)
 
         def told() -> tuple[dict[str, str], Mapping[str, str]]:
             of_rank = write_values(self.values, self.options, folder, rank)

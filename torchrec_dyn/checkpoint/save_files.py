@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import FileWriter, naming
+from torchrec_dyn.ranks import run_together
 
 _BUFFER_BYTES = 1 << 20
 
@@ -29,6 +30,7 @@ def save_files(
     path: str | os.PathLike[str],
     is_new: bool,
     group: dist.ProcessGroup | None,
+    call: str,
 ) -> None:
     """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
 
@@ -37,8 +39,10 @@ def save_files(
         path: the directory.
         is_new: True if the directory did not exist before the call on any rank.
         group: process group of the ranks that save; None: this process alone.
+        call: what the user called, for messages.
 
     Raises:
+        ValueError: on every rank, if a rank does not see the files of the others; none of its files is left.
         OSError: on every rank, if a file cannot be written; no file is left then.
         CheckpointException: on every rank, for other errors; no file is left then.
     """
@@ -62,6 +66,20 @@ def save_files(
                 if isinstance(fault, OSError) and fault.errno is not None:
                     raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
             raise
+    try:
+        run_together(group, call, lambda: _check_is_shared(Path(path)) if writer else None)
+    except ValueError:
+        _remove_files(Path(path), is_new)
+        raise
+
+
+def _check_is_shared(folder: Path) -> None:
+    """Raises ValueError unless this rank sees what rank 0 has written when all ranks were done."""
+    if not (folder / ".metadata").exists():
+        raise ValueError(
+            f"{folder}: expected a directory that all ranks share, got one without the files of rank 0. "
+            "Give a path on a file system that all ranks see."
+        )
 
 
 def _remove_files(folder: Path, is_new: bool) -> None:
