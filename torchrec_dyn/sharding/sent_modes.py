@@ -1,12 +1,17 @@
-"""The mode of a batch is sent with it: all ranks train a batch, or all evaluate it.
+"""The mode and the form of a batch are sent with it: they are those of all ranks.
 
-A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. So each
-rank sends its mode, and a difference is an error on every rank, before any table changes.
+A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. And of a
+batch with a size per feature another tensor is sent than of a batch with one size. So each rank sends its
+mode and its form, and a difference is an error before any table changes: of modes on every rank, of forms on
+the ranks with one size, while the others wait for them.
 
 TorchRec first exchanges how many numbers of each tensor follow: a row of numbers for each tensor, which the
-host reads. A `SentBatch` adds one row, so there is no further exchange and no further wait: the number of its
-ids, doubled, plus 1 in training. The row has the label of the ids, "values". Of rows with one label TorchRec
-writes the last one received into the context of a sharding, where `check_modes` reads it.
+host reads. A `SentBatch` adds two rows, so there is no further exchange and no further wait. One has four
+times the number of its ids, plus 2 with a size per feature, plus 1 in training. It has the label of the ids,
+"values": of rows with one label TorchRec writes the last one received into the context of a sharding, where
+`check_modes` reads it. The other is of zeros, and stands where a batch of the other form has the number of
+its sizes, or its size: so the first row has one place in both forms, and no rank waits for numbers that a
+batch of the other form does not send.
 """
 
 from __future__ import annotations
@@ -15,9 +20,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-_IDS = "values"  # TorchRec's label
+# TorchRec's labels.
+_IDS = "values"
+_SIZES = "strides"
+_NO_TENSOR = ""
 
 
 class SentBatch(KeyedJaggedTensor):
@@ -40,14 +49,58 @@ class SentBatch(KeyedJaggedTensor):
         return [with_mode(part, self.trains) for part in super().split(segments)]
 
     def dist_labels(self) -> list[str]:
-        """Returns the labels of the rows of `dist_splits`; the last one has no tensor."""
-        return [*super().dist_labels(), _IDS]
+        """Returns the labels of the rows of `dist_splits`; the last two have no tensor."""
+        labels = [label for label in super().dist_labels() if label != _SIZES]
+        return labels + ([_SIZES, _IDS, _NO_TENSOR] if self._varies else [_NO_TENSOR, _IDS])
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Returns how many numbers of each tensor each rank gets, and the row with the mode."""
-        splits = super().dist_splits(key_splits)
-        ids = splits[super().dist_labels().index(_IDS)]
-        return [*splits, [2 * count + self.trains for count in ids]]
+        """Returns how many numbers of each tensor each rank gets, and the two rows."""
+        rows = dict(zip(super().dist_labels(), super().dist_splits(key_splits), strict=True))
+        sizes = rows.pop(_SIZES, None)
+        mode = [4 * count + 2 * self._varies + self.trains for count in rows[_IDS]]
+        zeros = [0] * len(mode)
+        # TorchRec adds the size of a batch with one size as the last row.
+        return [*rows.values(), *([zeros, mode] if sizes is None else [sizes, mode, zeros])]
+
+    def dist_tensors(self) -> list[Tensor]:
+        """Returns the tensors of the rows: the sizes come last."""
+        tensors = dict(zip(super().dist_labels(), super().dist_tensors(), strict=True))
+        sizes = tensors.pop(_SIZES, None)
+        return [*tensors.values()] if sizes is None else [*tensors.values(), sizes]
+
+    @staticmethod
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> KeyedJaggedTensor:
+        """Returns the batch that arrived, as TorchRec's; without samples if batches of both forms did."""
+        lengths, ids, *others = tensors
+        if variable_stride_per_key:
+            sizes = others.pop()
+            is_mixed = sizes.numel() != num_workers * len(keys)
+            others = [sizes, *others]
+        else:
+            is_mixed = lengths.numel() != len(keys) * sum(stride_per_rank or ())
+        if is_mixed:  # `check_modes` raises
+            return KeyedJaggedTensor(keys, ids[:0], lengths=lengths[:0], stride=0)
+        return KeyedJaggedTensor.dist_init(
+            keys,
+            [lengths, ids, *others],
+            variable_stride_per_key,
+            num_workers,
+            recat,
+            stride_per_rank,
+            stagger,
+        )
+
+    @property
+    def _varies(self) -> bool:
+        return self.variable_stride_per_key()
 
 
 def with_mode(features: KeyedJaggedTensor, trains: bool) -> SentBatch:
@@ -73,19 +126,28 @@ def expect_modes(contexts: Iterable[Any]) -> None:
 
 
 def check_modes(contexts: Iterable[Any], where: str) -> None:
-    """Checks that all ranks sent a batch in one mode, and restores TorchRec's contexts; once for each batch.
+    """Checks that all ranks sent a batch in one mode and form, and restores TorchRec's contexts.
+
+    Call it once for each batch.
 
     Raises:
-        ValueError: on every rank, if the modes differ.
+        ValueError: if the modes differ, on every rank; if the forms differ, on the ranks with one size.
     """
-    modes: list[int] = []
+    told: list[int] = []
     for context in contexts:
-        modes = [count % 2 for count in context.output_splits]
+        told = [number % 4 for number in context.output_splits]
         for name in ("input_splits", "output_splits"):
             if hasattr(context, name):
-                setattr(context, name, [count // 2 for count in getattr(context, name)])
-    if len(set(modes)) > 1:
-        evaluating = [rank for rank, trains in enumerate(modes) if not trains]
+                setattr(context, name, [number // 4 for number in getattr(context, name)])
+    varying = [rank for rank, number in enumerate(told) if number & 2]
+    evaluating = [rank for rank, number in enumerate(told) if not number & 1]
+    if 0 < len(varying) < len(told):
+        raise ValueError(
+            f"{where}: expected batches of one form on every rank, got a size per feature on ranks {varying} "
+            "and one size on the others. Give stride_per_key_per_rank and inverse_indices on every rank, "
+            "also where one has no samples, or on none."
+        )
+    if 0 < len(evaluating) < len(told):
         raise ValueError(
             f"{where}: expected every rank in the same mode, got ranks {evaluating} in evaluation and the "
             "others in training. Call train() or eval() of the model on every rank before the forward."

@@ -1,0 +1,93 @@
+"""A batch with a size per feature and one with one size, sent by two ranks of a pooled collection."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from torchrec_dyn.sharding.sent_modes import SentBatch, check_modes, with_mode
+
+KEYS = ["a", "b"]
+WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
+
+
+def plain(weights: Any = None) -> SentBatch:
+    lengths = torch.tensor([1, 0, 1, 1, 0, 1])  # 3 samples
+    ids = torch.tensor([1, 2, 3, 4])
+    return with_mode(KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True)
+
+
+def varying(weights: Any = None) -> SentBatch:
+    lengths, sizes = torch.tensor([2, 1, 0, 1]), [[1], [3]]
+    ids = torch.tensor([5, 6, 7, 8])
+    made = KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths, stride_per_key_per_rank=sizes)
+    return with_mode(made, trains=True)
+
+
+def rows_of(batch: SentBatch) -> list[tuple[str, list[int]]]:
+    """Returns the labelled rows that TorchRec's first exchange sends to two ranks with a feature each."""
+    rows = batch.dist_splits([1, 1])
+    if not batch.variable_stride_per_key():
+        rows.append([batch.stride()] * 2)
+    return list(zip([*batch.dist_labels(), "size"], rows, strict=False))
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_rows_of_both_forms_have_one_place(weights: Any) -> None:
+    """Where a batch of one form has a number of sizes, one of the other has 0; the modes stand together."""
+    one, other = rows_of(plain(weights)), rows_of(varying(weights))
+    names = ["lengths", "values", *([] if weights is None else ["weights"])]
+    assert [name for name, _ in one] == [*names, "", "values", "size"]
+    assert [name for name, _ in other] == [*names, "strides", "values", ""]
+    assert one[-3:] == [("", [0, 0]), ("values", [4 * 2 + 1, 4 * 2 + 1]), ("size", [3, 3])]
+    assert other[-3:] == [("strides", [1, 1]), ("values", [4 * 2 + 3, 4 * 2 + 3]), ("", [0, 0])]
+    for batch in (plain(weights), varying(weights)):
+        sizes = [sum(row) for _, row in rows_of(batch)]
+        assert [len(tensor) for tensor in batch.dist_tensors()] == sizes[
+            : len(batch.dist_tensors())
+        ]
+
+
+@pytest.mark.parametrize("make", [plain, varying])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_batch_arrives_as_it_was_sent(make: Any, weights: Any) -> None:
+    sent = make(weights)
+    varies = sent.variable_stride_per_key()
+    size = None if varies else [sent.stride()]
+    got = SentBatch.dist_init(KEYS, sent.dist_tensors(), varies, 1, None, size)
+    assert got.stride_per_key() == sent.stride_per_key()
+    assert torch.equal(got.lengths(), sent.lengths()) and torch.equal(got.values(), sent.values())
+    assert weights is None or torch.equal(got.weights(), weights)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_what_two_forms_send_is_not_read(weights: Any) -> None:
+    """Of the numbers of both batches TorchRec would read what is not there."""
+    one, other = plain(weights), varying(weights)
+    lengths = torch.cat([other.lengths()[:1], one.lengths()[:3]])
+    ids = torch.cat([other.values()[:2], one.values()[:2]])
+    more = [] if weights is None else [torch.cat([weights[:2], weights[:2]])]
+    for sizes, strides in ((None, [0, 3]), (torch.tensor([1]), None)):
+        tensors = [lengths, ids, *more, *([] if sizes is None else [sizes])]
+        got = SentBatch.dist_init(KEYS[:1], tensors, strides is None, 2, None, strides)
+        assert got.keys() == ["a"] and not got.values().numel() and not got.lengths().numel()
+
+
+def modes(*batches: SentBatch) -> SimpleNamespace:
+    """Returns the context of a sharding that has received batches."""
+    received = [dict(rows_of(batch))["values"][0] for batch in batches]
+    return SimpleNamespace(output_splits=received, input_splits=received[:1] * len(batches))
+
+
+def test_forms_that_differ_are_an_error() -> None:
+    told = r"got a size per feature on ranks \[1\] and one size on the others. Give stride_per_key"
+    with pytest.raises(ValueError, match=f"c: expected batches of one form on every rank, {told}"):
+        check_modes([modes(plain(), varying(), plain())], "c")
+    for batches in ([plain(), plain()], [varying(), varying()]):
+        context = modes(*batches)
+        check_modes([context], "c")
+        assert context.output_splits == context.input_splits == [2, 2]
