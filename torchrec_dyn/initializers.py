@@ -55,7 +55,7 @@ def _check_deviation(where: str, std: float) -> None:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform distribution in [low, high)."""
+    """Uniform distribution in [low, high), rounded to the dtype of the rows: `high` may occur."""
 
     low: float
     high: float

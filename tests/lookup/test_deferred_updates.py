@@ -347,6 +347,46 @@ def test_scores_and_counters_of_one_step() -> None:
     assert table.stats()["step"] == 1
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_refused_batch_leaves_the_time_of_an_unfrozen_table(moves: bool) -> None:
+    """A table that was frozen in the first micro-batch has no part in a step whose next batch is refused."""
+    tables = [
+        EmbeddingBagConfig(name=name, embedding_dim=2, num_embeddings=rows, feature_names=[name])
+        for name, rows in (("aged", 100), ("small", 9))
+    ]
+    model = dyn.DynamicEmbeddingBagCollection(
+        tables,
+        dynamic={"aged": dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=50))},
+        fused_params={"optimizer": "EXACT_SGD", "learning_rate": 0.1, "defer_updates": True},
+    )
+    aged, optimizer = model.table("aged"), model.fused_optimizer
+
+    def forward(aged_id: int, *small_ids: int) -> torch.Tensor:
+        lengths = torch.tensor([1, len(small_ids)])
+        ids = torch.tensor([aged_id, *small_ids])
+        return model(KeyedJaggedTensor(["aged", "small"], ids, lengths=lengths)).values().sum()
+
+    def train(time: int, aged_id: int) -> None:
+        model.set_time(time)
+        forward(aged_id, 1).backward()
+        optimizer.step()
+
+    train(90, 2)
+    train(100, 1)
+    aged.freeze()
+    if moves:
+        model.set_time(110)
+    forward(5, 2).backward()
+    aged.unfreeze()
+    with pytest.raises(RuntimeError, match="expected at most 9 rows"):
+        forward(1, *range(11, 26))
+    model.set_time(120)
+    assert aged.last_seen(torch.tensor([1])).tolist() == [100]
+    train(120, 7)  # within the open step, whose end it is
+    train(160, 8)
+    assert sorted(aged.ids().tolist()) == [7, 8]
+
+
 def test_loads_and_conversions_between_backward_and_step_are_errors() -> None:
     torch.manual_seed(4)
     one = part(3)

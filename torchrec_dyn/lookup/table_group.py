@@ -229,7 +229,7 @@ class TableGroup:
             return self._look_up_rows(batch, ahead, around)
         except BaseException:
             for number, table in self.deferred.late(late).items():
-                table.step = steps[number]
+                table.leave_open_step(steps[number])
             raise
 
     def _look_up_rows(

@@ -117,6 +117,12 @@ class TableArrays:
         TABLES.renew()
         self.own = self.own._replace(step=step - self.own.shared.counted.steps)
 
+    def leave_open_step(self, step: int) -> None:
+        """Sets the number of steps of a table that has no part in the open step of its group."""
+        # On counters of its own: on the shared ones `next_step` would be the open step.
+        self.own = self.own.moved_to(SharedCounters(1), 0)
+        self.step = step
+
     @property
     def next_step(self) -> int:
         """The step of the next training forward: the present one as long as deferred updates keep it open."""
