@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "process_hash.h"
+#include "simd.h"
 
 namespace torchrec_dyn {
 
@@ -47,6 +48,7 @@ class RowRuns {
   }
 
   void clear() { size_ = 0; }
+  size_t size() const { return size_; }
 
   // Adds an id only if `wanted`, without a branch. Requires room for it in both cases, and 0 <= row < 2^32.
   void add_if(bool wanted, int64_t row, uint32_t position) {
@@ -54,8 +56,10 @@ class RowRuns {
     size_ += wanted;
   }
 
-  // Groups the ids added since `clear`.
-  void group() {
+  // Groups the ids added since `clear`. Calls visit(position) for each id: what it asks of memory comes while the table
+  // is searched, which waits for no memory.
+  template <typename Visit>
+  TORCHREC_DYN_INLINE void group(const Visit& visit) {
     const size_t slots = slots_for(size_);
     const int shift = 64 - std::countr_zero(slots);
     const uint64_t factor = process_hash().third;
@@ -70,6 +74,7 @@ class RowRuns {
     uint32_t count = 0;
     for (uint32_t i = 1; i <= size; ++i) {
       const uint32_t row = ids[i].row;
+      visit(ids[i].position);
       uint32_t same = std::exchange(last[row * factor >> shift], i);
       before[i] = same;
       ids[0].row = row;                                  // ends the search

@@ -112,7 +112,7 @@ struct RuleFacts {
   }
 };
 
-TORCHREC_DYN_BOTH constexpr RuleFacts rule_facts(Optimizer optimizer) {
+TORCHREC_DYN_BOTH TORCHREC_DYN_INLINE constexpr RuleFacts rule_facts(Optimizer optimizer) {
   using enum StateWidth;
   switch (optimizer) {
     case Optimizer::kSgd:

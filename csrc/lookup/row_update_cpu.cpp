@@ -5,7 +5,6 @@
 // occur in the batch: most rows occur once, and the gradient of the row's bag is then in cache.
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <span>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "lookup/senders.h"
 #include "lookup/senders_arguments.h"
 #include "lookup/table_segments_cpu.h"
+#include "lookup/update_workspace_cpu.h"
 #include "lookup/updated_table.h"
 #include "parallel.h"
 #include "row_parts_cpu.h"
@@ -70,76 +70,6 @@ struct UpdateJob {
   const UpdateRule& rule;
 };
 
-// The floats of one cache line, aligned so that a vector of 512 bits never lies on two lines.
-struct alignas(64) Line {
-  float floats[kLanes];
-};
-
-// The most that one part of a call needs.
-struct PartSize {
-  size_t ids = 0;      // of one table
-  size_t columns = 0;  // of a row
-};
-
-size_t lines_of(size_t columns) { return (columns + kLanes - 1) / kLanes; }
-
-// The memory in which a worker updates one part after another. All of it is allocated before the first row is written:
-// if memory is missing, no row has changed. What no part uses is not written either, so the system commits no page.
-struct Workspace {
-  Workspace(const PartSize& most, bool is_float, size_t senders)
-      : rows(most.ids),
-        sum(std::make_unique_for_overwrite<float[]>(most.columns)),
-        lines(std::make_unique_for_overwrite<Line[]>(is_float ? 0 : lines_of(most.columns))),
-        copy(std::make_unique_for_overwrite<Line[]>((1 + kMostStates) * lines_of(most.columns))),
-        measured(std::make_unique_for_overwrite<float[]>(most.columns)),
-        last_row(std::make_unique_for_overwrite<uint32_t[]>(senders)),
-        senders(senders) {}
-
-  RowRuns rows;
-  std::unique_ptr<float[]> sum;   // the gradient of a row
-  std::unique_ptr<Line[]> lines;  // a row shorter than float32
-  std::unique_ptr<Line[]> copy;   // of a row and its states
-  std::unique_ptr<float[]> measured;
-  std::unique_ptr<uint32_t[]> last_row;
-  size_t senders;
-};
-
-// The workspaces of this thread's calls, one for each worker. They are kept from call to call: memory that went back to
-// the system would be committed again page by page, which took up to a quarter of a small update.
-class Workspaces {
- public:
-  // Returns at least `workers` workspaces. `is_float` is the same in all calls.
-  std::vector<Workspace>& of(int64_t workers, const PartSize& most, bool is_float, size_t senders) {
-    const bool fits = workers <= static_cast<int64_t>(list_.size()) && most.ids <= most_.ids &&
-                      most.columns <= most_.columns && senders == senders_;
-    if (fits) return list_;
-    const PartSize both = {std::max(most.ids, most_.ids), std::max(most.columns, most_.columns)};
-    release();  // if memory is missing, the next call asks only for what it needs
-    list_.reserve(static_cast<size_t>(workers));
-    for (int64_t worker = 0; worker < workers; ++worker) list_.emplace_back(both, is_float, senders);
-    most_ = both;
-    senders_ = senders;
-    return list_;
-  }
-
-  // Keeps no more than a batch of ordinary size needs.
-  void release_large() {
-    constexpr size_t kKeptBytes = size_t{16} << 20;
-    const size_t bytes = RowRuns::bytes(most_.ids) + most_.columns * (4 + kMostStates) * sizeof(float);
-    if (list_.size() * bytes > kKeptBytes) release();
-  }
-
- private:
-  void release() {
-    list_.clear();
-    most_ = {};
-  }
-
-  PartSize most_;
-  size_t senders_ = 0;
-  std::vector<Workspace> list_;
-};
-
 // The rows of a part, with all data that their updates read.
 template <typename T>
 struct Runs {
@@ -147,6 +77,7 @@ struct Runs {
   const UpdatedTable<T>& table;
   std::span<const Run> runs;
   const uint32_t* positions;
+  bool grads_come;  // they were prefetched while the ids were grouped
 
   const float* grad_at(uint32_t position) const { return job.grad + job.places.place[job.places.bag(position)]; }
   float scale_at(uint32_t position) const {
@@ -275,11 +206,13 @@ TORCHREC_DYN_INLINE void prefetch_runs(const Runs<T>& all, const UpdatedTable<T>
   const auto prefetch_grad = [&](const float* grad) __attribute__((always_inline)) {
     if (grad != last) prefetch_row(grad, columns);
     last = grad;
-    return grad;
   };
   for (size_t r = begin; r < end; ++r) {
     const uint32_t first = runs[r].begin();
-    ring[r % kRing].grad = prefetch_grad(all.grad_at(all.positions[first]));
+    const float* grad = all.grad_at(all.positions[first]);
+    ring[r % kRing].grad = grad;
+    if (all.grads_come) continue;
+    prefetch_grad(grad);
     for (uint32_t i = first + 1; i < std::min(runs[r].end, first + kMostGrads); ++i)
       prefetch_grad(all.grad_at(all.positions[i]));
   }
@@ -332,12 +265,14 @@ class RowCopies {
 enum class Pass { kPlain, kGuarded, kTrial };
 
 // Returns the number of rows that would not be finite. kCommon: of a rule that is_common. The code of the others in the
-// same loop takes registers from it: some 5 % of the backward of bags of 20 ids, measured.
-template <int64_t kBytes, bool kLooks, bool kCommon, typename T>
+// same loop takes registers from it: some 5 % of the backward of bags of 20 ids, measured. kColumns: of a row, or any
+// number if that is 0. Loops over 16 columns are one register each, without which the update took 4 to 8 % longer.
+template <int64_t kBytes, bool kLooks, bool kCommon, int64_t kColumns, typename T>
 TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspace& workspace, Pass pass) {
   const Runs<T> all = shared;  // copies: the compiler sees that no store changes them
   const UpdateJob<T> job = all.job;
-  const UpdatedTable<T> table = all.table;
+  UpdatedTable<T> table = all.table;
+  if (kColumns > 0) table.weights.columns = kColumns;
   const std::span<const Run> runs = all.runs;
   const int64_t columns = table.weights.columns;
   float* const sum = workspace.sum.get();
@@ -418,8 +353,11 @@ TORCHREC_DYN_INLINE int64_t update_runs_of(const Runs<T>& shared, const Workspac
 template <bool kLooks, typename T>
 int64_t update_runs(const Runs<T>& all, const Workspace& workspace, Pass pass) {
   return at_level([&](auto level) __attribute__((always_inline)) {
-    return all.job.rule.is_common() ? update_runs_of<level.kBytes, kLooks, true>(all, workspace, pass)
-                                    : update_runs_of<level.kBytes, kLooks, false>(all, workspace, pass);
+    if (!all.job.rule.is_common()) return update_runs_of<level.kBytes, kLooks, false, 0>(all, workspace, pass);
+    if constexpr (!kLooks && sizeof(T) == sizeof(float))
+      if (all.table.weights.columns == kLanes)
+        return update_runs_of<level.kBytes, kLooks, true, kLanes>(all, workspace, pass);
+    return update_runs_of<level.kBytes, kLooks, true, 0>(all, workspace, pass);
   });
 }
 
@@ -433,19 +371,28 @@ PartSize largest_part(const std::vector<int64_t>& ids, const std::vector<TableLa
   return most;
 }
 
+// Gradients of bags of one id each are prefetched while the ids are grouped, if all of a part stay in half of a
+// second-level cache of 512 KB. (Later ids of a longer bag have its gradient in a cache anyway.)
+constexpr size_t kMostEarlyGrads = (size_t{256} << 10) / sizeof(float);
+
 // Returns the number of rows that would not be finite.
 template <typename T>
 int64_t run_part(const UpdateJob<T>& job, const TableSegments& segments, const UpdatedTable<T>& table,
                  const RowPart& part, Pass pass, Workspace& workspace) {
-  const int64_t mask = part.parts - 1;
+  const int64_t mask = part.parts - 1, columns = table.weights.columns;
   RowRuns& rows = workspace.rows;
   rows.clear();
   segments.visit(static_cast<size_t>(part.table), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
       rows.add_if(job.rows[i] >= 0 && (job.rows[i] & mask) == part.part, job.rows[i], static_cast<uint32_t>(i));
   });
-  rows.group();
-  const Runs<T> all{job, table, rows.runs(), rows.positions()};
+  const bool grads_come = job.places.bag_of.empty() && rows.size() * static_cast<size_t>(columns) <= kMostEarlyGrads;
+  if (grads_come)
+    rows.group([&](uint32_t position)
+                   __attribute__((always_inline)) { prefetch_row(job.grad + job.places.place[position], columns); });
+  else
+    rows.group([](uint32_t) __attribute__((always_inline)) {});
+  const Runs<T> all{job, table, rows.runs(), rows.positions(), grads_come};
   if (all.runs.empty()) return 0;
   return pass == Pass::kPlain ? update_runs<false>(all, workspace, pass) : update_runs<true>(all, workspace, pass);
 }

@@ -275,9 +275,9 @@ SHARED_RULES = [
 every_rule = pytest.mark.parametrize("rule", SHARED_RULES, ids=shown)
 
 
-def empty_table(rule, columns, dtype=torch.float32):
+def empty_table(rule, columns, dtype=torch.float32, name="t"):
     return make_table(
-        optimizer=rule, embedding_dim=columns, dtype=dtype, num_embeddings=1 << 16,
+        name=name, optimizer=rule, embedding_dim=columns, dtype=dtype, num_embeddings=1 << 16,
         initializer=Normal(0.0, 0.5),
     )  # fmt: skip
 
@@ -400,3 +400,29 @@ def test_threads_do_not_change_the_bits_where_most_rows_are_named_once(rule, thr
         make_group(table)(ids, offsets, training=True).backward(upstream)
         states.append(table.export_state())
     assert same_state(states[0], states[1]) and same_state(states[0], states[2])
+
+
+@pytest.mark.everyday(18)
+@every_rule
+@pytest.mark.parametrize("columns", [5, 16, 100])
+@pytest.mark.parametrize("bags", [1, 700, 5000])
+def test_bags_of_one_id_learn_as_bags_of_any_length(rule, bags, columns):
+    """An empty bag behind the others takes another path to the gradients, which changes no bit.
+
+    Two features, of two tables; 700 gradients of 100 columns are not prefetched early.
+    """
+    draw = torch.Generator().manual_seed(bags)
+    ids = torch.randint(0, max(bags // 2, 1), (2, bags), generator=draw)
+    grads = torch.randn(bags, 2, columns, generator=draw)
+    grads[::7] = -0.0
+    states = []
+    for empty in (0, 1):
+        tables = [empty_table(rule, columns, name=name) for name in "ab"]
+        lengths = torch.cat([torch.ones(2, bags), torch.zeros(2, empty)], dim=1).long().flatten()
+        offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+        upstream = torch.cat([grads, torch.ones(empty, 2, columns)]).flatten(1)
+        for _ in range(2):
+            make_group(*tables)(ids.flatten(), offsets, training=True).backward(upstream)
+        states.append([table.export_state() for table in tables])
+    for one, other in zip(*states, strict=True):
+        assert same_state(one, other)
