@@ -1,4 +1,4 @@
-"""Served collections that are moved, copied and pickled as other modules are: the rows stay in their files."""
+"""Served collections that are moved, copied and pickled as other modules are: rows stay in their files."""
 
 import copy
 import io
