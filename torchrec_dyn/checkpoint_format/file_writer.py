@@ -116,7 +116,8 @@ def write_beside(path: str | os.PathLike[str]) -> FileWriter:
     try:
         return FileWriter(f"{os.fspath(path)}.{os.getpid()}.partial")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+        error.filename = os.fspath(path)
+        raise
 
 
 def commit(path: str | os.PathLike[str]) -> None:
