@@ -141,7 +141,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument("path", type=Path, help="the directory of Checkpoints")
     follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
     follow.add_argument(
-        "--every", type=float, default=1.0, help="seconds between two looks; default: 1"
+        "--every", type=_seconds, default=1.0, help="seconds between two looks; default: 1"
     )
     follow.add_argument("--once", action="store_true", help="end when the newest entry is served")
     follow.add_argument(
@@ -178,6 +178,16 @@ def _follow(chosen: argparse.Namespace) -> int:
     ):
         _print_followed(each)
     return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 10**9:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0 to 10^9, got {text}")
+    return number
 
 
 def _print_followed(one: serving.Followed) -> None:

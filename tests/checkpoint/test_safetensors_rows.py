@@ -225,7 +225,7 @@ def test_a_table_that_evicts_takes_more_than_its_limit(tmp_path: Path) -> None:
 def test_names_and_files_that_are_not_there(tmp_path: Path, function: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"expected a name among \['t'\], got 'x'"):
         function(collection(), "x", tmp_path / "f")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/f'$"):
         function(collection(), "t", tmp_path / "nowhere" / "f")
     with pytest.raises(ValueError, match="expected a collection of dynamic tables, got Linear"):
         function(torch.nn.Linear(2, 2), "t", tmp_path / "f")

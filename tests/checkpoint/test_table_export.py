@@ -5,6 +5,7 @@ import os
 import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         with pytest.raises(SystemExit):
             main([*one, "--ids", wrong])
         assert f"expected LO:HI of int64, LO <= HI, got {wrong}" in capsys.readouterr().err
+    assert Path(to).read_bytes() == before
+    for function in (partial(export_table, path=to), read_batches):
+        for ids in ([1], torch.tensor([1]), 1):
+            with pytest.raises(
+                ValueError, match=f"expected a range of ids, got {type(ids).__name__}"
+            ):
+                function(full, "plain", ids=ids)
+    nowhere = tmp_path / "nowhere" / "out.parquet"
+    assert main([*one[:-1], str(nowhere)]) == 1
+    assert capsys.readouterr().err.endswith(f"No such file or directory: '{nowhere}'\n")
     assert Path(to).read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["out.parquet", "run"]
 

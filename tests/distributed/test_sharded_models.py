@@ -12,7 +12,12 @@ from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
@@ -243,6 +248,10 @@ def wrong_batches(case: Case) -> None:
         refused("expected feature 'a', got features", keys=["x", "y"])
         refused("expected ids of dtype int64 or int32", values=ids.short())
         refused("lengths", lengths=torch.tensor([1, 0, 1, 0]))
+        for other in (ids, None, JaggedTensor(ids, lengths=ids[:1] + 2), {"a": ids}):
+            name = type(other).__name__
+            with pytest.raises(ValueError, match=f"expected a KeyedJaggedTensor, got {name}. Name"):
+                model(other)
         if case.weighted:
             refused("expected weights", weights=None)
         model.eval()(KeyedJaggedTensor(**good, values=ids, weights=weights))
@@ -260,6 +269,8 @@ def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
 def other_dtypes(case: Case) -> None:
     """Ids and lengths in int32 and weights in float64 on one rank train as int64 and float32 on all.
 
+    So do lengths [F, B] instead of [F * B].
+
     Without weighted bags that rank alone has weights.
     """
     rank, ends = dist.get_rank(), []
@@ -274,7 +285,7 @@ def other_dtypes(case: Case) -> None:
                 mine.weights_or_none(),
             )
             if rank == other:
-                ids, lengths = ids.int(), lengths.int()
+                ids, lengths = ids.int(), lengths.int().view(len(mine.keys()), -1)
                 weights = torch.rand(ids.numel()) if weights is None else weights.double()
             features = KeyedJaggedTensor(mine.keys(), ids, weights, lengths)
             outputs = outputs_by_name(case, model(features))

@@ -227,6 +227,26 @@ def test_impossible_names_and_types() -> None:
         dyn.DynamicEmbedding(4, 10, name="a.b")
     with pytest.raises(ValueError, match="expected data_type FP32, FP16 or BF16"):
         dyn.DynamicEmbedding(4, 10, data_type=DataType.INT8)
+    with pytest.raises(
+        ValueError, match=rf"{WHERE}\.dynamic: expected a DynamicTableConfig or .* int"
+    ):
+        dyn.DynamicEmbedding(4, 10, dynamic=3)
+    with pytest.raises(
+        ValueError, match=rf"{WHERE}\.dynamic: expected names among \['embedding'\]"
+    ):
+        dyn.DynamicEmbedding(4, 10, dynamic={"other": dyn.DynamicTableConfig()})
+
+
+def test_options_by_name() -> None:
+    options = dyn.DynamicTableConfig(seed=7)
+    rows = [
+        dyn.DynamicEmbedding(4, 10, name="n", dynamic=given, fused_params=SGD)(torch.arange(3))
+        for given in (options, {"n": options}, {})
+    ]
+    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
+    scored = {"embedding": dyn.DynamicTableConfig(eviction=dyn.LowestScore())}
+    with pytest.raises(ValueError, match=f"{WHERE}: expected an eviction that needs no weights"):
+        dyn.DynamicEmbedding(4, 10, dynamic=scored)
 
 
 def nested(offsets: list[int], lengths: list[int]) -> Tensor:

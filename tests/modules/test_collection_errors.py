@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, NoEvictionPolicy, PoolingType
 from torchrec.optim import Adagrad, LarsSGD, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -166,6 +167,22 @@ def test_batches_that_do_not_fit(features: KeyedJaggedTensor, message: str, pool
     with pytest.raises(ValueError, match=message):
         collection(features)
     assert collection.table("t").num_rows == 0 and collection.table("t").stats()["step"] == 0
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_batches_of_another_type(pooled: bool) -> None:
+    config = EmbeddingConfig(100, 4, "t", feature_names=["f"])
+    collection: Any = (
+        dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=SGD)
+        if pooled
+        else dyn.DynamicEmbeddingCollection([config], fused_params=SGD)
+    )
+    ids = torch.arange(3)
+    for features in (ids, None, JaggedTensor(ids, lengths=ids), {"f": ids}, [ids]):
+        name = type(features).__name__
+        message = rf"{type(collection).__name__}: expected a KeyedJaggedTensor, got {name}\. Name"
+        with pytest.raises(ValueError, match=message):
+            collection(features)
 
 
 @pytest.mark.parametrize(

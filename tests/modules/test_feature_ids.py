@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
 
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 NAMES = [["a"], ["b", "c"]]
 WHERE = ["C(table='s')", "C(table='t')"]
 
@@ -81,6 +83,24 @@ def test_bags_that_vary_by_feature() -> None:
         features = batch("abc", lengths, stride_per_key_per_rank=[[1], [0], [3]])
         read = checked_features(features, False, "C")
         assert read.varies and read.counts == [lengths[0], 0, sum(lengths[1:])]
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_lengths_by_feature(columns: bool) -> None:
+    """[F, B], which TorchRec's collections take, also as the columns of a matrix."""
+    ids = torch.arange(9)
+    flat = torch.tensor([2, 0, 1, 3, 2, 1])
+    made = flat.view(2, 3).t().contiguous().t() if columns else flat.view(2, 3)
+    two, one = (KeyedJaggedTensor(["a", "b"], ids, lengths=lengths) for lengths in (made, flat))
+    config = EmbeddingConfig(100, 4, "t", feature_names=["a", "b"])
+    sequences = dyn.DynamicEmbeddingCollection([config], fused_params=SGD)
+    expected = sequences(one)
+    for name, found in sequences(two).items():
+        assert torch.equal(found.values(), expected[name].values())
+        assert torch.equal(found.lengths(), expected[name].lengths())
+    pooled = EmbeddingBagConfig(100, 4, "t", feature_names=["b"])
+    bags = dyn.DynamicEmbeddingBagCollection([pooled], fused_params=SGD)
+    assert torch.equal(bags(two).values(), bags(one).values())
 
 
 def test_a_reader_follows_the_keys_of_each_batch() -> None:

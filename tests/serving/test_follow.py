@@ -1,5 +1,6 @@
 """`serving.follow`: served tables are those of the newest entry, generation by generation."""
 
+import math
 import shutil
 import threading
 import time
@@ -180,6 +181,39 @@ def test_the_generator_goes_on_after_an_error(
     generations = serving.follow(tmp_path / "kept", tmp_path / "served", every=0)
     with pytest.warns(UserWarning, match="No space left"):
         assert next(generations).entry == entry
+
+
+@pytest.mark.parametrize("every", [-1, math.nan, math.inf, 1e10, "1", None])
+def test_seconds_that_nobody_can_wait_are_refused_at_the_call(
+    trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: Any
+) -> None:
+    trainer.train(1)
+    trainer.save()
+    kept, served = str(tmp_path / "kept"), str(tmp_path / "served")
+    with pytest.raises(ValueError, match=r"follow: expected every to be .* 0 to 10\^9, got"):
+        serving.follow(kept, served, every=every)
+    with pytest.raises(SystemExit):
+        command_line.main(
+            ["follow", kept, "--to", served, f"--every={every if every != '1' else 'x'}"]
+        )
+    assert "--every: expected seconds from 0 to 10^9, got " in capsys.readouterr().err
+    assert not Path(served).exists()
+
+
+def test_the_path_of_one_checkpoint_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    """It has no entries, so a follower would wait for ever."""
+    trainer.train(1)
+    state = {"model": trainer.model.sparse.state_dict()}
+    quietly(dcp.save, state, checkpoint_id=tmp_path / "one")
+    for make in (serving.Follower, serving.follow):
+        with pytest.raises(
+            ValueError, match=r"expected a directory of Checkpoints, got .*/one, one"
+        ):
+            make(tmp_path / "one", tmp_path / "served")
+    assert serving.Follower(tmp_path / "nothing yet", tmp_path / "served").poll() is None
+    trainer.save()
+    (tmp_path / "kept" / ".metadata").touch()  # beside entries it does no harm
+    assert serving.Follower(tmp_path / "kept", tmp_path / "served").poll() is not None
 
 
 def test_the_command(trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

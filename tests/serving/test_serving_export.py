@@ -3,6 +3,7 @@
 import io
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -107,6 +108,34 @@ def test_torch_export_alone(served, strict):
         assert torch.equal(program.module()(features).values(), ours(features).values())
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+def test_lengths_by_feature(served, pooled):
+    """An example with lengths [F, B] makes the same program, for any number of bags."""
+    if pooled:
+        ours = serving.ServingEmbeddingBagCollection(served(torch.float32), bag_configs(A, B))
+    else:
+        ours = serving.ServingEmbeddingCollection(served(torch.float32), sequence_configs(A, B))
+
+    def outputs(found):
+        parts = [found] if pooled else found.values()
+        return torch.cat([one.values().flatten() for one in parts])
+
+    def by_feature(features):
+        lengths = features.lengths().view(2, -1)
+        return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths)
+
+    features = batch(["f_b", "f_a"], IDS, 6, seed=0)
+    run = serving.export_program(ours, by_feature(features)).module()
+    for size in (1, 9):
+        other = batch(["f_b", "f_a"], IDS, size, seed=size)
+        assert torch.equal(outputs(run(other)), outputs(ours(other)))
+        assert torch.equal(outputs(ours(by_feature(other))), outputs(ours(other)))
+    run = torch.export.export(ours, (by_feature(features),), strict=False).module()
+    assert torch.equal(outputs(run(by_feature(features))), outputs(ours(features)))
+    example, _ = export_with_tables(ours, [by_feature(features)])
+    assert example.example_inputs[0][0][1].shape == (12,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_programs_refuse_bad_lengths(served, dtype):
     ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A))
@@ -173,6 +202,9 @@ def test_what_cannot_be_traced_is_named(served):
     ours = serving.ServingEmbeddingBagCollection(served(torch.int8), bag_configs(A))
     with pytest.raises(ValueError, match=r"expected features \['f_a'\], got \['f_b'\]"):
         serving.export_program(ours, batch(["f_b"], IDS, 6, seed=0))
+    for call in (ours, partial(serving.export_program, ours)):
+        with pytest.raises(ValueError, match="expected a KeyedJaggedTensor, got Tensor"):
+            call(torch.arange(3))
     features = batch(["f_a"], IDS, 6, seed=0)
     small = KeyedJaggedTensor(["f_a"], features.values().short(), lengths=features.lengths())
     with pytest.raises(ValueError, match="expected ids of dtype int64"):

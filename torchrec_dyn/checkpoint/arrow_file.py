@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchrec_dyn.checkpoint_format import FileWriter, commit
+from torchrec_dyn.checkpoint_format import commit, write_beside
 
 FORMATS = ("parquet", "arrow")
 
@@ -27,7 +27,7 @@ class ArrowFile:
 
     def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:
         self._path = path
-        self._sink = _Sink(f"{path}.{os.getpid()}.partial")
+        self._sink = _Sink(path)
         self.rows = 0
         try:
             self._writer = _writer(arrow, self._sink, schema, kind)
@@ -87,8 +87,8 @@ def _leaves(arrow: Any, schema: Any) -> list[str]:
 class _Sink:
     """The file as Arrow writes to it: by the methods of a file of Python."""
 
-    def __init__(self, path: str) -> None:
-        self.file = FileWriter(path)
+    def __init__(self, path: Path) -> None:
+        self.file = write_beside(path)
         self._end = 0
         self._is_dropped = False
         try:

@@ -24,11 +24,11 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     SUMMED_BYTES,
     FileSums,
-    FileWriter,
     Pace,
     RunningSums,
     commit,
     naming,
+    write_beside,
 )
 from torchrec_dyn.storage import to_host
 
@@ -221,7 +221,7 @@ class SafetensorsWriter:
             }
         self._path = Path(path)
         self._sums = RunningSums(FileSums()) if has_sum else None
-        self._file = FileWriter(f"{self._path}.{os.getpid()}.partial")
+        self._file = write_beside(self._path)
         try:
             self._file.resize(0)
             header = self._write_header(0)

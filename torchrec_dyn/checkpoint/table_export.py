@@ -190,6 +190,11 @@ def _opened(
     def made() -> ArrowColumns:
         if isinstance(source, nn.Module) and step is not None:
             raise ValueError(f"{rows.where}: expected no step of a collection, got {step}.")
+        if ids is not None and not isinstance(ids, range):
+            raise ValueError(
+                f"{rows.where}: expected a range of ids, got {type(ids).__name__}. Give "
+                "range(first, last + 1)."
+            )
         if ids is not None and (ids.step != 1 or waiting):
             raise ValueError(
                 f"{rows.where}: expected a range of ids by 1, and none of waiting ids, got {ids}."

@@ -42,6 +42,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     commit,
     naming,
     replace_file,
+    write_beside,
 )
 from torchrec_dyn.checkpoint_format.left_sums import LeftSums
 from torchrec_dyn.checkpoint_format.merged_table import MergedTable

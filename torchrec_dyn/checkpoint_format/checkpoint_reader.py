@@ -61,7 +61,7 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
-        table: name or key of the tables to open; None: all.
+        table: name or key of the tables to open, which are none if no table has it; None: all.
 
     Returns:
         The checkpoint and its tables.

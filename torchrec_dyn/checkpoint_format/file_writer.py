@@ -107,6 +107,19 @@ class FileWriter:
             os.unlink(self.path)
 
 
+def write_beside(path: str | os.PathLike[str]) -> FileWriter:
+    """Opens PATH.<process id>.partial, which gets the name of the path when it is complete.
+
+    Raises:
+        OSError: if the file cannot be opened; of a directory that is missing with the path itself.
+    """
+    try:
+        return FileWriter(f"{os.fspath(path)}.{os.getpid()}.partial")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        error.filename = os.fspath(path)
+        raise
+
+
 def commit(path: str | os.PathLike[str]) -> None:
     """Waits until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -18,7 +18,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import one_bag
 from torchrec_dyn.layers.inputs import Input, is_dense, nested_parts, read_ids, values_of
 from torchrec_dyn.layers.one_table import OneTable, check_table, check_unscored
-from torchrec_dyn.modules import DynamicEmbeddingCollection
+from torchrec_dyn.modules import DynamicEmbeddingCollection, dynamic_config_by_table
 
 
 class DynamicEmbedding(OneTable):
@@ -36,7 +36,7 @@ class DynamicEmbedding(OneTable):
             not the last row.
         device: device of the rows; None: cpu.
         data_type: data type of the rows.
-        dynamic: options of the table.
+        dynamic: options of the table, or a dict of them by `name`.
         fused_params: optimizer of the rows, as in DynamicEmbeddingCollection.
 
     Raises:
@@ -52,13 +52,13 @@ class DynamicEmbedding(OneTable):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         data_type: DataType = DataType.FP32,
-        dynamic: DynamicTableConfig | None = None,
+        dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.where = f"{type(self).__name__}(table={name!r})"
         check_table(embedding_dim, num_embeddings, padding_idx, self.where)
-        check_unscored(dynamic, self.where)
+        check_unscored(dynamic_config_by_table(dynamic, [name], self.where)[name], self.where)
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.name = name

@@ -29,6 +29,7 @@ from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     check_size,
+    dynamic_config_by_table,
 )
 
 Mode = Literal["sum", "mean", "tile"]
@@ -64,7 +65,7 @@ class DynamicEmbeddingBag(OneTable):
         padding_idx: an id that is removed from all bags. Any int64; -1 is the id -1, not the last row.
         device: device of the rows; None: cpu.
         data_type: data type of the rows.
-        dynamic: options of the table.
+        dynamic: options of the table, or a dict of them by `name`.
         fused_params: optimizer of the rows, as in the collections.
 
     Raises:
@@ -87,7 +88,7 @@ class DynamicEmbeddingBag(OneTable):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         data_type: DataType = DataType.FP32,
-        dynamic: DynamicTableConfig | None = None,
+        dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -107,8 +108,9 @@ class DynamicEmbeddingBag(OneTable):
                 f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
                 "Make the module with is_weighted=True."
             )
+        chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
         if mode == "tile" or weight_gradients or not is_weighted:
-            check_unscored(dynamic, self.where)
+            check_unscored(chosen, self.where)
         self.embedding_dim = embedding_dim
         self.num_embeddings = num_embeddings
         self.name = name

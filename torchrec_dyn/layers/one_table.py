@@ -36,9 +36,9 @@ class OneTable(nn.Module):
         self.collection.set_time(time)
 
 
-def check_unscored(options: DynamicTableConfig | None, where: str) -> None:
+def check_unscored(options: DynamicTableConfig, where: str) -> None:
     """Raises ValueError if a table scores ids by weights, which its lookup does not get."""
-    if options is not None and options.scores_weights:
+    if options.scores_weights:
         raise ValueError(
             f"{where}: expected an eviction that needs no weights, since this module looks up ids without "
             "their weights, got LowestScore. Use LeastFrequentlyUsed, or a DynamicEmbeddingBagCollection."

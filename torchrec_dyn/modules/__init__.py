@@ -14,7 +14,12 @@ from torchrec_dyn.modules.embeddingbag_collection import (
     bags_of_samples,
     outputs_by_sample,
 )
-from torchrec_dyn.modules.feature_ids import FeatureReader, as_int64, checked_features
+from torchrec_dyn.modules.feature_ids import (
+    FeatureReader,
+    as_int64,
+    check_keyed,
+    checked_features,
+)
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
     LearningRateGroup,

@@ -143,6 +143,7 @@ class FeatureReader:
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.
         """
+        check_keyed(features, self._collection)
         keys = features.keys()
         known, positions = self._found
         if keys != known:
@@ -159,6 +160,15 @@ class FeatureReader:
                     raise ValueError(f"{table}: expected feature '{name}', got features {keys}.")
         positions = [index[name] for names in self._feature_names for name in names]
         return None if positions == list(range(len(keys))) else positions
+
+
+def check_keyed(features: object, where: str) -> None:
+    """Raises ValueError if a batch is no KeyedJaggedTensor, e.g. a tensor or a dict."""
+    if not isinstance(features, KeyedJaggedTensor):
+        raise ValueError(
+            f"{where}: expected a KeyedJaggedTensor, got {type(features).__name__}. Name the features of the "
+            "ids: KeyedJaggedTensor(keys, values, lengths=lengths)."
+        )
 
 
 def checked_features(
@@ -199,6 +209,8 @@ def _read_features(
             f"{where}: expected one weight per id, got {weights.numel()} for {ids.numel()} ids."
         )
     lengths, batch_sizes = features.lengths(), features.stride_per_key()
+    if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
+        lengths = lengths.reshape(-1)
     if lengths.numel() != sum(batch_sizes):
         raise ValueError(
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "

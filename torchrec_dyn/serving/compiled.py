@@ -141,7 +141,7 @@ class _Flat(nn.Module):
             if isinstance(one, Tensor):
                 tensors.append(one)
                 continue
-            tensors += [one.values(), one.lengths()]
+            tensors += [one.values(), one.lengths().reshape(-1)]
             weights = one.weights_or_none()
             tensors += [] if weights is None else [weights]
         return tensors

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic_shapes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.modules import as_int64
+from torchrec_dyn.modules import as_int64, check_keyed
 
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
@@ -38,14 +38,15 @@ def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedPr
         values, weights and lengths [F, B] alone: neither the strides nor the inverse_indices of a batch.
 
     Raises:
-        ValueError: if the example has a batch size per feature (VBE).
+        ValueError: if the example is no KeyedJaggedTensor or has a batch size per feature (VBE).
     """
+    check_keyed(features, "serving.export_program")
     check_one_batch_size(features, "serving.export_program")
     plain = KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
         weights=features.weights_or_none(),
-        lengths=features.lengths(),
+        lengths=features.lengths().reshape(-1),  # [F, B] would fix the number of bags
     )
     leaves, _ = torch.utils._pytree.tree_flatten(plain)
     shapes: list[Any] = [None if leaf is None else {0: Dim.DYNAMIC} for leaf in leaves]
@@ -94,6 +95,7 @@ def traced_features(
         ValueError: if features or their weights are missing, ids have another dtype, or the batch has a size
             per feature.
     """
+    check_keyed(features, where)
     check_one_batch_size(features, where)
     keys = features.keys()
     missing = [name for name in names if name not in keys]
@@ -103,7 +105,7 @@ def traced_features(
     if weighted and features.weights_or_none() is None:
         raise ValueError(f"{where}: expected weights for weighted bags, got none.")
     weights = features.weights().float() if weighted else None
-    lengths = features.lengths().long()
+    lengths = features.lengths().reshape(-1).long()
     count, batch = ids.shape[0], lengths.shape[0] // len(keys)
     # As in FeatureReader. Sizes are compared as tensors: a compiled program would not compare them.
     is_right = ((lengths >= 0) & (lengths <= count)).all() & (lengths.sum() == count)

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from numbers import Real
 
 import torch
 
@@ -13,6 +14,7 @@ from torchrec_dyn.serving.follower import Followed, Follower
 
 # The longest time between two looks while errors last, if `every` is shorter.
 _LONGEST_WAIT = 60.0
+_MOST_SECONDS = 10**9  # time.sleep refuses more than 2^63 nanoseconds
 
 
 def follow(
@@ -33,13 +35,24 @@ def follow(
     Args:
         path: the directory of `Checkpoints`.
         to: the directory of served tables.
-        every: seconds between two looks.
+        every: seconds between two looks, from 0 to 10^9.
         rows: as of `Follower`.
         tables: as of `Follower`.
         since: as of `Follower`.
         follow_forks: as of `Follower`.
+
+    Raises:
+        ValueError: `every` is no such number, or as of `Follower`; at the call, before the first look.
     """
+    if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
+        raise ValueError(
+            f"serving.follow: expected every to be a number of seconds from 0 to 10^9, got {every!r}."
+        )
     follower = Follower(path, to, rows=rows, tables=tables, since=since, follow_forks=follow_forks)
+    return _looks(follower, every)
+
+
+def _looks(follower: Follower, every: float) -> Iterator[Followed]:
     told: set[str] = set()
     wait = every
     while True:

@@ -107,7 +107,7 @@ class Follower:
             and why.
 
     Raises:
-        ValueError: `to` has rows of another dtype or other tables.
+        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables.
     """
 
     def __init__(
@@ -124,8 +124,17 @@ class Follower:
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         self._faults: dict[str, _Fault] = {}  # by id of the entry
+        self._check_path()
         remove_unfinished(self.to)
         self._read_served()
+
+    def _check_path(self) -> None:
+        """Raises ValueError if the path is one checkpoint: it would have no entries for ever."""
+        if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
+            raise ValueError(
+                f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
+                "torch.distributed.checkpoint. Serve it with serving.build, or give the directory of entries."
+            )
 
     def __repr__(self) -> str:
         return f"Follower({str(self.path)!r}, to={str(self.to)!r})"

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
     `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
-    or "initial". With `verify` each generation is verified before it is served.
+    or "initial". With `verify` each generation is verified before it is served. A copy, also an unpickled
+    one, opens the directory as a new lookup does.
 
     Raises:
         ValueError: if the directory does not serve these tables.
@@ -161,7 +162,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
         weights [N] float32 or None.
         """
-        self._refuse_tracer()
+        self._check_call(ids)
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         rows, absent = generation.find(ids, offsets[self._first_feature * batch])
@@ -189,7 +190,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
         feature in `ids`, and N.
         """
-        self._refuse_tracer()
+        self._check_call(ids)
         generation = self.generation
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
@@ -213,14 +214,33 @@ class ServedLookup(nn.Module):
             out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedLookup:
+        # Every conversion of nn.Module (.to, .half, .to_empty, .share_memory) calls `_apply`. All tensors are
+        # numbers for the CPU and mapped files: there is nothing to convert, and `to_empty` would lose them.
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the generation: a copy would hold all rows in memory of its own.
+        modules = {name: one for name, one in self._modules.items() if name != "generation"}
+        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.refresh()
+
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises ValueError: torch.jit.script calls it for each module of a model."""
         self._refuse("torch.jit.script")
 
-    def _refuse_tracer(self) -> None:
-        """Raises ValueError in torch.jit.trace, which would record the bags of its example."""
+    def _check_call(self, ids: Tensor) -> None:
+        """Raises ValueError for ids on a GPU, and in torch.jit.trace: it would record its bags."""
         if torch.jit.is_tracing():
             self._refuse("torch.jit.trace")
+        if not ids.is_cpu:
+            raise ValueError(
+                f"{self._where}: expected features on the CPU, where the served rows are, got {ids.device}. "
+                'Call features.to("cpu") before, and move the output.'
+            )
 
     def _refuse(self, exporter: str) -> NoReturn:
         raise ValueError(

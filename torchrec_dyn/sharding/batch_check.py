@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.lookup import no_scores, wrong_scores
-from torchrec_dyn.modules import bags_of_samples, checked_features
+from torchrec_dyn.modules import bags_of_samples, check_keyed, checked_features
 from torchrec_dyn.name_lists import listed
 
 _InverseIndices: TypeAlias = tuple[list[str], Tensor]
@@ -64,6 +64,7 @@ class BatchCheck:
                 a gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
         features = maybe_td_to_kjt(features, self.features)
+        check_keyed(features, self.where)
         keys = features.keys()
         is_usual = keys == self._first_keys
         if not is_usual:
