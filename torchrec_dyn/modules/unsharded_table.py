@@ -15,6 +15,7 @@ from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_op
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
     check_not_averaged,
+    check_not_in_dmp,
     check_not_shared,
     skip_in_ddp,
     skipped_by_fully_shard,
@@ -292,6 +293,7 @@ class UnshardedTable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        check_not_in_dmp(self.where)
         # A table that nothing has used is saved without rows, even on the meta device.
         rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
         table = Table.of_one(rows, self.where, self.saved_config())
