@@ -22,7 +22,7 @@ from torchrec_dyn.modules.wrapper_checks import (
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
+from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, locked, run_to_end
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
@@ -305,8 +305,9 @@ class UnshardedTable(nn.Module):
         Nothing changes before its `commit`.
 
         Raises:
-            ValueError: if the saved rows are damaged or do not match this table.
+            ValueError: if the saved rows are damaged, do not match this table, or are those of a static one.
         """
+        check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
             name: state_dict[prefix + name]
             for name in MODEL_NAMES
