@@ -490,10 +490,10 @@ class Checkpoints:
         tables = tables_of(model, _FORGET)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
-        wanted = checked_ids(tables, ids)
         # What `save` refuses is refused before ids are gone.
         check = partial(_checked, optimizer, step, extra or {}, _FORGET)
         check_same_step(gather_results(group, _FORGET, lambda: check()[0]))
+        wanted = checked_ids(tables, ids)
         settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 
         def find() -> tuple[list[Path], Any]:

@@ -50,7 +50,7 @@ def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
                 raise
             raise ValueError(
                 "Checkpoints.save: expected tensors, numbers, texts, lists and dicts in "
-                f"extra[{name!r}], got {type(state).__name__} that torch.save or weights_only=True refuses: "
+                f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
                 f"{''.join(str(error).splitlines()[:1])}"
             ) from error
         saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
