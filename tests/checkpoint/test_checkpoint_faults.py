@@ -343,7 +343,7 @@ def saves_on_own_disks(path: str) -> list[str]:
     marker = mark(job.model)
     with pytest.raises(ValueError) as of_delta:
         export_delta(job.model, own / "delta", since=marker)
-    assert not list(own.rglob("*.distcp"))
+    assert not list(own.rglob("*.distcp")) and not list(own.rglob(".writing-*"))
     return [str(of_save.value), str(of_delta.value)]
 
 

@@ -68,6 +68,15 @@ def test_a_step_without_a_batch() -> None:
         positions.step()
 
 
+def test_a_state_of_something_else() -> None:
+    positions = Positions([1, 2])
+    with pytest.raises(
+        ValueError, match=r"expected a state of Positions.*got one with \['batch'\]"
+    ):
+        positions.load_state_dict({"batch": 1})
+    assert list(positions) == [1, 2]
+
+
 def test_a_loader_of_torchdata() -> None:
     """Two workers read ahead of what is trained."""
 

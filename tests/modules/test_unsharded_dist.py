@@ -284,6 +284,52 @@ def test_dmp_without_a_sharder_leaves_the_collection_as_it_is() -> None:
     workers.run(train_under_dmp, world_size=1)
 
 
+def train_a_late_collection(is_refused: bool) -> list[str]:
+    """Puts collections into a model that is wrapped already; returns the errors of the calls."""
+    told: list[str] = []
+
+    def expect(call: Callable[[], object]) -> None:
+        if not is_refused:
+            call()
+            return
+        with pytest.raises(ValueError) as caught:
+            call()
+        told.append(str(caught.value))
+
+    model = Model()
+    model.sparse[0] = nn.Identity()
+    wrapped = dmp(model)
+    model.sparse[0] = pooled(100)
+    for _ in range(2):
+        expect(lambda: wrapped(batch(1, 2, 3)).sum().backward())
+    assert model.sparse[0].table("t").num_rows == (0 if is_refused else 3)
+    wrapped.eval()(batch(1, 2, 3))
+    expect(wrapped.state_dict)
+    # Trained before: its first forward was no error.
+    model.sparse[0] = pooled(100)
+    model.train()(batch(1, 2, 3)).sum().backward()
+    expect(wrapped.state_dict)
+    assert model.state_dict()["sparse.0.embedding_bags.t.ids"].numel() == 3  # of this rank alone
+    return told
+
+
+def test_a_collection_that_a_model_gets_under_dmp_is_an_error() -> None:
+    """Each rank trained rows of its own, and a save had those of one rank."""
+    told = workers.run(train_a_late_collection, True, world_size=2)
+    for of_rank in told:
+        assert len(of_rank) == 4
+        for text, where in zip(of_rank, ["tables=['t']"] * 2 + ["table='t'"] * 2, strict=True):
+            assert text.startswith(
+                f"DynamicEmbeddingBagCollection({where}): expected a sharded collection under "
+                "DistributedModelParallel on 2 ranks, got an unsharded one: "
+            )
+            assert text.endswith(". A collection that a model gets later is not sharded.")
+
+
+def test_a_collection_that_a_model_gets_under_dmp_works_on_one_rank() -> None:
+    assert workers.run(train_a_late_collection, False, world_size=1) == [[]]
+
+
 def count_parameters_compiled() -> int:
     model = Model()
 

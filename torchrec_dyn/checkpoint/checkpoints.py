@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
-from torchrec_dyn.checkpoint.dense_part import check_has_all, dense_state
+from torchrec_dyn.checkpoint.dense_part import check_has_all, check_optimizer, dense_state
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
 from torchrec_dyn.checkpoint.entry_fit import MisfitError
 from torchrec_dyn.checkpoint.entry_load import (
@@ -42,8 +43,10 @@ from torchrec_dyn.checkpoint.forgetting import (
     search,
 )
 from torchrec_dyn.checkpoint.further_values import (
+    SavedValue,
     alike,
     check_ranks,
+    check_same_step,
     checked_names,
     digests_of,
     hand_over,
@@ -60,6 +63,14 @@ from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
 
 
+def _checked(
+    optimizer: Any, step: Any, extra: Mapping[str, Any], call: str
+) -> tuple[Any, dict[str, SavedValue]]:
+    """Returns the step and the saved form of the further values, as this rank gives them."""
+    check_optimizer(optimizer, call)
+    return number_of(step), saved_values(extra)
+
+
 class Checkpoints:
     """A directory of checkpoints of one training job: full saves and deltas, with the dense part.
 
@@ -72,13 +83,17 @@ class Checkpoints:
             of tables are recorded.
 
     Raises:
-        ValueError: a number is below 1, or the path is a URL.
+        ValueError: a number is below 1, or the path is a URL, or no path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, full_every: int = 1) -> None:
         for name, value in (("keep", keep), ("full_every", full_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Checkpoints: expected {name} of at least 1, got {value!r}.")
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(
+                f"Checkpoints: expected the path of a directory, got {path!r}. Give a str or a Path."
+            )
         # Path would make a folder of the working directory of a URL, and has one slash of its two.
         if re.match("[a-z][a-z0-9+.-]+:/", str(path)):
             raise ValueError(
@@ -162,7 +177,7 @@ class Checkpoints:
             model: DistributedModelParallel, or a module with dynamic tables in one process.
             optimizer: the optimizer of all parameters: `model.fused_optimizer`, or TorchRec's
                 CombinedOptimizer of it and the dense one.
-            step: number of the step, for `restore` and `at`.
+            step: number of the step, the same on every rank, for `restore` and `at`.
             extra: further values by name: objects with `state_dict` (a scheduler, a StatefulDataLoader,
                 `Positions`), or values that torch.load reads with `weights_only=True`. Each rank gives its
                 own.
@@ -173,7 +188,8 @@ class Checkpoints:
 
         Raises:
             ValueError: on every rank, if another job has written here since the last save or restore, the
-                ranks do not share the directory, or the state dict of the optimizer lacks some of its state.
+                ranks do not share the directory or give different steps, the optimizer is none of TorchRec's,
+                or its state dict lacks some of its state.
             RuntimeError: on every rank, if another job has the directory.
             OSError: on every rank, if a file cannot be written.
         """
@@ -246,12 +262,10 @@ class Checkpoints:
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _SAVE)
         marker = self._marker
-        step, values = run_together(group, _SAVE, lambda: (number_of(step), saved_values(extra)))
-        options = [
-            one
-            for of_rank in gather_results(group, _SAVE, lambda: options_of(optimizer))
-            for one in of_rank.items()
-        ]
+        step, values = run_together(group, _SAVE, lambda: _checked(optimizer, step, extra, _SAVE))
+        told = gather_results(group, _SAVE, lambda: (step, options_of(optimizer)))
+        check_same_step([of_rank for of_rank, _ in told])
+        options = [one for _, of_rank in told for one in of_rank.items()]
         of_group = group if group is None or not in_background else background_group(group)
 
         def begin() -> tuple[bool, dict[str, str | None], tuple[int, str, float] | None]:
@@ -390,7 +404,12 @@ class Checkpoints:
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
-        names = gather_results(group, _RESTORE, lambda: checked_names(extra or {}, leave_out))
+
+        def check() -> list[str]:
+            check_optimizer(optimizer, _RESTORE)
+            return checked_names(extra or {}, leave_out)
+
+        names = gather_results(group, _RESTORE, check)
         left_out = set().union(*names)
         self._marker, self._line, self._highest = None, [], None
         lines = lines_to_load(self.path, step) if rank == 0 else None
@@ -471,9 +490,10 @@ class Checkpoints:
         tables = tables_of(model, _FORGET)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
-        wanted = checked_ids(tables, ids)
         # What `save` refuses is refused before ids are gone.
-        run_together(group, _FORGET, lambda: (number_of(step), saved_values(extra or {})))
+        check = partial(_checked, optimizer, step, extra or {}, _FORGET)
+        check_same_step(gather_results(group, _FORGET, lambda: check()[0]))
+        wanted = checked_ids(tables, ids)
         settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 
         def find() -> tuple[list[Path], Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import rows_left_out
@@ -17,6 +18,16 @@ def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> di
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     check_has_all(state["optimizer"], optimizer)
     return without_tables(state, tables)
+
+
+def check_optimizer(optimizer: Any, call: str) -> None:
+    """Raises ValueError unless an optimizer names its parameters, as those of TorchRec do."""
+    if not isinstance(optimizer, KeyedOptimizer):
+        raise ValueError(
+            f"{call}: expected TorchRec's KeyedOptimizer, got {type(optimizer).__name__}. Pass "
+            "model.fused_optimizer, or a CombinedOptimizer of it and a KeyedOptimizerWrapper of the dense "
+            "optimizer."
+        )
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ class EntryWriter:
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
+            else:
+                # Where ranks do not share the directory, this folder is of this rank alone. It is removed
+                # only if it is empty: what other ranks have written to a shared one stays.
+                with suppress(OSError):
+                    self.folder.rmdir()
             raise
 
     def clear(self, entry: Entry) -> None:

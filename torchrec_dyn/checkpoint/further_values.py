@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from torchrec_dyn.checkpoint.entry_files import check_digest, digest_of
 from torchrec_dyn.checkpoint_format import Entry, FileWriter
+from torchrec_dyn.storage import lacks_memory
 
 
 class SavedValue(NamedTuple):
@@ -32,24 +33,36 @@ def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
     """Returns the saved form of each value: of an object with `state_dict` its state dict.
 
     Raises:
-        ValueError: a value is one that torch.load does not read with `weights_only=True`.
+        ValueError: a value is one that torch.load does not read with `weights_only=True`, or the values
+            have no names.
     """
+    _check_named(values, "Checkpoints.save")
     saved = {}
     for name, value in values.items():
         state = value.state_dict() if hasattr(value, "state_dict") else value
         memory = io.BytesIO()
-        torch.save(state, memory)
-        data = memory.getvalue()
         try:
+            torch.save(state, memory)
+            data = memory.getvalue()
             _load(data)
         except Exception as error:  # torch raises pickle's errors and its own
+            if lacks_memory(error):
+                raise
             raise ValueError(
                 "Checkpoints.save: expected tensors, numbers, texts, lists and dicts in "
                 f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
-                f"{str(error).splitlines()[0]}"
+                f"{''.join(str(error).splitlines()[:1])}"
             ) from error
         saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
     return saved
+
+
+def _check_named(values: Any, call: str) -> None:
+    """Raises ValueError unless further values are given by name."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{call}: expected a dict by name as extra, got {type(values).__name__}. Give each value a name."
+        )
 
 
 def _load(data: bytes) -> Any:
@@ -127,6 +140,17 @@ def number_of(step: Any) -> Any:
     return number
 
 
+def check_same_step(steps: Sequence[Any]) -> None:
+    """Raises ValueError unless all ranks gave the same step, from the steps by rank."""
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise ValueError(
+                f"Checkpoints.save: expected the same step on every rank, got {steps[0]} on rank 0 and "
+                f"{step} on rank {rank}. Save when all ranks have trained the same steps, and "
+                "give their number."
+            )
+
+
 def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes numbers of parameter groups, as `options_of` returned them; a tensor stays one."""
     keys = {id(parameter): key for key, parameter in optimizer.params.items()}
@@ -198,8 +222,10 @@ def checked_names(objects: Mapping[str, Any], left_out: Collection[str]) -> list
     """Returns the names of the values that are left out.
 
     Raises:
-        ValueError: a value is to be loaded into what has no `load_state_dict`, or also left out.
+        ValueError: a value is to be loaded into what has no `load_state_dict`, or also left out, or the
+            objects have no names.
     """
+    _check_named(objects, "Checkpoints.restore")
     if isinstance(left_out, str) or not objects.keys().isdisjoint(left_out):
         raise ValueError(
             f"Checkpoints.restore: expected names that are not in extra in leave_out, got {left_out!r}. Give "

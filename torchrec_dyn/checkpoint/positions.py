@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from torchrec_dyn.name_lists import listed
+
 
 class Positions:
     """An iterable of batches that knows the position behind the last trained one.
@@ -85,7 +87,16 @@ class Positions:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position; the next iteration begins there."""
+        """Goes to a position; the next iteration begins there.
+
+        Raises:
+            ValueError: the state is of another object.
+        """
+        if not {"batches", "source"} <= state.keys():
+            raise ValueError(
+                "Positions.load_state_dict: expected a state of Positions, with batches and source, got one "
+                f"with {listed(sorted(map(str, state)))}. Load what Positions.state_dict returned."
+            )
         self.batches, self._position = int(state["batches"]), state["source"]
         self._is_loaded = True
         self._ahead.clear()

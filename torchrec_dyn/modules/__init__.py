@@ -46,6 +46,7 @@ from torchrec_dyn.modules.table_configs import (
 )
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
+    check_is_no_dmp,
     check_not_gathered,
     check_step,
     check_unprocessed,

@@ -111,7 +111,7 @@ class DynamicEmbeddingCollection(
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         if self.training:
-            self._lookup.warn_of_default_optimizer()
+            self._lookup.note_training()
         outputs = self._lookup.sequences(read, self.training)
         lengths = torch.split(read.lengths, read.batch_sizes)
         ids: Sequence[Tensor | None] = [None] * len(outputs)

@@ -102,7 +102,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
                 "Pass inverse_indices in the KeyedJaggedTensor."
             )
         if self.training:
-            self._lookup.warn_of_default_optimizer()
+            self._lookup.note_training()
         pooled = self._lookup.pooled(read, self.training)
         if inverse_indices is not None and len(pooled) == 1:
             pooled = list(torch.split(pooled[0], self._columns, dim=1))

@@ -21,7 +21,7 @@ from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, write_updates
 from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import check_step
+from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_step
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import check_taken
@@ -162,10 +162,18 @@ class UnshardedLookup:
             )
         return self._combined
 
-    def warn_of_default_optimizer(self) -> None:
-        """Warns once if tables train with FBGEMM's default because no optimizer was chosen."""
+    def note_training(self) -> None:
+        """Looks at the surroundings of the first training forward.
+
+        Warns if tables train with FBGEMM's default because no optimizer was chosen.
+
+        Raises:
+            ValueError: if it is one of DistributedModelParallel on several ranks.
+        """
         if self._has_warned:
             return
+        every = [table.config.name for table in self.tables]
+        check_not_in_dmp(f"{self._where}(tables={listed(every)})")
         self._has_warned = True
         names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
         if names:

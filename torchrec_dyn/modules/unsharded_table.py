@@ -15,13 +15,14 @@ from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_op
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
     check_not_averaged,
+    check_not_in_dmp,
     check_not_shared,
     skip_in_ddp,
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import ModelEntry, save_tables, stage_table
+from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, locked, run_to_end
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
@@ -292,6 +293,7 @@ class UnshardedTable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        check_not_in_dmp(self.where)
         # A table that nothing has used is saved without rows, even on the meta device.
         rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
         table = Table.of_one(rows, self.where, self.saved_config())
@@ -303,8 +305,9 @@ class UnshardedTable(nn.Module):
         Nothing changes before its `commit`.
 
         Raises:
-            ValueError: if the saved rows are damaged or do not match this table.
+            ValueError: if the saved rows are damaged, do not match this table, or are those of a static one.
         """
+        check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
             name: state_dict[prefix + name]
             for name in MODEL_NAMES

@@ -8,7 +8,9 @@ would take the rows of one rank of a sharded collection for all rows is an error
 No wrapper has a hook for modules inside the model. So the members that their constructors read look up the
 call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
 plan without a sharder DistributedModelParallel reads nothing but the hash of the type. A sharder gets the
-collection and its path, and finds the model in the same way.
+collection and its path, and finds the model in the same way. A collection that a model gets after the
+constructor is found in its first training forward, and in its state dict, below those of
+DistributedModelParallel.
 
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
 the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
@@ -46,6 +48,11 @@ from torchrec_dyn.name_lists import listed
 
 _DDP = code_of(DistributedDataParallel.__init__)
 _DMP = code_of(DistributedModelParallel.__init__)
+_DMP_CALLS = (
+    code_of(DistributedModelParallel.__init__),
+    code_of(DistributedModelParallel.forward),
+    code_of(DistributedModelParallel.state_dict),
+)
 _DMP_SHARDS = code_of(DistributedModelParallel._shard_modules_impl)
 _SHARD_MODULES = code_of(shard_modules)
 _FULLY_SHARD = code_of(fully_shard)
@@ -94,14 +101,24 @@ def _check_sharder(kind: type, of_dmp: Any) -> None:
 
 
 def check_not_in_dmp(where: str) -> None:
-    """Checks that no DistributedModelParallel of several ranks is being built around the caller.
+    """Checks that no DistributedModelParallel of several ranks is built around the caller, or calls it.
+
+    Calls are its constructor, its forward and its state dict.
 
     Raises:
-        ValueError: if one is.
+        ValueError: if one does.
     """
-    dmp = _local("self", _DMP)
-    if dmp is not None and dmp._env.process_group is not None:
-        _check_one_rank(where, "DistributedModelParallel", dmp._env.process_group.size())
+    check_is_no_dmp(where, _local("self", *_DMP_CALLS))
+
+
+def check_is_no_dmp(where: str, model: nn.Module | None) -> None:
+    """Checks that a model with unsharded tables is no DistributedModelParallel of several ranks.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if isinstance(model, DistributedModelParallel) and model._env.process_group is not None:
+        _check_one_rank(where, "DistributedModelParallel", model._env.process_group.size())
 
 
 def model_being_sharded() -> nn.Module | None:
@@ -272,5 +289,6 @@ def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:
     if world_size > 1:
         raise ValueError(
             f"{where}: expected a sharded collection under {wrapper} on {world_size} ranks, got an "
-            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}."
+            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}. A "
+            "collection that a model gets later is not sharded."
         )

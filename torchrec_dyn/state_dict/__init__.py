@@ -20,6 +20,7 @@ No table changes on any rank before the commit.
 from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
+    check_is_not_static,
     load_optimizer_state,
     load_tables,
     rows_left_out,

@@ -6,7 +6,7 @@ A load takes plain tensors, copies of this rank's saved tensors, or tensors that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -74,6 +74,18 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     }
 
 
+def check_is_not_static(prefix: str, saved: Container[str], where: str) -> None:
+    """Raises ValueError if what is saved at a prefix that ends in "." is a static table: it has no ids."""
+    if f"{prefix}weight" in saved and not any(
+        f"{prefix}{one}" in saved for one in ("ids", "config")
+    ):
+        raise ValueError(
+            f"{where}: expected a dynamic table, got a static one. Leave its weight out of the load, and "
+            "load its rows with torchrec_dyn.checkpoint.load_static, or make the collection of the "
+            "trained one with torchrec_dyn.from_static."
+        )
+
+
 def _tensors(
     call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
 ) -> Sequence[Mapping[str, Tensor]]:
@@ -112,6 +124,7 @@ def load_tables(
 
     def find() -> list[tuple[str, bool]]:
         for prefix, table in tables.items():
+            check_is_not_static(prefix, state_dict, f"{table.where}.load_state_dict")
             keys = {name: prefix + name for name in MODEL_NAMES}
             saved = {name: state_dict.pop(key) for name, key in keys.items() if key in state_dict}
             missing = [keys[name] for name in _NEEDED if name not in saved]

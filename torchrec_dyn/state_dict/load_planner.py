@@ -39,6 +39,7 @@ from torchrec_dyn.checkpoint_format import (
     sum_of_small,
 )
 from torchrec_dyn.state_dict.awaited_loads import note_begun, note_read_plain, note_resized
+from torchrec_dyn.state_dict.collection_state import check_is_not_static
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry
 from torchrec_dyn.state_dict.own_places import own_places
@@ -97,13 +98,17 @@ class LoadPlanner(DefaultLoadPlanner):
                 # `apply_delta` reads deltas into entries that belong to no state dict.
                 if value.entry.is_of_state_dict:
                     _check_is_no_delta(prefix, saved)
+                    check_is_not_static(f"{prefix}.", saved, f"'{prefix}' of the checkpoint")
                 _, tensors = found.setdefault(prefix, (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
                     tensors[self._names[fqn]] = of_saved
-            elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat, saved):
+            elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat):
+                prefix, _, name = fqn.rpartition(".")
+                check_is_not_static(f"{prefix}.", saved, f"'{prefix}' of the checkpoint")
+                if not _is_dynamic(prefix, saved):
+                    continue
                 self._plain.add(fqn)
                 _check_chunks(fqn, of_saved)
-                prefix, _, name = fqn.rpartition(".")
                 _check_is_no_delta(prefix, saved)
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
@@ -208,20 +213,22 @@ def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip(begin, read_item.dest_offsets, strict=True))
 
 
-def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any]) -> bool:
     """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it.
 
     The size of such a tensor depends on the contents of the table.
     """
     prefix, _, name = fqn.rpartition(".")
     told = [flat.get(f"{prefix}.{one}") for one in ("config", "checksum")]
+    return name in (*MODEL_NAMES, *OPTIMIZER_TENSORS) and [
+        getattr(one, "dtype", None) for one in told
+    ] == [torch.uint8, torch.int64]
+
+
+def _is_dynamic(prefix: str, saved: Mapping[str, Any]) -> bool:
+    """Returns True if a dynamic table, or its optimizer state, was saved."""
     config = saved.get(f"{prefix}.config")
-    return (
-        name in (*MODEL_NAMES, *OPTIMIZER_TENSORS)
-        and [getattr(one, "dtype", None) for one in told] == [torch.uint8, torch.int64]
-        and isinstance(config, TensorStorageMetadata)
-        and config.properties.dtype == torch.uint8
-    )
+    return isinstance(config, TensorStorageMetadata) and config.properties.dtype == torch.uint8
 
 
 def _check_is_no_delta(prefix: str, saved: Mapping[str, Any]) -> None:

@@ -15,7 +15,11 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingCollection,
 )
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection
+from torchrec_dyn.modules import (
+    DynamicEmbeddingBagCollection,
+    UnshardedCollection,
+    check_is_no_dmp,
+)
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
@@ -39,9 +43,9 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
     The model is DistributedModelParallel, any module, or a collection.
 
     Raises:
-        ValueError: if the model has no dynamic collection.
+        ValueError: if the model has no dynamic collection, or is no module.
     """
-    found = _collections(model)
+    found = _collections(model, where)
     if not found:
         raise ValueError(
             f"{where}: expected a model with a dynamic collection, got {type(model).__name__} "
@@ -56,10 +60,11 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
     The model is as in `collections_of`.
 
     Raises:
-        ValueError: if the model has no dynamic table, if only some tables are sharded, or if two tables
-            have the same name.
+        ValueError: if the model is no module or has no dynamic table, if only some tables are sharded, if
+            DistributedModelParallel of several ranks has an unsharded one, or if two tables have the same
+            name.
     """
-    found = _collections(model)
+    found = _collections(model, call)
     tables = [table for path, one in found for table in tables_in(one, path).values()]
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
@@ -67,6 +72,8 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
             f"{call}: expected a model with dynamic tables of different names, got tables {listed(names)}."
         )
     unsharded = [table.name for table in tables if table.group is None]
+    if unsharded:
+        check_is_no_dmp(f"{call}(tables={listed(unsharded)})", model)
     if 0 < len(unsharded) < len(tables):
         raise ValueError(
             f"{call}: expected dynamic tables that are all sharded or all unsharded, got {unsharded} "
@@ -167,7 +174,11 @@ def optimizers_of(collection: Collection) -> list[RowOptimizer]:
     return list(collection._shards.optimizers())
 
 
-def _collections(model: nn.Module) -> list[tuple[str, Collection]]:
+def _collections(model: nn.Module, call: str) -> list[tuple[str, Collection]]:
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{call}: expected a model, got {type(model).__name__}. Pass the module with the tables first."
+        )
     modules = get_unwrapped_module(model).named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Collection)]
 
