@@ -160,6 +160,23 @@ def test_bad_option_of_a_plan_is_refused_on_every_rank() -> None:
         assert "or the option of the table's ParameterConstraints" in text
 
 
+def refuse_fused_params(plan: dict[str, ParameterSharding], fused_params: dict[str, Any]) -> str:
+    return refuse_plan(True, plan, fused_params=fused_params)
+
+
+def test_output_dtype_of_a_plan_or_a_sharder_is_refused_on_every_rank() -> None:
+    said = (
+        "(table='t'): expected output_dtype FP32, FP16 or BF16 of DataType or SparseType, or torch"
+    )
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}  # on rank 0: there is no kernel on rank 1
+    wrong = {**FUSED_PARAMS, "output_dtype": "fp16"}
+    for text in workers.run(refuse_fused_params, plan, wrong, world_size=2):
+        assert said in text and "got 'fp16'. Write one" in text
+    plan["t"].output_dtype = DataType.INT8
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert said in text and "got <DataType.INT8: 'INT8'>" in text
+
+
 def refuse_output_dtypes(pooled: bool, *dtypes: DataType | None) -> str:
     tables = [
         Table(name, [name], shard_by_hand("table_wise", [([rank], 0, 8)]))

@@ -197,7 +197,7 @@ class DynamicStorageEstimator(ShardEstimator):
             shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype
-            or dtype_to_data_type(chosen_output_dtype(fused_params)),
+            or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),
             num_poolings=option.num_poolings,
         )
         self._whole.estimate([stand_in], sharder_data_map)
