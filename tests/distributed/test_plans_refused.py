@@ -26,6 +26,7 @@ Pieces = list[tuple[list[int], int, int]]
 WHOLE: Pieces = [([0], 0, 8)]
 
 # (what, pooled, sharding type, pieces, part of the message)
+MADE_BY = "Make the plan with the planner or construct_module_sharding_plan."
 BAD_PLANS: list[tuple[bool, str, Pieces, str]] = [
     (
         True,
@@ -103,10 +104,10 @@ def test_other_kernels_are_refused(kernel: str) -> None:
 
 def test_missing_and_unknown_tables_are_refused() -> None:
     (text,) = workers.run(refuse_plan, True, {}, world_size=1)
-    assert text.endswith("expected a plan for every table, got none for ['t'].")
+    assert text.endswith("expected a plan for every table, got none for ['t']. " + MADE_BY)
     plan = {name: shard_by_hand("table_wise", WHOLE) for name in ("t", "u")}
     (text,) = workers.run(refuse_plan, True, plan, world_size=1)
-    assert text.endswith("expected a plan for its tables only, got tables ['u'].")
+    assert text.endswith("expected a plan for its tables only, got tables ['u']. " + MADE_BY)
 
 
 def test_shards_that_do_not_match_ranks_are_refused() -> None:

@@ -380,3 +380,12 @@ def test_ids_without_weights_cannot_be_scored_by_them(make: Any) -> None:
     trained = bag_of(is_weighted=True, dynamic=options)
     trained(torch.tensor([[1, 2]]), torch.tensor([[1.0, 3.0]]))
     assert trained.table.count(torch.tensor([1, 2])).tolist() == [256, 768]
+
+
+def test_a_dict_as_options_of_the_one_table_is_refused() -> None:
+    by_name: Any = {"embedding_bag": dyn.DynamicTableConfig()}
+    for layer in (dyn.DynamicEmbeddingBag, dyn.DynamicEmbedding):
+        with pytest.raises(
+            ValueError, match=r"\.dynamic: expected a DynamicTableConfig or None, got {"
+        ):
+            layer(8, 100, dynamic=by_name)

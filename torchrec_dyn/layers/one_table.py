@@ -38,6 +38,11 @@ class OneTable(nn.Module):
 
 def check_unscored(options: DynamicTableConfig | None, where: str) -> None:
     """Raises ValueError if a table scores ids by weights, which its lookup does not get."""
+    if options is not None and not isinstance(options, DynamicTableConfig):
+        raise ValueError(
+            f"{where}.dynamic: expected a DynamicTableConfig or None, got {options!r}. Pass the config of "
+            "the one table itself."
+        )
     if options is not None and options.scores_weights:
         raise ValueError(
             f"{where}: expected an eviction that needs no weights, since this module looks up ids without "
