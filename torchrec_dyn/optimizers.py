@@ -83,6 +83,9 @@ RULES = {
     OptimizerKind.ADAM_BY_ROW: Rule(8, _ADAM.hyper, (*_BOTH, "row_counter"), ("row_counter",)),
 }
 
+# By their names in TorchRec's DataType and in FBGEMM's SparseType.
+_OUTPUT_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+
 # FBGEMM's WeightDecayMode by number. Its other modes need state that these tables do not have.
 _DECAY_MODES = {0: "NONE", 1: "L2", 2: "DECOUPLE"}
 
@@ -230,8 +233,8 @@ class RowOptimizer:
 
         Args:
             fused_params: `optimizer` as an FBGEMM EmbOptimType, the name of an OptimizerKind or a RowRule;
-                the hyper-parameters of `RowOptimizer`; `output_dtype` (read elsewhere); and keys for the
-                placement of a table, which are ignored with a log line.
+                the hyper-parameters of `RowOptimizer`; `output_dtype`, which is only checked here
+                (`output_dtype_of`); and keys for the placement of a table, which are ignored with a log line.
             where: owner of the parameters for error messages, e.g. "table 'user'".
 
         Raises:
@@ -261,7 +264,9 @@ class RowOptimizer:
                     )
             elif key in _PLACEMENT_KEYS:
                 logger.info("fused_params of %s: %r only places a table; ignored", where, key)
-            elif key != "output_dtype":
+            elif key == "output_dtype":
+                output_dtype_of(value, where)
+            else:
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
                     f"{', '.join(_NUMBERS)}, weight_decay_mode, gradient_clipping, defer_updates, "
@@ -339,6 +344,28 @@ class RowOptimizer:
 
 
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
+
+
+def output_dtype_of(value: Any, where: str) -> torch.dtype:
+    """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32.
+
+    Args:
+        value: a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
+        where: owner of the parameters for error messages, e.g. "table 'user'".
+
+    Raises:
+        ValueError: if it is none of float32, float16 and bfloat16.
+    """
+    if value is None:
+        return torch.float32
+    found = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value
+    if not isinstance(found, torch.dtype) or found not in _OUTPUT_DTYPES.values():
+        raise ValueError(
+            f"fused_params of {where}: expected output_dtype FP32, FP16 or BF16 of DataType or SparseType, "
+            f"or torch.float32, torch.float16 or torch.bfloat16, got {value!r}. Write one of them, or "
+            "remove it for float32."
+        )
+    return found
 
 
 def _by_row(chosen: Mapping[str, Any], where: str) -> OptimizerKind:

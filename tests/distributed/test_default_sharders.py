@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from sharded_cases import usual_plan
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -23,6 +23,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
@@ -185,3 +186,30 @@ def test_the_given_options_are_copied() -> None:
             assert sharder.fused_params["learning_rate"] == 0.25
             sharder.fused_params["learning_rate"] = 9.0
     assert given == SGD
+
+
+@pytest.mark.parametrize(
+    "sharder",
+    [
+        dyn.default_sharders,
+        dyn.DynamicEmbeddingBagCollectionSharder,
+        dyn.DynamicEmbeddingCollectionSharder,
+        dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder,
+    ],
+)
+def test_fused_params_that_are_no_dict_are_refused(sharder: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"harders?\.fused_params: expected a dict, got 'adam'\. Wr"
+    ):
+        sharder("adam")
+
+
+def test_output_dtype_reaches_static_tables_as_torchrec_reads_it() -> None:
+    given = [
+        sharder.fused_params["output_dtype"]  # type: ignore[attr-defined]
+        for sharder in dyn.default_sharders({**SGD, "output_dtype": torch.float16})
+        if getattr(sharder, "fused_params", None) is not None
+    ]
+    assert len(given) >= 4 and set(given) == {SparseType.FP16}
+    with pytest.raises(ValueError, match="fused_params of default_sharders: expected output_dtype"):
+        dyn.default_sharders({"output_dtype": DataType.INT8})

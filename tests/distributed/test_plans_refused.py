@@ -26,6 +26,7 @@ Pieces = list[tuple[list[int], int, int]]
 WHOLE: Pieces = [([0], 0, 8)]
 
 # (what, pooled, sharding type, pieces, part of the message)
+MADE_BY = "Make the plan with the planner or construct_module_sharding_plan."
 BAD_PLANS: list[tuple[bool, str, Pieces, str]] = [
     (
         True,
@@ -103,10 +104,10 @@ def test_other_kernels_are_refused(kernel: str) -> None:
 
 def test_missing_and_unknown_tables_are_refused() -> None:
     (text,) = workers.run(refuse_plan, True, {}, world_size=1)
-    assert text.endswith("expected a plan for every table, got none for ['t'].")
+    assert text.endswith("expected a plan for every table, got none for ['t']. " + MADE_BY)
     plan = {name: shard_by_hand("table_wise", WHOLE) for name in ("t", "u")}
     (text,) = workers.run(refuse_plan, True, plan, world_size=1)
-    assert text.endswith("expected a plan for its tables only, got tables ['u'].")
+    assert text.endswith("expected a plan for its tables only, got tables ['u']. " + MADE_BY)
 
 
 def test_shards_that_do_not_match_ranks_are_refused() -> None:
@@ -158,6 +159,23 @@ def test_bad_option_of_a_plan_is_refused_on_every_rank() -> None:
     for text in workers.run(refuse_plan, True, plan, world_size=2):
         assert "(table='t'): expected stochastic_rounding=True, got False." in text
         assert "or the option of the table's ParameterConstraints" in text
+
+
+def refuse_fused_params(plan: dict[str, ParameterSharding], fused_params: dict[str, Any]) -> str:
+    return refuse_plan(True, plan, fused_params=fused_params)
+
+
+def test_output_dtype_of_a_plan_or_a_sharder_is_refused_on_every_rank() -> None:
+    said = (
+        "(table='t'): expected output_dtype FP32, FP16 or BF16 of DataType or SparseType, or torch"
+    )
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}  # on rank 0: there is no kernel on rank 1
+    wrong = {**FUSED_PARAMS, "output_dtype": "fp16"}
+    for text in workers.run(refuse_fused_params, plan, wrong, world_size=2):
+        assert said in text and "got 'fp16'. Write one" in text
+    plan["t"].output_dtype = DataType.INT8
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert said in text and "got <DataType.INT8: 'INT8'>" in text
 
 
 def refuse_output_dtypes(pooled: bool, *dtypes: DataType | None) -> str:

@@ -512,6 +512,12 @@ def test_errors_of_clipping() -> None:
         dyn.clip_grad_norm_(collection(False), 1.0)
     with pytest.raises(ValueError, match="clip_grad_norm_: expected norm_type > 0"):
         dyn.clip_grad_norm_(collection(True), -1.0)
+    with pytest.raises(ValueError, match=r"norm_type > 0 and max_norm >= 0, got 2\.0 and None"):
+        dyn.clip_grad_norm_(collection(True), None)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"GradScaler\.device: expected 'cpu' or 'cuda', got 'gpu'"
+    ):
+        dyn.GradScaler(collection(True), "gpu")
     with pytest.raises(ValueError, match="expected defer_updates as True or False, got 1"):
         collection(1)(features_of([part(1)]))  # type: ignore[arg-type]
     dynamic, optimizer, _, _ = both_models()

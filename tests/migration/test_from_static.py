@@ -286,6 +286,16 @@ def test_an_initializer_replaces_init_fn() -> None:
     assert out.values().tolist() == [[0.0] * 4, [1.0] * 4]
 
 
+def test_one_limit_for_all_tables() -> None:
+    made = from_static(ebc(), fused_params=RULE, num_embeddings=90)
+    assert {config.num_embeddings for config in made.embedding_bag_configs()} == {90}
+    for wrong in (0, True, "many"):
+        with pytest.raises(
+            ValueError, match=f"expected at least the .* rows of table .* got {wrong!r}"
+        ):
+            from_static(ebc(), num_embeddings=wrong)
+
+
 def test_a_limit_that_is_too_large() -> None:
     with pytest.raises(
         ValueError, match=r"expected num_embeddings of at most 90071.*, got 4611686"

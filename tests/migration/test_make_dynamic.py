@@ -237,3 +237,14 @@ def rows_of_a_sharded_model() -> torch.Tensor:
 def test_an_initializer_replaces_init_fn_in_a_sharded_model() -> None:
     for rows in workers.run(rows_of_a_sharded_model, world_size=2):
         assert rows.eq(1).all()
+
+
+def test_tables_that_are_dynamic_already() -> None:
+    model = dyn.make_dynamic(Model())
+    for tables in (None, ["a"]):
+        with pytest.raises(
+            ValueError, match=r"got one whose tables \['.*'\] are dynamic already. Call"
+        ):
+            dyn.make_dynamic(model, tables)
+    with pytest.raises(ValueError, match=r"make_dynamic.tables: expected names among \[.*got none"):
+        dyn.make_dynamic(Model(), [])

@@ -47,6 +47,10 @@ def changed(**fields: object) -> EmbeddingBagConfig:
         (changed(data_type=DataType.INT8), "expected data_type FP32, FP16 or BF16, got"),
         (changed(pooling=PoolingType.NONE), "expected pooling SUM or MEAN"),
         (changed(feature_names=["f", "f"]), "expected a feature once in a table, got 'f' 2 times"),
+        (
+            changed(feature_names="usr"),
+            r"expected feature_names as a list, got 'usr'. Write \['usr'\]",
+        ),
         (changed(use_virtual_table=True), "expected use_virtual_table=False, got True"),
         (changed(virtual_table_eviction_policy=NoEvictionPolicy()), "virtual_table_eviction"),
         (changed(total_num_buckets=8), "expected total_num_buckets=None, got 8"),
@@ -95,6 +99,11 @@ def test_an_initializer_replaces_what_the_config_says_of_initial_rows() -> None:
 def test_impossible_collections() -> None:
     with pytest.raises(ValueError, match="expected at least one table, got none"):
         dyn.DynamicEmbeddingCollection([])
+    for collection in (dyn.DynamicEmbeddingBagCollection, dyn.DynamicEmbeddingCollection):
+        with pytest.raises(
+            ValueError, match=r"expected a list of tables, got .* 't'. Write \[config"
+        ):
+            collection(GOOD)
     with pytest.raises(ValueError, match="expected a table name once, got 't' 2 times"):
         dyn.DynamicEmbeddingBagCollection([GOOD, GOOD])
     with pytest.raises(ValueError, match=r"dynamic: expected names among \['t'\], got \['x'\]"):

@@ -11,7 +11,7 @@ from collection_oracle import (
     initial_rows,
     stock_config,
 )
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
@@ -236,9 +236,19 @@ def test_narrow_rows_give_float32(data_type: DataType) -> None:
     output.sum().backward()
     assert output.dtype == torch.float32
     assert ebc.table("t").lookup(torch.tensor([1]))[0].dtype == ebc.embedding_bags["t"].weight.dtype
-    fused_params = {**SGD, "output_dtype": data_type}
-    ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused_params)
-    assert ebc(bags([1])).values().dtype == ebc.embedding_bags["t"].weight.dtype
+    dtype = ebc.embedding_bags["t"].weight.dtype
+    for spelled in (data_type, SparseType.from_dtype(dtype), dtype):
+        fused_params = {**SGD, "output_dtype": spelled}
+        ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused_params)
+        assert ebc(bags([1])).values().dtype == dtype
+
+
+def test_fused_params_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^DynamicEmbeddingBagCollection\.fused_params: expected a dict, got 'adam'\. Write \{",
+    ):
+        one_table(fused_params="adam")
 
 
 @pytest.mark.parametrize("size", [0, 3])

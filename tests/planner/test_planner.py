@@ -1,20 +1,27 @@
 """TorchRec's planner on dynamic collections: what it offers, what it pins, and plans that train."""
 
 import pytest
+import torch
 import torch.distributed as dist
 import workers
 from planned_cases import POOLED, SEQUENCE, topology
 from sharded_cases import Case, Table
 from sharded_training import Holder, batches, collection_of, sharder_of, train_beside
-from torchrec import EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import DeviceHardware
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicEmbeddingBagCollectionSharder
+from torchrec_dyn import (
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingBagCollectionSharder,
+    default_sharders,
+)
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
 
 PLANNERS = {"stock": EmbeddingShardingPlanner, "ours": make_planner}
@@ -198,3 +205,88 @@ def test_plans_are_those_of_the_stock_partitioner_with_few_copies_of_devices(kin
     assert plan_with(None, kinds) == stock
     # TorchRec copies its topology twice, and the devices of a host for each table that it tries there.
     assert len(copies) - of_stock <= 2 * 16 < of_stock
+
+
+# Constraints and names that no table of the model can have
+
+IMPOSSIBLE = [
+    (
+        True,
+        {"sharding_types": ["data_parallel"]},
+        "sharding_types with one of table_.*Under data_par",
+    ),
+    (
+        False,
+        {"sharding_types": ["grid_shard"]},
+        "sharding_types with one of table_wise, row_wise, col",
+    ),
+    (
+        True,
+        {"compute_kernels": ["fused_uvm_caching"]},
+        "compute_kernels with 'fused', got .'fused_uvm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pooled", "constraint", "rule"), IMPOSSIBLE)
+def test_constraints_that_leave_nothing_say_what_is_there(pooled, constraint, rule):
+    case = case_of(pooled)
+    planner = make_planner(topology(), constraints=constrained(case, **constraint))
+    with pytest.raises(
+        ValueError, match=rf"make_planner.constraints\['table_0'\]: expected {rule}"
+    ):
+        plan_of(case, planner)
+
+
+def test_constraints_of_processed_and_static_tables():
+    """A feature-processed collection has the types of its own sharder; a static table those of TorchRec."""
+    processed = FeatureProcessedEmbeddingBagCollection(
+        DynamicEmbeddingBagCollection([table("user")], is_weighted=True),
+        PositionWeightedModuleCollection({"user": 2}),
+    )
+    static = EmbeddingBagCollection([table("item")], device=torch.device("meta"))
+    model = torch.nn.ModuleDict({"processed": processed, "static": static})
+    by_table = {
+        "user": ParameterConstraints(sharding_types=["data_parallel"]),
+        "item": ParameterConstraints(sharding_types=["data_parallel"]),
+    }
+    with pytest.raises(
+        ValueError, match=r"constraints\['user'\]: expected sharding_types with one"
+    ):
+        make_planner(topology(), constraints=by_table).plan(model, default_sharders())
+    by_table["user"] = ParameterConstraints(sharding_types=["row_wise", "data_parallel"])
+    plan = make_planner(topology(), constraints=by_table).plan(model, default_sharders())
+    kinds = {name: one.sharding_type for of in plan.plan.values() for name, one in of.items()}
+    assert kinds == {"user": "row_wise", "item": "data_parallel"}
+
+
+def table(name):
+    return EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=99, feature_names=[name])
+
+
+def plan_with_a_wrong_name():
+    case = case_of(tables=2)
+    planner = make_planner(topology(world_size=2), expected_rows={"table_0": 9, "table_9": 9})
+    with pytest.raises(ValueError) as caught:
+        planner.collective_plan(Holder(collection_of(case)), [sharder_of(case)], dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_name_of_expected_rows_that_no_table_has_is_an_error_on_every_rank():
+    for text in workers.run(plan_with_a_wrong_name, world_size=2):
+        assert (
+            "make_planner.expected_rows: expected names of tables that the sharders shard, ["
+            in text
+        )
+        assert "'table_1'], got ['table_9']. Correct" in text
+
+
+def test_arguments_in_a_wrong_order_are_refused():
+    with pytest.raises(
+        ValueError, match=r"make_planner\.topology: expected a Topology, got 512\. Write"
+    ):
+        make_planner(512, topology())
+    with pytest.raises(
+        ValueError, match="make_planner: expected batch_size to be an integer above"
+    ):
+        make_planner(topology(), topology())

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import workers
@@ -298,6 +299,15 @@ def test_expected_rows_price_a_generous_limit():
 def test_expected_rows_are_checked():
     with pytest.raises(ValueError, match=r"expected_rows\['user'\]: expected at least 1, got 0"):
         DynamicStorageEstimator(topology(), expected_rows={"user": 0})
+    for wrong, rule in (
+        (10**6, ": expected a dict"),
+        ({"user": None}, r"\['user'\]: expected an integer"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"expected_rows{rule}.*, got {wrong if wrong == 10**6 else None}"
+        ):
+            make_planner(topology(), expected_rows=wrong)
+    assert DynamicStorageEstimator(topology(), expected_rows={"user": np.int64(7)})
     module = DynamicEmbeddingBagCollection([pooled()])
     with pytest.raises(ValueError, match=f"at most num_embeddings={ROWS}, got {ROWS + 1}. Raise"):
         user_shard(module, DynamicEmbeddingBagCollectionSharder(), expected_rows={"user": ROWS + 1})

@@ -63,8 +63,11 @@ def test_ranks_may_have_no_rows_of_a_small_table() -> None:
     ],
 )
 def test_ranks_and_columns_are_checked(kind: str, pieces: Pieces, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"^here\(table='t'\): expected .*{said}"):
+    with pytest.raises(
+        ValueError, match=rf"^here\(table='t'\): expected .*{said}\. [MT]"
+    ) as caught:
         layout(shard_by_hand(kind, pieces))
+    assert ("LOCAL_WORLD_SIZE must be the same" in str(caught.value)) == ("in order" in said)
 
 
 def test_a_checked_plan_is_a_copy() -> None:

@@ -68,6 +68,31 @@ def test_pyright_accepts_the_ports_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "0 errors" in done.stdout, done.stdout
 
 
+MIGRATED = """
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+
+import torchrec_dyn as dyn
+
+
+def use(module: nn.Module) -> None: ...
+
+
+def migrate(pooled: EmbeddingBagCollection, sequence: EmbeddingCollection) -> None:
+    bags: dyn.DynamicEmbeddingBagCollection = dyn.from_static(pooled, num_embeddings=9)
+    words: dyn.DynamicEmbeddingCollection = dyn.from_static(sequence, num_embeddings={"t": 9})
+    use(bags), use(words)
+"""
+
+
+def test_pyright_knows_what_from_static_returns(tmp_path: Path) -> None:
+    (tmp_path / "migrated.py").write_text(MIGRATED)
+    settings = {"include": ["migrated.py"], "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    done = run_program("-m", "pyright", "--pythonpath", sys.executable, "-p", tmp_path)
+    assert "0 errors" in done.stdout, done.stdout
+
+
 @pytest.mark.deep  # mypy reads torch: a minute without its cache
 def test_mypy_accepts_the_ports_as_a_user_runs_it(tmp_path: Path) -> None:
     """Without our settings. Errors in the packages of others do not count."""

@@ -31,21 +31,23 @@ from torchrec.modules.embedding_configs import DataType
 
 # Outputs on all ranks: TorchRec expects what it receives in the dtype of what it sends
 
+DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 NOT_ON_ALL = [kind for kind in POOLED if kind != "row_wise"]
 
 
-def case_of(kind: str, pooled: bool, output: str, **options: Any) -> Case:
+def case_of(kind: str, pooled: bool, output: str, by_torch: bool = False, **options: Any) -> Case:
     plan = usual_plan(kind, 8, 4, 2, 0)
     if kind == "grid_shard":  # both on the first node
         plan = shard_by_hand(kind, [([0, 1], 0, 4), ([0, 1], 4, 4)])
-    fused_params = {**FUSED_PARAMS, "output_dtype": DataType[output]}
+    dtype = DTYPES[output] if by_torch else DataType[output]
+    fused_params = {**FUSED_PARAMS, "output_dtype": dtype}
     table = Table("t", ["a", "b"], plan)
     return Case([table], pooled=pooled, fused_params=fused_params, **options)
 
 
 def look_up_beside(case: Case) -> None:
     rank, dtype = dist.get_rank(), case.fused_params["output_dtype"]
-    expected_dtype = {"FP16": torch.float16, "BF16": torch.bfloat16}[dtype.name]
+    expected_dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype.name]
     unsharded = collection_of(case, fused_params=case.fused_params)
     sharded = shard(case, copy.deepcopy(unsharded))
     for step in range(2):
@@ -78,6 +80,12 @@ def test_means_of_spread_rows_keep_the_dtype_of_the_outputs(output: str) -> None
     """Sums of that dtype are divided by lengths of float32 (sharding/mean_pooling.py)."""
     case = case_of("row_wise", True, output)
     case.tables[0].pooling = "MEAN"
+    workers.run(look_up_beside, case, world_size=4, local_size=2)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_torch_dtype_means_the_same_as_a_data_type(pooled: bool) -> None:
+    case = case_of("table_wise", pooled, "FP16", by_torch=True)  # three ranks have no table
     workers.run(look_up_beside, case, world_size=4, local_size=2)
 
 

@@ -1,5 +1,6 @@
 """Every error of the Python core names the expected and the given value."""
 
+import enum
 import re
 
 import pytest
@@ -88,6 +89,10 @@ DIVIDE_BY_EPS = (
 )  # fmt: skip
 
 
+class Int8(enum.Enum):
+    INT8 = "INT8"
+
+
 class Foreign:
     name = "LARS_SGD"
 
@@ -101,6 +106,15 @@ class Foreign:
             "Use dyn.LarsSGD().",
         ),
         ({"learning_rate": -1}, "expected a finite learning_rate >= 0, got -1."),
+        *[
+            (
+                {"output_dtype": value},
+                "expected output_dtype FP32, FP16 or BF16 of DataType or SparseType, or torch.float32, "
+                "torch.float16 or torch.bfloat16, "
+                f"got {value!r}. Write one of them, or remove it for float32.",
+            )
+            for value in ("fp16", 1, torch.float64, Int8.INT8)
+        ],
         ({"eps": NAN}, "expected a finite eps >= 0, got nan."),
         ({"eps": "small"}, "expected a finite eps >= 0, got 'small'."),
         *[

@@ -19,6 +19,7 @@ from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingCollectionSharder,
 )
 from torchrec_dyn.distributed.static_sharders import StaticBagSharder, StaticSequenceSharder
+from torchrec_dyn.modules import check_fused_params, with_fbgemm_dtype
 
 
 def default_sharders(
@@ -35,10 +36,15 @@ def default_sharders(
             sharder for its type of module behind these, with `fused_params` of its own. In
             feature-processed modules, which have one sharder for both, set the options on the collections
             and pass `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` behind these.
+
+    Raises:
+        ValueError: if `fused_params` are not a dict, or their `output_dtype` is not supported.
     """
+    check_fused_params(fused_params, "default_sharders")
 
     def copied() -> dict[str, Any] | None:
-        return None if fused_params is None else dict(fused_params)
+        # TorchRec's sharders take no torch.dtype.
+        return None if fused_params is None else with_fbgemm_dtype(fused_params, "default_sharders")
 
     sharders: list[Any] = [
         *get_default_sharders(),

@@ -17,6 +17,7 @@ from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     UnshardedTable,
+    check_fused_params,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -141,6 +142,7 @@ class DynamicEmbeddingBagCollectionSharder(
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
+        check_fused_params(fused_params, type(self).__name__)
         super().__init__(fused_params, qcomm_codecs_registry)
         self.options = {}
 
@@ -168,5 +170,6 @@ class DynamicEmbeddingCollectionSharder(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
+        check_fused_params(fused_params, type(self).__name__)
         super().__init__(fused_params, qcomm_codecs_registry)
         self.options = {"use_index_dedup": use_index_dedup}

@@ -31,6 +31,7 @@ from torchrec_dyn.modules import (
     chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
+    with_fbgemm_dtype,
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
@@ -228,12 +229,13 @@ class ShardableView(DefaultSelection, nn.Module):
                 chosen = dict(DEFAULT_FUSED_PARAMS)
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan[config.name])
+            chosen = with_fbgemm_dtype(chosen, table)
             self.optimizers[config.name] = RowOptimizer.from_fused_params(chosen, table)
             # A rank receives the outputs of all tables of a sharding type as one tensor, and a pooled
             # collection joins those of all types to one KeyedTensor.
             which = "" if pooled else f" that are {plan[config.name].sharding_type}"
             by_dtype = outputs.setdefault(which, {})
-            by_dtype.setdefault(chosen_output_dtype(chosen), []).append(config.name)
+            by_dtype.setdefault(chosen_output_dtype(chosen, table), []).append(config.name)
             chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
         for which, by_dtype in outputs.items():

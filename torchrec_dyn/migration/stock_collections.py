@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, NoReturn, TypeAlias, TypeVar, overload
 
 import torch
 from torch import nn
@@ -71,6 +71,8 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
             feature-processed module. The model has not changed then.
     """
     stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
+    if not stock:
+        _raise_without_stock(model)
     names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
     known = {name for group in names.values() for name in group}
     _check_names(known, tables, dynamic)
@@ -111,8 +113,7 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
                 check_unprocessed(made[id(one)].dynamic_configs(), f"make_dynamic('{path}')")
     if not made:
         raise ValueError(
-            "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "
-            "got none."
+            f"make_dynamic.tables: expected names among {listed(sorted(known))}, or None for all, got none."
         )
     for path, one in stock.items():
         if id(one) in made and _device_of(one).type != "meta":
@@ -124,6 +125,16 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
             if id(child) in made:
                 setattr(parent, name, made[id(child)])
     return model
+
+
+def _raise_without_stock(model: nn.Module) -> NoReturn:
+    dynamic = [one for one in model.modules() if isinstance(one, UnshardedCollection)]
+    names = [name for one in dynamic for name in one.dynamic_configs()]
+    got = f"one whose tables {listed(names)} are dynamic already. Call it once" if names else "none"
+    raise ValueError(
+        "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "
+        f"got {got}."
+    )
 
 
 def configs_of(collection: Any) -> Sequence[Any]:
@@ -151,7 +162,7 @@ def empty_counterpart(
     device: torch.device | str | None,
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
     fused_params: Mapping[str, Any] | None = None,
-) -> UnshardedCollection:
+) -> DynamicEmbeddingBagCollection | DynamicEmbeddingCollection:
     """Returns a dynamic collection of the same kind as `stock`, with these table configs and without rows."""
     if isinstance(stock, EmbeddingBagCollection):
         return DynamicEmbeddingBagCollection(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from torchrec_dyn.migration.stock_collections import (
     tables_by_name,
 )
 from torchrec_dyn.modules import (
-    UnshardedCollection,
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
     UnshardedTable,
     checked_configs,
     with_row_dtype,
@@ -41,13 +42,34 @@ from torchrec_dyn.table import ROW_DTYPES, TableShard, named_states
 CHUNK_BYTES = 32 << 20
 
 
+# mypy sees no classes in TorchRec (pyproject.toml): to it both take any collection.
+@overload
+def from_static(
+    collection: EmbeddingBagCollection,
+    optimizer: torch.optim.Optimizer | None = None,
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
+    fused_params: Mapping[str, Any] | None = None,
+    num_embeddings: int | Mapping[str, int] | None = None,
+) -> DynamicEmbeddingBagCollection: ...
+
+
+@overload
+def from_static(  # type: ignore[overload-cannot-match]
+    collection: EmbeddingCollection,
+    optimizer: torch.optim.Optimizer | None = None,
+    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
+    fused_params: Mapping[str, Any] | None = None,
+    num_embeddings: int | Mapping[str, int] | None = None,
+) -> DynamicEmbeddingCollection: ...
+
+
 def from_static(
     collection: EmbeddingBagCollection | EmbeddingCollection,
     optimizer: torch.optim.Optimizer | None = None,
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
     fused_params: Mapping[str, Any] | None = None,
-    num_embeddings: Mapping[str, int] | None = None,
-) -> UnshardedCollection:
+    num_embeddings: int | Mapping[str, int] | None = None,
+) -> DynamicEmbeddingBagCollection | DynamicEmbeddingCollection:
     """Returns a dynamic collection with the rows of a trained static collection: id i gets row i.
 
     The rows are equal bit for bit and keep the present dtype of the weights. Further training uses the
@@ -63,8 +85,9 @@ def from_static(
         dynamic: options of the tables, one DynamicTableConfig for all tables or a dict by table name.
         fused_params: as in the dynamic collections. If it has an "optimizer", it is the complete rule for
             further training; its kind must be the kind of the saved state.
-        num_embeddings: new limits by table name, at least N; None: N for each table. Such a table is full,
-            so new ids are errors unless a policy evicts when a table is full.
+        num_embeddings: new limits, one number for all tables or a dict by table name, at least N; None: N
+            for each table. Such a table is full, so new ids are errors unless a policy evicts when a table
+            is full.
 
     Raises:
         ValueError: if a table or its optimizer has no dynamic counterpart.
@@ -108,9 +131,12 @@ def from_static(
     return made.train(collection.training)
 
 
-def _checked_limits(collection: Any, wished: Mapping[str, int] | None) -> dict[str, int]:
+def _checked_limits(collection: Any, wished: int | Mapping[str, int] | None) -> dict[str, int]:
     limits = {config.name: config.num_embeddings for config in configs_of(collection)}
-    for name, limit in (wished or {}).items():
+    if wished is None:
+        return limits
+    by_name = wished if isinstance(wished, Mapping) else dict.fromkeys(limits, wished)
+    for name, limit in by_name.items():
         if name not in limits:
             raise ValueError(
                 f"from_static.num_embeddings: expected names among {list(limits)}, got {name!r}."

@@ -19,6 +19,7 @@ from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
 from torchrec_dyn.modules.feature_ids import FeatureReader
+from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
@@ -79,6 +80,7 @@ class DynamicEmbeddingCollection(
         if len(set(widths.values())) > 1:
             raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
+        check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)
         by_name = unsharded_tables(configs, dynamic, self.fused_params, device, where)
         self.embeddings = nn.ModuleDict(by_name)

@@ -23,6 +23,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
 from torchrec_dyn.modules.feature_ids import FeatureReader
+from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
@@ -60,6 +61,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         self._is_weighted = is_weighted
+        check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)
         by_name = unsharded_tables(configs, dynamic, self.fused_params, device, where)
         self.embedding_bags = nn.ModuleDict(by_name)

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torchrec.distributed.utils import (
-    convert_to_fbgemm_types,
     merge_fused_params,
     optimizer_type_to_emb_opt_type,
 )
 
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer, output_dtype_of
 
 # FBGEMM's default if no optimizer is chosen: EXACT_SGD, learning rate 0.01.
 # Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
@@ -131,9 +130,31 @@ def chosen_optimizer(
     return RowOptimizer.from_fused_params(chosen, where)
 
 
-def chosen_output_dtype(fused_params: Mapping[str, Any] | None) -> torch.dtype:
-    """Returns the dtype of the outputs: `output_dtype`, else float32."""
-    output_dtype = convert_to_fbgemm_types(dict(fused_params or {})).get("output_dtype")
-    if output_dtype is None or isinstance(output_dtype, torch.dtype):
-        return output_dtype or torch.float32
-    return output_dtype.as_dtype()
+def chosen_output_dtype(fused_params: Mapping[str, Any] | None, where: str) -> torch.dtype:
+    """Returns the dtype of the outputs: `output_dtype`, else float32.
+
+    Raises:
+        ValueError: if `output_dtype` is not supported.
+    """
+    return output_dtype_of((fused_params or {}).get("output_dtype"), where)
+
+
+def with_fbgemm_dtype(fused_params: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns a copy of `fused_params` with `output_dtype`, if it is set, as TorchRec reads it: a SparseType.
+
+    Raises:
+        ValueError: if `output_dtype` is not supported.
+    """
+    copied = dict(fused_params)
+    if copied.get("output_dtype") is not None:
+        copied["output_dtype"] = SparseType.from_dtype(chosen_output_dtype(copied, where))
+    return copied
+
+
+def check_fused_params(fused_params: object, where: str) -> None:
+    """Raises ValueError unless `fused_params` are a mapping or None."""
+    if fused_params is not None and not isinstance(fused_params, Mapping):
+        raise ValueError(
+            f"{where}.fused_params: expected a dict, got {fused_params!r}. Write "
+            "{'optimizer': ..., 'learning_rate': ...}."
+        )

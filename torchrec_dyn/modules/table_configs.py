@@ -69,8 +69,12 @@ def checked_configs(
     of a table replaces its init_fn, weight_init_min and weight_init_max, so the copy has no init_fn then.
 
     Raises:
-        ValueError: if there is no table, a config is not valid, or a table name is repeated.
+        ValueError: if there is no list, no table in it, a config is not valid, or a table name is repeated.
     """
+    if isinstance(tables, BaseEmbeddingConfig):
+        raise ValueError(
+            f"{where}: expected a list of tables, got the config of table {tables.name!r}. Write [config]."
+        )
     if len(tables) == 0:
         raise ValueError(f"{where}: expected at least one table, got none.")
     for config in tables:
@@ -124,6 +128,11 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
             raise ValueError(
                 f"{where}: expected {option}={unused}, got {getattr(config, option)!r}. {remedy}"
             )
+    if isinstance(config.feature_names, str):
+        raise ValueError(
+            f"{where}: expected feature_names as a list, got {config.feature_names!r}. Write "
+            f"[{config.feature_names!r}]."
+        )
     for feature, times in Counter(config.feature_names).items():
         if times > 1:
             raise ValueError(

@@ -219,7 +219,7 @@ class UnshardedLookup:
                 [state[number][0] for number in numbers],
                 [counts[number] for number in numbers],
                 pooling,
-                chosen_output_dtype(self.tables[0].fused_params),
+                chosen_output_dtype(self.tables[0].fused_params, self.tables[0].where),
                 uses_of(
                     [
                         (state[number][0].config, self.tables[number].config.feature_names)

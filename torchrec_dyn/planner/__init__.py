@@ -4,7 +4,8 @@ The stock EmbeddingShardingPlanner can plan dynamic collections without this roo
 this planner with storage priced by the allocations of a TableShard. With `constraints_from` it plans a
 running model again, from the measured rows and lookups of its tables. `load_by_rank` rates a plan.
 
-Imports `whole_model`, `modules`, `ranks`, `life`, `storage` and the ground. Start with `priced_planner`.
+Imports `whole_model`, `modules`, `ranks`, `table`, `life`, `storage` and the ground. Start with
+`priced_planner`.
 """
 
 from torchrec_dyn.planner.balance import EvenLoad, PlanLoad, load_by_rank

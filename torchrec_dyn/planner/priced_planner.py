@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -16,12 +17,15 @@ from torchrec.distributed.planner.types import (
     ShardEstimator,
     ShardingOption,
 )
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_dyn.modules import check_size
 from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.quick_partitioner import QuickPartitioner
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
+from torchrec_dyn.planner.table_checks import check_tables
 
 _MOST_TABLES = 8  # in a message
 _GIB = 1 << 30
@@ -31,12 +35,45 @@ _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONST
 class _PricedPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner. If no plan fits the memory, its error lists the largest tables."""
 
-    def __init__(self, topology: Topology, enumerator: EmbeddingEnumerator, **options: Any) -> None:
-        super().__init__(topology=topology, enumerator=enumerator, **options)
+    def __init__(
+        self,
+        topology: Topology,
+        enumerator: EmbeddingEnumerator,
+        constraints: dict[str, ParameterConstraints] | None,
+        expected_rows: Mapping[str, int],
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            topology=topology, enumerator=enumerator, constraints=constraints, **options
+        )
         self._priced_by = topology, enumerator
+        self._by_table = constraints or {}, list(expected_rows)
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Returns the plan that rank 0 makes.
+
+        Raises:
+            ValueError: on every rank, where the model has no such tables, or they cannot be so.
+        """
+        given = get_default_sharders() if sharders is None else sharders
+        self._check_tables(
+            module, given
+        )  # else rank 0 alone, and the others would wait for its plan
+        return super().collective_plan(module, given, pg)
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns a plan of a model; raises PlannerError if no plan fits."""
+        """Returns a plan of a model.
+
+        Raises:
+            ValueError: if the model has no such tables, or they cannot be so.
+            PlannerError: if no plan fits.
+        """
+        self._check_tables(module, sharders)
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
@@ -45,6 +82,10 @@ class _PricedPlanner(EmbeddingShardingPlanner):
             topology, enumerator = self._priced_by
             tables = _largest_tables(enumerator.enumerate(module, sharders), topology)
             raise PlannerError(f"{error}\n{tables}", error.error_type) from error
+
+    def _check_tables(self, model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
+        constraints, rows = self._by_table
+        check_tables(model, sharders, constraints, rows, self._priced_by[0].compute_device)
 
 
 def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
@@ -99,7 +140,18 @@ def make_planner(
         expected_rows: expected rows by table name, see DynamicStorageEstimator.
         deltas: True if deltas of the model are exported, see DynamicStorageEstimator.
         **options: other arguments of EmbeddingShardingPlanner, except `enumerator`.
+
+    Raises:
+        ValueError: if an argument is not valid. `plan` and, on every rank, `collective_plan` of the planner
+            raise it, too: if constraints of a dynamic table leave no sharding type or compute kernel that it
+            has, or no table has a name of `expected_rows`.
     """
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"make_planner.topology: expected a Topology, got {topology!r}. Write "
+            "make_planner(Topology(...), batch_size)."
+        )
+    check_size(batch_size, "batch_size", "make_planner")
     by_table = None if constraints is None else dict(constraints)
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
         options.setdefault("performance_model", EvenLoad(topology))
@@ -114,5 +166,6 @@ def make_planner(
         batch_size=batch_size,
         enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),
         constraints=by_table,
+        expected_rows=expected_rows or {},
         **options,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_dyn.life import SCORE_BYTES
+from torchrec_dyn.modules import check_size
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
 from torchrec_dyn.ranks import row_limit
 from torchrec_dyn.storage import (
@@ -16,6 +17,7 @@ from torchrec_dyn.storage import (
     most_slots,
     most_store_bytes,
 )
+from torchrec_dyn.table import ROW_DTYPES
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ def table_size(
         has_life: True if any policy is set, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
         deltas: True if deltas are exported (`checkpoint.mark`), so that changed rows are recorded.
+
+    Raises:
+        ValueError: if `rows`, `columns`, `dtype` or `optimizer` is not valid.
     """
+    _check_arguments(rows, columns, dtype, optimizer)
     limit = rows if limit is None else limit
     shift = block_shift(limit, columns * dtype.itemsize, device_type)
 
@@ -98,6 +104,22 @@ def table_size(
         counters=waiting,
         marks=most_log_bytes(rows, limit, device_type) if deltas else 0,
     )
+
+
+def _check_arguments(rows: object, columns: int, dtype: object, optimizer: object) -> None:
+    where = "table_size"
+    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
+        raise ValueError(f"{where}.rows: expected an integer, 0 or more, got {rows!r}.")
+    check_size(columns, "columns", where)
+    if dtype not in ROW_DTYPES:
+        raise ValueError(
+            f"{where}.dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}."
+        )
+    if not isinstance(optimizer, RowOptimizer):
+        raise ValueError(
+            f"{where}.optimizer: expected a RowOptimizer, got {optimizer!r}. Write "
+            "RowOptimizer.from_fused_params(fused_params, 'my table')."
+        )
 
 
 def table_bytes(

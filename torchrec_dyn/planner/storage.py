@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -51,6 +53,25 @@ class _Share(NamedTuple):
 _COUNTS_DISKS = "ssd" in {one.name for one in fields(Storage)}
 
 
+def _checked_rows(expected_rows: object) -> dict[str, int]:
+    where = "DynamicStorageEstimator.expected_rows"
+    if expected_rows is not None and not isinstance(expected_rows, Mapping):
+        raise ValueError(
+            f"{where}: expected a dict of numbers by table name, got {expected_rows!r}. Write {{name: rows}}."
+        )
+    checked = dict(expected_rows or {})
+    for name, rows in checked.items():
+        if not isinstance(rows, Integral) or isinstance(rows, bool):
+            raise ValueError(
+                f"{where}['{name}']: expected an integer, got {rows!r}. Leave the table out to price it full."
+            )
+        if rows < 1:
+            raise ValueError(
+                f"{where}['{name}']: expected at least 1, got {rows}. Leave the table out to price it full."
+            )
+    return {name: int(rows) for name, rows in checked.items()}
+
+
 class DynamicStorageEstimator(ShardEstimator):
     """An estimator of storage: dynamic tables by their allocations, other tables as in TorchRec.
 
@@ -74,8 +95,8 @@ class DynamicStorageEstimator(ShardEstimator):
         deltas: True to price the marks of rows, for models of which deltas are exported.
 
     Raises:
-        ValueError: if an expected number of rows is below 1; in `estimate`, if it is above the
-            table's limit.
+        ValueError: if `expected_rows` is no dict, or a number in it is no integer or below 1; in `estimate`,
+            if it is above the table's limit.
     """
 
     def __init__(
@@ -90,13 +111,7 @@ class DynamicStorageEstimator(ShardEstimator):
         self._deltas = deltas
         self._device_type: str = topology.compute_device
         self._constraints = dict(constraints or {})
-        self._expected_rows = dict(expected_rows or {})
-        for name, rows in self._expected_rows.items():
-            if rows < 1:
-                raise ValueError(
-                    f"DynamicStorageEstimator.expected_rows['{name}']: expected at least 1, "
-                    f"got {rows}. Leave the table out to price it full."
-                )
+        self._expected_rows = _checked_rows(expected_rows)
         # The second estimator excludes the memory of a batch. So the difference of both is that memory.
         self._whole, self._table_only = (
             EmbeddingStorageEstimator(
@@ -197,7 +212,7 @@ class DynamicStorageEstimator(ShardEstimator):
             shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype
-            or dtype_to_data_type(chosen_output_dtype(fused_params)),
+            or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),
             num_poolings=option.num_poolings,
         )
         self._whole.estimate([stand_in], sharder_data_map)
@@ -209,7 +224,11 @@ class DynamicStorageEstimator(ShardEstimator):
 
 def _collection(option: ShardingOption) -> Any:
     """Returns the collection of a table, without its feature processors if it has any."""
-    module = option.module[1]
+    return without_processors(option.module[1])
+
+
+def without_processors(module: nn.Module) -> nn.Module:
+    """Returns the collection in a feature-processed module; another module as it is."""
     if isinstance(module, FeatureProcessedEmbeddingBagCollection):
         return module._embedding_bag_collection
     return module

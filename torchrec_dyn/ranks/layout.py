@@ -26,6 +26,11 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_dyn.name_lists import listed
 
 _KERNELS = (EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value)
+_MADE_BY = "Make the plan with the planner or construct_module_sharding_plan."
+_SAME_NODES = (
+    "The planner's Topology(local_world_size=...) and the environment's LOCAL_WORLD_SIZE must be the same; "
+    "torchrun sets the latter, to the ranks of a machine."
+)
 _NO_COPIES = " Every rank would have all rows: choose one of those, or a static table."
 
 
@@ -126,12 +131,12 @@ def table_layouts(
     missing = [config.name for config in configs if config.name not in plan]
     if missing:
         raise ValueError(
-            f"{where}: expected a plan for every table, got none for {listed(missing)}."
+            f"{where}: expected a plan for every table, got none for {listed(missing)}. {_MADE_BY}"
         )
     unknown = sorted(set(plan) - {config.name for config in configs})
     if unknown:
         raise ValueError(
-            f"{where}: expected a plan for its tables only, got tables {listed(unknown)}."
+            f"{where}: expected a plan for its tables only, got tables {listed(unknown)}. {_MADE_BY}"
         )
     layouts = {}
     for config in configs:
@@ -141,7 +146,7 @@ def table_layouts(
             is_copied = sharding.sharding_type == ShardingType.DATA_PARALLEL.value
             raise ValueError(
                 f"{table}: expected sharding type {', '.join(sharding_types)}, "
-                f"got '{sharding.sharding_type}'.{_NO_COPIES if is_copied else ''}"
+                f"got '{sharding.sharding_type}'.{_NO_COPIES if is_copied else ' Choose one of those.'}"
             )
         layouts[config.name] = _layout(config, sharding, env, table)
     return layouts
@@ -161,14 +166,14 @@ def _layout(
     if not traits.cuts_columns and len(by_columns) > 1:
         raise ValueError(
             f"{where}: expected whole rows under {kind}, got columns cut at "
-            f"{sorted(first for first, _ in by_columns)[1:]}."
+            f"{sorted(first for first, _ in by_columns)[1:]}. {_MADE_BY}"
         )
     pieces = []
     for (first_column, columns), parts in sorted(by_columns.items()):
         if traits.rows_over == "rank" and len(parts) > 1:
             raise ValueError(
                 f"{where}: expected each column range once under {kind}, got columns "
-                f"{first_column} to {first_column + columns} on ranks {[r for r, _ in parts]}."
+                f"{first_column} to {first_column + columns} on ranks {[r for r, _ in parts]}. {_MADE_BY}"
             )
         rows = [(shard.shard_offsets[0], shard.shard_sizes[0]) for _, shard in parts]
         _check_ranges(rows, config.num_embeddings, "rows", where)
@@ -184,12 +189,12 @@ def _shards_and_ranks(
     spec = sharding.sharding_spec
     if not isinstance(spec, EnumerableShardingSpec) or not spec.shards:
         raise ValueError(
-            f"{where}: expected a sharding spec that lists its shards, got {type(spec).__name__}."
+            f"{where}: expected a sharding spec that lists its shards, got {type(spec).__name__}. {_MADE_BY}"
         )
     ranks = list(sharding.ranks or [])
     if len(ranks) != len(spec.shards):
         raise ValueError(
-            f"{where}: expected a rank for each of {len(spec.shards)} shards, got ranks {ranks}."
+            f"{where}: expected a rank for each of {len(spec.shards)} shards, got ranks {ranks}. {_MADE_BY}"
         )
     outside = [rank for rank in ranks if not 0 <= rank < env.world_size]
     if outside:
@@ -199,7 +204,9 @@ def _shards_and_ranks(
         )
     for shard in spec.shards:
         if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
-            raise ValueError(f"{where}: expected shards of rows and columns, got {shard}.")
+            raise ValueError(
+                f"{where}: expected shards of rows and columns, got {shard}. {_MADE_BY}"
+            )
     return list(spec.shards), ranks
 
 
@@ -214,11 +221,13 @@ def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: s
         if fault and not (what == "rows" and size == 0):
             raise ValueError(
                 f"{where}: expected shards that cover {what} 0 to {total} once, got {fault} "
-                f"at {min(begin, end)}."
+                f"at {min(begin, end)}. {_MADE_BY}"
             )
         end += size
     if end != total:
-        raise ValueError(f"{where}: expected shards of {total} {what} in all, got {end}.")
+        raise ValueError(
+            f"{where}: expected shards of {total} {what} in all, got {end}. {_MADE_BY}"
+        )
 
 
 def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
@@ -228,7 +237,7 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
         if sorted(ranks) != list(range(env.world_size)):
             raise ValueError(
                 f"{where}: expected one row shard on each of {env.world_size} ranks under "
-                f"{kind}, got ranks {ranks}."
+                f"{kind}, got ranks {ranks}. {_MADE_BY}"
             )
     elif rows_over == "node":
         _check_groups_of_nodes(kind, env, where)
@@ -237,7 +246,7 @@ def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) 
         if ranks != list(range(first, first + size)):
             raise ValueError(
                 f"{where}: expected the row shards of {kind} on the {size} ranks of one node "
-                f"in order, got ranks {ranks}."
+                f"in order, got ranks {ranks}. {_SAME_NODES}"
             )
 
 

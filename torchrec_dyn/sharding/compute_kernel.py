@@ -22,7 +22,7 @@ from torchrec_dyn.lookup import (
     asks_for_senders,
     uses_of,
 )
-from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
+from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.send_once import counts_of
 from torchrec_dyn.table import TableShard
@@ -106,9 +106,8 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self._config = config
         fused_params = dict(config.fused_params or {})
         options: KernelOptions = fused_params.pop(OPTIONS_KEY)
-        output_dtype = fused_params.pop("output_dtype", None)
-        names = ", ".join(sorted(set(config.table_names())))
-        optimizer = RowOptimizer.from_fused_params(fused_params, f"tables {names}")
+        where = f"tables {', '.join(sorted(set(config.table_names())))}"
+        optimizer = RowOptimizer.from_fused_params(fused_params, where)
         shards = config.embedding_tables
         self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
         self.ids_are_sent_once = False
@@ -123,7 +122,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             self.tables,
             [shard.num_features() for shard in shards],
             pooling,
-            output_dtype.as_dtype() if output_dtype is not None else torch.float32,
+            chosen_output_dtype(fused_params, where),
             uses_of([(options.tables[s.name].config, s.feature_names) for s in shards]),
         )
         params = {

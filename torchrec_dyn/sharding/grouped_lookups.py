@@ -19,6 +19,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import PrefetchedStep
+from torchrec_dyn.modules import chosen_output_dtype
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 
@@ -212,7 +213,8 @@ def _match_empty_output(
     TorchRec creates it as float32, but a rank expects to receive the dtype that it sends. `groups` are the
     table groups of all ranks.
     """
-    chosen = (groups[0].fused_params or {}).get("output_dtype") if groups else None
-    if chosen is not None:
-        empty = lookup._dummy_embs_tensor.detach().to(chosen.as_dtype())
+    if groups:
+        names = ", ".join(groups[0].table_names())
+        dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
+        empty = lookup._dummy_embs_tensor.detach().to(dtype)
         lookup._dummy_embs_tensor = empty.requires_grad_()

@@ -68,10 +68,13 @@ def clip_grad_norm_(
         RuntimeError: with `error_if_nonfinite`, the norm is NaN or infinite; no gradient has changed.
     """
     where = "clip_grad_norm_"
-    power, most = float(norm_type), float(max_norm)
+    try:
+        power, most = float(norm_type), float(max_norm)
+    except (TypeError, ValueError):
+        power = most = math.nan
     if not power > 0 or math.isnan(most) or most < 0:
         raise ValueError(
-            f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type} and {max_norm}."
+            f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type!r} and {max_norm!r}."
         )
     grouped = _deferring_groups(model, where, group)
     _check_no_sharded_gradients(model, where)
@@ -205,8 +208,8 @@ class GradScaler(TorchGradScaler):
         **options: the other arguments of `torch.amp.GradScaler`.
 
     Raises:
-        ValueError: if it is enabled, and updates are not deferred, `group` lacks ranks of the model, or the
-            model has static tables that backward updates.
+        ValueError: if `device` is neither cpu nor cuda; or it is enabled, and updates are not deferred,
+            `group` lacks ranks of the model, or the model has static tables that backward updates.
     """
 
     unscales_rows = True  # read by the optimizers of rows (modules/wrapper_checks.py)
@@ -219,6 +222,8 @@ class GradScaler(TorchGradScaler):
         group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
+        if str(device).split(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"GradScaler.device: expected 'cpu' or 'cuda', got {device!r}.")
         super().__init__(device, **options)
         self._model, self._group = model, group
         if self._enabled:
