@@ -162,6 +162,12 @@ class UnshardedLookup:
             )
         return self._combined
 
+    @locked
+    def optimizers(self) -> list[DynamicOptimizer]:
+        """Returns the optimizers of the tables, one for each distinct row optimizer."""
+        self._current_groups()
+        return list(self._optimizers.values())
+
     def warn_of_default_optimizer(self) -> None:
         """Warns once if tables train with FBGEMM's default because no optimizer was chosen."""
         if self._has_warned:
@@ -247,6 +253,7 @@ class UnshardedLookup:
                 [],
                 {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
                 self._kept_rates.get(optimizer, optimizer.learning_rate),
+                self,
             )
             for table in tables:
                 made.state[table.weight].update(unsharded_states(table))
@@ -278,6 +285,10 @@ class _AllOptimizers(CombinedOptimizer):
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
         check_step(type(self).__name__)
         write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
+        return {"defaults": self.defaults, "_optims": self._optims}
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:
