@@ -198,6 +198,11 @@ def _(model: Model) -> None:
     check_trained(model)
 
 
+@tool("`requires_grad_(False)` of a sharded model", "error")
+def _(_: Model) -> None:
+    workers.run(freeze_a_sharded_model, world_size=1)
+
+
 @tool("`half`, `bfloat16`", "works")
 def _(model: Model) -> None:
     model.loss().backward()
@@ -447,6 +452,10 @@ def _(model: Model) -> None:
 ERRORS = {
     "`AveragedModel` (EMA, SWA)": (ValueError, "got AveragedModel around one"),
     "`GradScaler`, which steps the optimizer of the rows": (ValueError, "got a step of GradScaler"),
+    "`requires_grad_(False)` of a sharded model": (
+        workers.WorkerError,
+        r"expected frozen tables under requires_grad_\(False\), got tables \['t'\], .*\.freeze\(\)",
+    ),
     "`double`": (ValueError, "expected rows of float32"),
     "`share_memory`": (ValueError, r"got share_memory\(\)"),
     "`functional_call` with other rows": (ValueError, "functional_call cannot replace rows"),
@@ -599,6 +608,26 @@ def sharded(is_dynamic: bool) -> Any:
         device=torch.device("cpu"),
         init_data_parallel=False,
     )
+
+
+def freeze_a_sharded_model() -> None:
+    with pytest.raises(RuntimeError, match="leaf variables"):
+        sharded(False).requires_grad_(False)
+    model = sharded(True)
+    _plain(model.requires_grad_(True))
+    for module in (model, model.module, model.module.ebc):
+        with pytest.raises(ValueError, match=r"^DynamicEmbeddingBagCollection\('ebc'\): .*\['t'\]"):
+            module.requires_grad_(False)
+    table = model.module.ebc.table("t")
+    row, _ = table.lookup(torch.tensor([1]))
+    table.freeze()
+    model.requires_grad_(False)
+    assert not model.module.head.weight.requires_grad
+    model.module.head.requires_grad_(True)
+    _plain(model)
+    assert torch.equal(table.lookup(torch.tensor([1]))[0], row)
+    table.unfreeze()
+    model.requires_grad_(False)
 
 
 def moved(step: Callable[[Any], Any], is_dynamic: bool) -> list[float]:

@@ -43,6 +43,7 @@ from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_not_gathered,
     check_step,
+    check_trains,
     check_unprocessed,
     model_being_sharded,
 )

@@ -135,7 +135,7 @@ class DynamicOptimizer(FusedOptimizer):
         where = f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy"
         if self._lookup is None:
             raise ValueError(
-                f"{where} or a pickle, got one of a sharded collection: its rows are on several ranks. Save its "
+                f"{where} or a pickle, got one of a sharded collection: its rows are on several ranks. Save "
                 "state dicts with torch.distributed.checkpoint."
             )
         lookup = self._lookup()
