@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
@@ -34,6 +35,7 @@ class ShardedTables:
 
     _shards: LocalShards
 
+    @not_compiled
     def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard.
 
@@ -42,6 +44,7 @@ class ShardedTables:
         """
         return self._shards.handle(name)
 
+    @not_compiled
     def set_time(self, time: int) -> None:
         """Sets the clock of policies that count in time for the next training forwards. Collective.
 
@@ -148,11 +151,13 @@ class LocalShards:
         `holder` is the attribute of the unsharded collection that holds the tables.
         """
 
+        @not_compiled
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             if self._env.world_size > 1:
                 check_not_gathered(self.where)
             save_tables(state_dict, self._by_key(f"{prefix}{holder}."), self.where)
 
+        @not_compiled
         def take(
             module: nn.Module,
             state_dict: dict[str, Any],

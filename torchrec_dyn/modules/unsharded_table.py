@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
@@ -288,6 +289,7 @@ class UnshardedTable(nn.Module):
         """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    @not_compiled
     @locked
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
