@@ -255,6 +255,11 @@ class UnshardedTable(nn.Module):
             raise ValueError(
                 f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
             )
+        placeholder: Tensor | None = None
+        if dtype != self.weight.dtype:
+            # Before the rows are converted. A parameter made outside of inference mode takes no other tensor.
+            with torch.inference_mode(False):
+                placeholder = torch.empty(self.weight.shape, dtype=dtype, device=_META)
         if self._table is not None:
             if device == _META and self._table.num_rows:
                 raise ValueError(
@@ -268,8 +273,8 @@ class UnshardedTable(nn.Module):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
                     self._table.convert(dtype=dtype, device=device)
         self.device = device
-        if dtype != self.weight.dtype:
-            self.weight.data = torch.empty(self.weight.shape, dtype=dtype, device=_META)
+        if placeholder is not None:
+            self.weight.data = placeholder
             self.config = with_row_dtype(self.config, dtype)
         return self
 
