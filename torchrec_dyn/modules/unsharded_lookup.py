@@ -286,9 +286,16 @@ class _AllOptimizers(CombinedOptimizer):
         check_step(type(self).__name__)
         write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
-        return {"defaults": self.defaults, "_optims": self._optims}
+        return _all_of, ([optimizer for _, optimizer in self.optimizers], self.defaults)
+
+
+def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _AllOptimizers:
+    """Returns the copy that has these parts."""
+    made = _AllOptimizers(list(optimizers))
+    made.defaults.update(defaults)
+    return made
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:
