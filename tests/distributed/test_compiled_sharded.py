@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from compiled_training import SGD, compare, inputs, model_of
+from compiled_training import CALLS_IN_A_STEP, SGD, compare, compare_calls, inputs, model_of
 from sharded_cases import usual_plan
+from shards import deep_but
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
@@ -34,11 +35,13 @@ def planned(model: nn.Module, types: tuple[str, ...], world: int) -> ShardingPla
     return ShardingPlan(plan)
 
 
-def sharded(model: nn.Module, types: tuple[str, ...]) -> DistributedModelParallel:
+def sharded(
+    model: nn.Module, types: tuple[str, ...], **options: object
+) -> DistributedModelParallel:
     return DistributedModelParallel(
         model,
         plan=planned(model, types, dist.get_world_size()),
-        sharders=dyn.default_sharders(fused_params=SGD),
+        sharders=dyn.default_sharders(fused_params={**SGD, **options}),
     )
 
 
@@ -73,6 +76,22 @@ def test_a_compiled_collection() -> None:
 @pytest.mark.deep
 def test_a_compiled_training_step() -> None:
     workers.run(compare_sharded, ["pooled"], "step", "eager", ALL, world_size=2)
+
+
+def calls_in_a_step(calls: list[str]) -> None:
+    for call in calls:
+        compare_calls(call, lambda model: sharded(model, ("row_wise",), defer_updates=True))
+
+
+USUAL_CALLS = ["clip_grad_norm_", "handle", "lookup_rows", "state_dict"]
+CALLS = [call for call in CALLS_IN_A_STEP if call != "fused_optimizer"]  # an error of torch
+
+
+@pytest.mark.parametrize(
+    ("calls", "world_size"), deep_but([(USUAL_CALLS, 1)], [(USUAL_CALLS, 1), (CALLS, 2)])
+)
+def test_calls_in_a_compiled_step(calls: list[str], world_size: int) -> None:
+    workers.run(calls_in_a_step, calls, world_size=world_size, timeout=200.0)
 
 
 def errors_of_compilers() -> list[str]:

@@ -18,7 +18,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchrec_dyn as dyn
 from torchrec_dyn.lookup import recomputation
@@ -390,3 +394,41 @@ def test_an_interrupt_leaves_the_hooks_of_saved_tensors_as_they_were() -> None:
             assert hooks() == before
             at += 1
     assert len(before) == 2 and at > 9 and hooks() == []
+
+
+ATEN = torch.ops.aten
+SELECTIONS: dict[str, Any] = {
+    "none": [],
+    "of_the_function": [ATEN.mm.default, ATEN.sin.default, ATEN.clone.default],
+    "of_lookups": [
+        torch.ops.torchrec_dyn.gather_pool.default,
+        ATEN.clone.default,
+        ATEN.equal.default,
+    ],
+    "all": lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+}
+
+
+def clones(model: Model, run: Run) -> None:
+    """Ops that a lookup calls, too, before, between and after two lookups."""
+
+    def part(x: Tensor, *batches: Tensor) -> Tensor:
+        x = x.clone() + 1
+        one = model.group(*batches[:2], training=True).clone() * x
+        other = model.group(*batches[2:], training=True).clone() + 2 * one
+        return (other.sin().clone() @ model.head).tanh()
+
+    for _ in range(3):
+        x = model.dense()
+        run(part, x, *model.batch(), *model.batch()).sum().backward()
+        assert x.grad is not None
+        model.grads.append(x.grad)
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selective_checkpointing(selection: str) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, SELECTIONS[selection])
+    plain, model = (Model(OptimizerKind.ADAM, "frequent") for _ in range(2))
+    clones(plain, plainly)
+    clones(model, partial(checkpoint, use_reentrant=False, context_fn=contexts))
+    torch.testing.assert_close(model.end(), plain.end(), rtol=0, atol=0)

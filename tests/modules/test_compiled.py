@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from compiled_training import SGD, compare, configs, inputs, model_of, train
+from compiled_training import (
+    CALLS_IN_A_STEP,
+    SGD,
+    compare,
+    compare_calls,
+    configs,
+    inputs,
+    model_of,
+    train,
+)
 from shards import deep_but
 from torchrec import EmbeddingConfig
 
@@ -87,6 +96,13 @@ def test_the_fused_optimizer_in_a_compiled_step() -> None:
         compiled(features, group["lr"])
     rates = {g.tables.learning_rate for g in collection.unsharded_lookup._groups}
     assert rates == {0.0625}
+
+
+@pytest.mark.everyday(4)
+@pytest.mark.parametrize("call", CALLS_IN_A_STEP)
+def test_calls_in_a_compiled_step(call: str) -> None:
+    """What a step reads, clips, edits or saves beside forward and backward is outside of graphs, too."""
+    compare_calls(call, lambda model: model)
 
 
 def test_fullgraph_is_an_error() -> None:

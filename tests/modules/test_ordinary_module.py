@@ -236,6 +236,22 @@ def test_learning_rate_and_optimizer_may_change_in_training() -> None:
     assert not torch.equal(output(ebc.eval()), rows)
 
 
+def test_a_conversion_in_inference_mode_is_that_of_any_time(collection: nn.Module) -> None:
+    twin = copy.deepcopy(collection)
+    with torch.inference_mode():
+        collection.half()
+    twin.half()
+    for one in (collection, twin):
+        train(one)
+        assert {weight.dtype for weight in one.parameters()} == {torch.float16}
+        assert {config.data_type for config in _configs(one)} == {DataType.FP16}
+    for name in ("t", "u"):
+        rows = [one.local_tables()[name].export_state() for one in (collection, twin)]
+        assert rows[0]["weight"].dtype == torch.float16 and same_state(*rows)
+    collection.float()
+    train(collection)
+
+
 @pytest.mark.parametrize("call", ["step", "zero_grad"])
 def test_a_learning_rate_filled_in_place_holds_from_the_next_call_on(call: str) -> None:
     """The optimizer does not see that the numbers of a tensor change."""

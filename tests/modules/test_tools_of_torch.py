@@ -198,6 +198,11 @@ def _(model: Model) -> None:
     check_trained(model)
 
 
+@tool("`requires_grad_(False)` of a sharded model", "error")
+def _(_: Model) -> None:
+    workers.run(freeze_a_sharded_model, world_size=1)
+
+
 @tool("`half`, `bfloat16`", "works")
 def _(model: Model) -> None:
     model.loss().backward()
@@ -447,6 +452,10 @@ def _(model: Model) -> None:
 ERRORS = {
     "`AveragedModel` (EMA, SWA)": (ValueError, "got AveragedModel around one"),
     "`GradScaler`, which steps the optimizer of the rows": (ValueError, "got a step of GradScaler"),
+    "`requires_grad_(False)` of a sharded model": (
+        workers.WorkerError,
+        r"expected frozen tables under requires_grad_\(False\), got tables \['t'\], .*\.freeze\(\)",
+    ),
     "`double`": (ValueError, "expected rows of float32"),
     "`share_memory`": (ValueError, r"got share_memory\(\)"),
     "`functional_call` with other rows": (ValueError, "functional_call cannot replace rows"),
@@ -601,6 +610,26 @@ def sharded(is_dynamic: bool) -> Any:
     )
 
 
+def freeze_a_sharded_model() -> None:
+    with pytest.raises(RuntimeError, match="leaf variables"):
+        sharded(False).requires_grad_(False)
+    model = sharded(True)
+    _plain(model.requires_grad_(True))
+    for module in (model, model.module, model.module.ebc):
+        with pytest.raises(ValueError, match=r"^DynamicEmbeddingBagCollection\('ebc'\): .*\['t'\]"):
+            module.requires_grad_(False)
+    table = model.module.ebc.table("t")
+    row, _ = table.lookup(torch.tensor([1]))
+    table.freeze()
+    model.requires_grad_(False)
+    assert not model.module.head.weight.requires_grad
+    model.module.head.requires_grad_(True)
+    _plain(model)
+    assert torch.equal(table.lookup(torch.tensor([1]))[0], row)
+    table.unfreeze()
+    model.requires_grad_(False)
+
+
 def moved(step: Callable[[Any], Any], is_dynamic: bool) -> list[float]:
     model = sharded(is_dynamic)
     step(model)
@@ -626,10 +655,15 @@ def compare_with_static() -> None:
         torch.func.grad(lambda x: (static.module.ebc(features(1)).values() * x).sum())(weight[0])
     with pytest.raises(NotImplementedError):
         static.fused_optimizer.add_param_group({"params": [weight]})
+    for copied in (copy.deepcopy, AveragedModel):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            copied(sharded(False))
+        with pytest.raises(
+            ValueError,
+            match=r"^DynamicOptimizer: .* got one of a sharded collection: .* torch\.distributed\.checkpoint",
+        ):
+            copied(sharded(True))
     for is_dynamic in (True, False):
-        for copied in (copy.deepcopy, AveragedModel):
-            with pytest.raises(TypeError, match="cannot pickle"):
-                copied(sharded(is_dynamic))
         with pytest.raises(AttributeError, match="Can't pickle"):
             pickle.dumps(sharded(is_dynamic))
     scaled_step(one := sharded(False), [one.fused_optimizer], one.module.head)  # no error

@@ -22,6 +22,7 @@ from replicated_models import (
 )
 from sharded_training import Holder, collection_of
 from table_cases import ids_of, same_state
+from torch.distributed.device_mesh import init_device_mesh
 
 import torchrec_dyn as dyn
 from torchrec_dyn.replicas.exchange import DIGEST_BYTES, run_over
@@ -275,3 +276,16 @@ def test_a_rank_that_cannot_send_is_an_error_on_all():
 def test_no_process_group_is_refused():
     with pytest.raises(ValueError, match="Replicas: expected a process group, got none"):
         dyn.Replicas(torch.nn.Linear(1, 1))
+
+
+def join_by_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(
+        ValueError,
+        match=r"Replicas: expected group to be a ProcessGroup or None, got DeviceMesh\. .*get_group\(\)",
+    ):
+        dyn.Replicas(torch.nn.Linear(1, 1), group=mesh)
+
+
+def test_a_mesh_is_refused():
+    workers.run(join_by_a_mesh, world_size=2)

@@ -42,6 +42,9 @@ CALLS: dict[str, Callable[[], nn.Module]] = {
     "pooled": lambda: dyn.DynamicEmbeddingBagCollection(
         configs(EmbeddingBagConfig), fused_params=SGD
     ),
+    "deferred": lambda: dyn.DynamicEmbeddingBagCollection(
+        configs(EmbeddingBagConfig), fused_params={**SGD, "defer_updates": True}
+    ),
     "policies": lambda: dyn.DynamicEmbeddingBagCollection(
         configs(EmbeddingBagConfig), dynamic=POLICIES, fused_params=SGD
     ),
@@ -171,3 +174,71 @@ def compare(kind: str, compiled: str, backend: str, place: Any = None, rank: int
         assert ids.numel() > 20
         assert of_model[table][0].tolist() == ids.tolist()
         torch.testing.assert_close(of_model[table][1], rows, **exact)
+
+
+IDS = torch.tensor([1, 2, 3])
+
+
+def _set_rate(tables: Any) -> None:
+    for group in tables.fused_optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _read_handle(tables: Any) -> list[Any]:
+    table = tables.table("t0")
+    found = [table.num_rows, table.ids(), *table.lookup(IDS), table.stats()["step"]]
+    return [*found, table.is_frozen, table.columns]
+
+
+def _read_all(tables: Any) -> list[Any]:
+    found = [dyn.read_ids(tables, "t0"), dyn.read_num_rows(tables, "t0")]
+    return [*found, dyn.read_stats(tables, "t0")["step"], dyn.sample_ids(tables, "t0", 2, 0)]
+
+
+def _freeze(tables: Any) -> None:
+    table = tables.table("t1")
+    table.unfreeze() if table.is_frozen else table.freeze()
+
+
+CALLS_IN_A_STEP: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": lambda tables: dyn.clip_grad_norm_(tables, 0.01),
+    "fused_optimizer": _set_rate,
+    "handle": _read_handle,
+    "handle edits": lambda tables: tables.table("t0").assign(IDS, torch.ones(3, 8)),
+    "handle erases": lambda tables: tables.table("t0").erase(IDS[:1]),
+    "freeze": _freeze,
+    "lookup_rows": lambda tables: dyn.lookup_rows(tables, "t0", IDS),
+    "assign_rows": lambda tables: dyn.assign_rows(tables, "t0", IDS, torch.ones(3, 8)),
+    "erase_rows": lambda tables: dyn.erase_rows(tables, "t0", IDS[:1]),
+    "read_ids and others": _read_all,
+    "state_dict": lambda tables: len(tables.state_dict()),
+    "state_dict of the optimizer": lambda tables: len(tables.fused_optimizer.state_dict()["state"]),
+}
+
+
+def compare_calls(call: str, wrap: Callable[[Model], nn.Module]) -> None:
+    """Compares training steps that end with a call, with and without torch.compile.
+
+    Args:
+        call: a key of CALLS_IN_A_STEP.
+        wrap: what makes a model of the plain one, as sharding.
+    """
+    found = []
+    for is_compiled in (False, True):
+        torch.compiler.reset()
+        model = model_of("deferred" if call == "clip_grad_norm_" else "pooled")
+        whole = wrap(model)
+        tables = model.tables
+
+        def step(features: Any, whole: Any = whole, tables: Any = tables) -> Any:
+            whole(features).sum().backward()
+            result = CALLS_IN_A_STEP[call](tables)
+            tables.fused_optimizer.step()
+            return result
+
+        run = torch.compile(step, backend="eager") if is_compiled else step
+        results = [run(features) for features in list(inputs("pooled"))[:3]]
+        rows = [dyn.lookup_rows(tables, name, torch.arange(100)) for name in ("t0", "t1")]
+        found.append([results, rows, dyn.read_stats(tables, "t0")["step"]])
+    torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NOT_BY_ROW, time_fault
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import check_not_gathered, initializer_of, row_dtype
+from torchrec_dyn.modules import check_not_gathered, check_trains, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
@@ -34,6 +35,7 @@ class ShardedTables:
 
     _shards: LocalShards
 
+    @not_compiled
     def table(self, name: str) -> TableHandle:
         """Returns the handle of one table; it reads this rank's shard.
 
@@ -42,6 +44,7 @@ class ShardedTables:
         """
         return self._shards.handle(name)
 
+    @not_compiled
     def set_time(self, time: int) -> None:
         """Sets the clock of policies that count in time for the next training forwards. Collective.
 
@@ -54,6 +57,16 @@ class ShardedTables:
                 time set last.
         """
         self._shards.set_time(time)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the modules of the collection; `requires_grad_(False)` of a model asks for them.
+
+        Raises:
+            ValueError: if it does, and some table is not frozen.
+        """
+        check_trains(self._shards.where, self._shards.trained)
+        modules: Any = super()
+        yield from modules.named_modules(*args, **kwargs)
 
 
 class LocalShards:
@@ -92,6 +105,11 @@ class LocalShards:
         self._handles: dict[str, TableHandle] = {}
 
     # Called by the collection.
+
+    @property
+    def trained(self) -> list[str]:
+        """The names of the tables that are not frozen, the same on every rank."""
+        return [name for name in self._tables if name not in self.frozen]
 
     def handle(self, name: str) -> TableHandle:
         """Returns the handle of one table.
@@ -133,11 +151,13 @@ class LocalShards:
         `holder` is the attribute of the unsharded collection that holds the tables.
         """
 
+        @not_compiled
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
             if self._env.world_size > 1:
                 check_not_gathered(self.where)
             save_tables(state_dict, self._by_key(f"{prefix}{holder}."), self.where)
 
+        @not_compiled
         def take(
             module: nn.Module,
             state_dict: dict[str, Any],

@@ -13,6 +13,9 @@ backward may as well be an original one, from a hook or a pipeline (docs/decisio
 - Re-entrant. The first run is within `CheckpointFunction.forward`, without a graph. The second is called by
   `CheckpointFunction.backward`, and its graph gets the gradients.
 
+Selective checkpointing keeps results of some ops of the first run for the second: the n-th call of an op
+counts as the same in both. A lookup that runs again calls other ops, so lookups are outside of it.
+
 A frame, or the `ctx` of CheckpointFunction, lives as long as the graph, and holds what was kept.
 """
 
@@ -22,6 +25,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
@@ -29,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _autograd
-from torch.utils import checkpoint
+from torch.utils import _python_dispatch, checkpoint
 
 from torchrec_dyn.lookup.lookup_function import Forward
 from torchrec_dyn.storage import run_to_end
@@ -52,6 +56,7 @@ def _inner_code(function: Callable[..., Any], name: str) -> CodeType:
 _FIRST_RUN = code_of(checkpoint.CheckpointFunction.forward)
 _BACKWARD = code_of(checkpoint.CheckpointFunction.backward)
 _UNPACK = _inner_code(checkpoint._checkpoint_hook.__init__, "unpack_hook")
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
 @dataclass
@@ -142,6 +147,14 @@ def again(forward: Forward, recomputation: Recomputation) -> Forward:
     if recomputation.has_gradients:
         return forward
     return replace(forward, open_forward=None, is_done=False, repeated=forward)
+
+
+def outside_of_selection() -> AbstractContextManager[Any]:
+    """Returns a context in which selective checkpointing sees no ops; nor do dispatch modes beside it."""
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    if any(isinstance(mode, _SELECTIVE) for mode in modes):
+        return _python_dispatch._disable_current_modes()
+    return nullcontext()
 
 
 def checkpointed_calls() -> CheckpointedCalls | None:

@@ -50,7 +50,12 @@ from torchrec_dyn.lookup.lookup_function import (
     pool,
     raise_after_backward,
 )
-from torchrec_dyn.lookup.recomputation import CheckpointedCalls, again, checkpointed_calls
+from torchrec_dyn.lookup.recomputation import (
+    CheckpointedCalls,
+    again,
+    checkpointed_calls,
+    outside_of_selection,
+)
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
 from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
 from torchrec_dyn.lookup.rule_update import update_by_rule
@@ -211,8 +216,16 @@ class TableGroup:
     def _look_up(
         self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
     ) -> Tensor:
-        if around is not None and around.recomputation is not None:
-            return self._repeat(batch, around)
+        if around is None:
+            return self._look_up_in_step(batch, ahead, None)
+        with outside_of_selection():
+            if around.recomputation is not None:
+                return self._repeat(batch, around)
+            return self._look_up_in_step(batch, ahead, around)
+
+    def _look_up_in_step(
+        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
+    ) -> Tensor:
         if self.deferred is None or not batch.training:
             return self._look_up_rows(batch, ahead, around)
         if self.deferred.ends:

@@ -51,6 +51,7 @@ from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
     check_not_gathered,
     check_step,
+    check_trains,
     check_unprocessed,
     model_being_sharded,
 )

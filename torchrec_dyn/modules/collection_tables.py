@@ -11,7 +11,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
-from torchrec_dyn.compilers import NotScriptable
+from torchrec_dyn.compilers import NotScriptable, not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
@@ -60,12 +60,14 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
         return torch.device("meta")
 
     @property
+    @not_compiled
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; param_groups[i]["lr"] is their learning rate."""
         # The constructor of DistributedModelParallel reads it of each collection that was not sharded.
         check_not_in_dmp(self._where())
         return self.unsharded_lookup.fused_optimizer
 
+    @not_compiled
     def table(self, name: str) -> TableHandle:
         """Returns the handle of one table.
 
@@ -79,6 +81,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
             )
         return TableHandle(tables[name])
 
+    @not_compiled
     def set_time(self, time: int) -> None:
         """Sets the clock of policies that count in time for the next training forwards.
 
@@ -94,6 +97,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
         """Returns the DynamicTableConfig of each table."""
         return {table.config.name: table.dynamic for table in self.unsharded_lookup.tables}
 
+    @not_compiled
     def local_tables(self) -> dict[str, TableShard]:
         """Returns the rows of each table that has been used; the other tables have no rows yet."""
         return {
@@ -102,6 +106,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
             if (rows := table.rows_if_made()) is not None
         }
 
+    @not_compiled
     def reset_parameters(self) -> None:
         """Drops all rows: all ids are unseen again."""
         for table in self.unsharded_lookup.tables:

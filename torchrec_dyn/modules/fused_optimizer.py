@@ -5,8 +5,10 @@ Unsharded collections and compute kernels use the same class.
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
@@ -28,7 +30,8 @@ class LearningRateGroup(dict[str, Any]):
             self.push()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is plain data: only the optimizer of the tables may set their learning rate.
+        # A copy is plain data: only the optimizer of the tables may set their learning rate. A copied
+        # optimizer has the group of the copied tables.
         return dict, (dict(self),)
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
@@ -72,16 +75,26 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
         raise faults[0]
 
 
+class Lookup(Protocol):
+    """Protocol of the lookup of an unsharded collection, of which a copied optimizer is a part."""
+
+    def optimizers(self) -> list[DynamicOptimizer]:
+        """Returns the optimizers of the tables, one for each distinct row optimizer."""
+
+
 class DynamicOptimizer(FusedOptimizer):
     """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`.
 
-    Schedulers, WarmupOptimizer and assignments take effect at the next backward.
+    Schedulers, WarmupOptimizer and assignments take effect at the next backward. A copy or a pickle has the
+    tables with it, as one of torch's optimizers has its parameters: it is the optimizer of the copied tables.
+    For a sharded collection, and if the tables have another optimizer since, it is a ValueError.
 
     Args:
         groups: the table groups that this optimizer updates in backward.
         params: one placeholder per table on the meta device, [num_embeddings, columns],
             by "{table}.weight".
         learning_rate: the initial learning rate.
+        lookup: the lookup of an unsharded collection; None if the tables are sharded.
     """
 
     def __init__(
@@ -89,10 +102,13 @@ class DynamicOptimizer(FusedOptimizer):
         groups: Sequence[TableGroup],
         params: Mapping[str, Tensor],
         learning_rate: float,
+        lookup: Lookup | None = None,
     ) -> None:
         group = LearningRateGroup(list(params.values()), learning_rate)
         super().__init__(dict(params), {param: {} for param in params.values()}, [group])
         self._rates = group
+        # The lookup holds this optimizer: a cycle would keep the rows of a collection that nobody holds.
+        self._lookup = None if lookup is None else weakref.ref(lookup)
         group.drive(groups)
 
     def step(self, closure: Any = None) -> None:
@@ -112,3 +128,58 @@ class DynamicOptimizer(FusedOptimizer):
         self._rates.drop_updates()
         for param in self.params.values():
             param.grad = None  # of `init_state`: on the meta device, where no norm can be read
+
+    # Copies.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        where = f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy"
+        if self._lookup is None:
+            raise ValueError(
+                f"{where} or a pickle, got one of a sharded collection: its rows are on several ranks. Save "
+                "state dicts with torch.distributed.checkpoint."
+            )
+        lookup = self._lookup()
+        present = [] if lookup is None else lookup.optimizers()
+        number = next((i for i, one in enumerate(present) if one is self), None)
+        if number is None:
+            raise ValueError(
+                f"{where} or a pickle, got one of before the tables were given another optimizer. Read "
+                "`fused_optimizer` of the collection again, and keep this one instead."
+            )
+        # WarmupOptimizer adds a parameter of its own, and schedulers add options.
+        added = {key: param for key, param in self.params.items() if not self._is_of_table(param)}
+        states = {param: self.state[param] for param in added.values() if param in self.state}
+        options = {key: value for key, value in self._rates.items() if key != "params"}
+        return _optimizer_of, (lookup, number, self.defaults, options, added, states)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicOptimizer:
+        made: DynamicOptimizer = _optimizer_of(*copy.deepcopy(self.__reduce__()[1], memo))
+        # TorchRec's wrappers hold these, too. Their copies are those of the copied tables.
+        pairs: list[tuple[Any, Any]] = [(self.params, made.params), (self.state, made.state)]
+        pairs += [(self.param_groups, made.param_groups), (self._rates, made._rates)]
+        for key, param in self.params.items():
+            twin = made.params[key]
+            pairs += [(param, twin), (self.state.get(param), made.state.get(twin))]
+        memo.update({id(mine): twins for mine, twins in pairs if mine is not None})
+        return made
+
+    def _is_of_table(self, param: Tensor) -> bool:
+        return any(param is one for one in self._rates["params"])
+
+
+def _optimizer_of(
+    lookup: Lookup,
+    number: int,
+    defaults: Mapping[str, Any],
+    options: Mapping[str, Any],
+    added: Mapping[str, Tensor],
+    states: Mapping[Tensor, Any],
+) -> DynamicOptimizer:
+    """Returns an optimizer of a copied lookup, by its number, with what others had added to the original."""
+    made = lookup.optimizers()[number]
+    made.defaults.update(defaults)
+    made._rates.update(options)
+    made._rates.push()
+    made.params.update(added)
+    made.state.update(states)
+    return made

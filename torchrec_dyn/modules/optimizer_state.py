@@ -13,6 +13,7 @@ from threading import get_ident
 
 from torch import Tensor
 
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
@@ -48,6 +49,7 @@ class SavedState:
         self._made = made
         self._given = given
 
+    @not_compiled
     def state_dict(self) -> Tensor:
         """Returns the tensor."""
         thread = get_ident()

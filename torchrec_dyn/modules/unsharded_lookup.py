@@ -162,6 +162,12 @@ class UnshardedLookup:
             )
         return self._combined
 
+    @locked
+    def optimizers(self) -> list[DynamicOptimizer]:
+        """Returns the optimizers of the tables, one for each distinct row optimizer."""
+        self._current_groups()
+        return list(self._optimizers.values())
+
     def note_training(self) -> None:
         """Looks at the surroundings of the first training forward.
 
@@ -255,6 +261,7 @@ class UnshardedLookup:
                 [],
                 {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
                 self._kept_rates.get(optimizer, optimizer.learning_rate),
+                self,
             )
             for table in tables:
                 made.state[table.weight].update(unsharded_states(table))
@@ -286,6 +293,17 @@ class _AllOptimizers(CombinedOptimizer):
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
         check_step(type(self).__name__)
         write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
+        return _all_of, ([optimizer for _, optimizer in self.optimizers], self.defaults)
+
+
+def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _AllOptimizers:
+    """Returns the copy that has these parts."""
+    made = _AllOptimizers(list(optimizers))
+    made.defaults.update(defaults)
+    return made
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:

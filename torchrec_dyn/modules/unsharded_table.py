@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
@@ -255,6 +256,11 @@ class UnshardedTable(nn.Module):
             raise ValueError(
                 f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
             )
+        placeholder: Tensor | None = None
+        if dtype != self.weight.dtype:
+            # Before the rows are converted. A parameter made outside of inference mode takes no other tensor.
+            with torch.inference_mode(False):
+                placeholder = torch.empty(self.weight.shape, dtype=dtype, device=_META)
         if self._table is not None:
             if device == _META and self._table.num_rows:
                 raise ValueError(
@@ -268,8 +274,8 @@ class UnshardedTable(nn.Module):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
                     self._table.convert(dtype=dtype, device=device)
         self.device = device
-        if dtype != self.weight.dtype:
-            self.weight.data = torch.empty(self.weight.shape, dtype=dtype, device=_META)
+        if placeholder is not None:
+            self.weight.data = placeholder
             self.config = with_row_dtype(self.config, dtype)
         return self
 
@@ -289,6 +295,7 @@ class UnshardedTable(nn.Module):
         """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    @not_compiled
     @locked
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

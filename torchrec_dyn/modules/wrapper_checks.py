@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -59,6 +59,7 @@ _FULLY_SHARD = code_of(fully_shard)
 _GET_MODEL_STATE_DICT = code_of(dcp_state_dict._get_model_state_dict)
 _AVERAGED = code_of(AveragedModel.__init__)
 _SHARE_MEMORY = code_of(nn.Module.share_memory)
+_REQUIRES_GRAD = code_of(nn.Module.requires_grad_)
 _SCALED = code_of(GradScaler._maybe_opt_step)
 _PROCESSED = code_of(FeatureProcessedEmbeddingBagCollection.__init__)
 _CLIPPED = code_of(GradientClippingOptimizer.step)
@@ -220,6 +221,25 @@ def check_not_shared(where: str) -> None:
             f"{where}: expected rows of one process, got share_memory(): other processes would read and "
             "train copies of them. Call it on the dense part only. Shard the collection to train on several "
             "processes, or serve its rows (torchrec_dyn.serving) to read them in several."
+        )
+
+
+def check_trains(where: str, trained: Sequence[str]) -> None:
+    """Checks that the parameters of no module around a sharded collection are being set to need no gradient.
+
+    The rows of the tables `trained` are no parameters: they would be trained as before.
+
+    Raises:
+        ValueError: if they are, and some table is trained.
+    """
+    if torch.compiler.is_compiling() or not trained:
+        return
+    frame = _running(_REQUIRES_GRAD)
+    if frame is not None and not frame.f_locals["requires_grad"]:
+        raise ValueError(
+            f"{where}: expected frozen tables under requires_grad_(False), got tables {listed(trained)}, "
+            "which training would still update: their rows are no parameters. Call .table(name).freeze() of "
+            "each on all ranks first."
         )
 
 

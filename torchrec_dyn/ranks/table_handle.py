@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.ranks.table import Table
 from torchrec_dyn.table import check_ids
 
@@ -67,20 +68,24 @@ class TableHandle:
         return self._owner.features
 
     @property
+    @not_compiled
     def whole(self) -> Table:
         """The table over all ranks; all its calls by id are collective."""
         return self._owner.as_table()
 
     @property
+    @not_compiled
     def num_rows(self) -> int:
         """Rows in use on this rank; several column shards count once."""
         return sum(shard.num_rows for shard in self.whole.shards[:1])
 
     @property
+    @not_compiled
     def columns(self) -> tuple[tuple[int, int], ...]:
         """The ranges of columns on this rank, as (first column, number of columns)."""
         return tuple((shard.first_column, shard.columns) for shard in self.whole.shards)
 
+    @not_compiled
     def ids(self) -> Tensor:
         """Returns the ids on this rank, [R] int64 in canonical order: by mixed id, unsigned."""
         table = self.whole
@@ -88,10 +93,12 @@ class TableHandle:
             return shard.ids()
         return torch.empty(0, dtype=torch.int64, device=table.device)
 
+    @not_compiled
     def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows by id. As `torchrec_dyn.lookup_rows`, for this rank's shard: rows are [M, C]."""
         return self.whole.rows_here(ids)
 
+    @not_compiled
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns the step or time of each id's last occurrence in training.
 
@@ -102,6 +109,7 @@ class TableHandle:
             return shard.last_seen(ids)
         return torch.full_like(_checked(table, "last_seen", ids), -1, device=table.device)
 
+    @not_compiled
     def count(self, ids: Tensor) -> Tensor:
         """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
         table = self.whole
@@ -109,6 +117,7 @@ class TableHandle:
             return shard.count(ids)
         return torch.zeros_like(_checked(table, "count", ids), device=table.device)
 
+    @not_compiled
     def stats(self) -> dict[str, int | float]:
         """Returns the counts of this rank's shard; if there are several column shards, of the first.
 
@@ -118,11 +127,13 @@ class TableHandle:
             return shard.stats()
         return {"rows": 0, "limit": 0}
 
+    @not_compiled
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id, on all ranks. As `torchrec_dyn.assign_rows`."""
         with self._owner.editing():
             self.whole.assign(ids, rows)
 
+    @not_compiled
     def erase(self, ids: Tensor) -> int:
         """Removes ids, on all ranks, and returns how many had a row. As `torchrec_dyn.erase_rows`."""
         with self._owner.editing():
@@ -133,6 +144,7 @@ class TableHandle:
         """True if the table is frozen: training reads it as evaluation does. The same on every rank."""
         return self._owner.is_frozen
 
+    @not_compiled
     def freeze(self) -> None:
         """Freezes the table: until `unfreeze`, training reads it as evaluation does.
 
@@ -148,6 +160,7 @@ class TableHandle:
         """
         self._owner.set_frozen(True)
 
+    @not_compiled
     def unfreeze(self) -> None:
         """Unfreezes the table: from the next training forward on, training updates it again.
 

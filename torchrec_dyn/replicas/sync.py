@@ -52,9 +52,9 @@ class Replicas:
         group: all ranks of the job; None: the default process group.
 
     Raises:
-        ValueError: on every rank, if there is no process group, the sharding groups do not have each rank
-            once, plans, tables, options or contents differ between replicas, or the model has sharded static
-            tables, which nobody would merge.
+        ValueError: on every rank, if there is no process group, `group` is something else (as a DeviceMesh),
+            the sharding groups do not have each rank once, plans, tables, options or contents differ between
+            replicas, or the model has sharded static tables, which nobody would merge.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -64,7 +64,11 @@ class Replicas:
                 "first."
             )
         job = dist.group.WORLD if group is None else group
-        assert isinstance(job, dist.ProcessGroup)
+        if not isinstance(job, dist.ProcessGroup):
+            raise ValueError(
+                f"{CALL}: expected group to be a ProcessGroup or None, got {type(job).__name__}. Give "
+                "mesh.get_group() of a DeviceMesh of one dimension."
+            )
         self._model, self._group = model, host_group(job)
         tables: list[Table] = []
 

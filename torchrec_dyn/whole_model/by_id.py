@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.ranks import TableHandle, agree
 from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection
 
 
+@not_compiled
 def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the rows of ids. Changes nothing: an unseen id stays unseen, and nothing is counted.
 
@@ -44,6 +46,7 @@ def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor,
     return _handle(collection, table, "lookup_rows").whole.lookup(ids)
 
 
+@not_compiled
 def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) -> None:
     """Writes rows by id. An id without a row gets a row; the admission policy is not applied.
 
@@ -67,6 +70,7 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
     _handle(collection, table, "assign_rows").assign(ids, rows)
 
 
+@not_compiled
 def erase_rows(collection: nn.Module, table: str, ids: Tensor) -> int:
     """Removes ids with their rows, optimizer state, scores and counters.
 
@@ -87,6 +91,7 @@ def erase_rows(collection: nn.Module, table: str, ids: Tensor) -> int:
     return _handle(collection, table, "erase_rows").erase(ids)
 
 
+@not_compiled
 def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     """Returns the step or time of each id's last occurrence in training. Changes nothing.
 
@@ -107,6 +112,7 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     return _handle(collection, table, "read_last_seen").whole.last_seen(ids)
 
 
+@not_compiled
 def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     """Returns the number of occurrences of each id in training, repeats in a batch included. Changes nothing.
 
@@ -126,6 +132,7 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     return _handle(collection, table, "read_counts").whole.count(ids)
 
 
+@not_compiled
 def read_ids(collection: nn.Module, table: str) -> Tensor:
     """Returns all ids that have a row, [R] int64 in canonical order: by mixed id, unsigned.
 
@@ -141,6 +148,7 @@ def read_ids(collection: nn.Module, table: str) -> Tensor:
     return _handle(collection, table, "read_ids").whole.ids()
 
 
+@not_compiled
 def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
     """Draws ids that have a row: uniform, with replacement. For negatives, say; see the guide on them.
 
@@ -164,6 +172,7 @@ def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
     return _handle(collection, table, "sample_ids").whole.sample_ids(n, seed)
 
 
+@not_compiled
 def read_num_rows(collection: nn.Module, table: str) -> int:
     """Returns the number of rows of the whole table, the same on every rank.
 
@@ -177,6 +186,7 @@ def read_num_rows(collection: nn.Module, table: str) -> int:
     return _handle(collection, table, "read_num_rows").whole.num_rows
 
 
+@not_compiled
 def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
     """Returns the statistics of the whole table, the same on every rank.
 

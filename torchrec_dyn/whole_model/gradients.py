@@ -17,6 +17,7 @@ from torch.amp import GradScaler as TorchGradScaler
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardedModule, ShardingType
 
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.ranks import gather_results
 from torchrec_dyn.whole_model.tables import (
@@ -29,6 +30,7 @@ from torchrec_dyn.whole_model.tables import (
 _Groups = list[tuple[dist.ProcessGroup | None, list[TableGroup]]]
 
 
+@not_compiled
 def clip_grad_norm_(
     model: nn.Module,
     max_norm: float,

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchrec_dyn.checkpoint_format import naming
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.whole_model.by_id import read_stats
 from torchrec_dyn.whole_model.tables import ShardedCollection, collections_of, table_names
 
@@ -48,6 +49,7 @@ class ScalarWriter(Protocol):
 StatsLogger = ScalarWriter | MutableMapping[str, int | float]
 
 
+@not_compiled
 def log_stats(model: nn.Module, to: StatsLogger | None, step: int, *, totals: bool = False) -> None:
     """Writes the stats of every dynamic table of a model.
 
