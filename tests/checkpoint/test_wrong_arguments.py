@@ -93,10 +93,9 @@ def test_different_steps_on_the_ranks_are_an_error(tmp_path: Path) -> None:
     """An entry had the step of rank 0, and each rank got one with its own."""
     first, second = workers.run(save_different_steps, str(tmp_path / "kept"), world_size=2)
     assert first == second
-    for told in first:
-        assert told.startswith(
-            "Checkpoints.save: expected the same step on every rank, got 5 on rank 0 and 6 on rank 1. "
-        )
+    for told, call in zip(first, ("save", "save", "forget"), strict=True):
+        rule = "expected the same step on every rank, got 5 on rank 0 and 6 on rank 1. "
+        assert told.startswith(f"Checkpoints.{call}: {rule}")
 
 
 def save_what_is_not_sharded(path: str) -> list[str]:

@@ -305,9 +305,10 @@ def train_a_late_collection(is_refused: bool) -> list[str]:
     assert model.sparse[0].table("t").num_rows == (0 if is_refused else 3)
     wrapped.eval()(batch(1, 2, 3))
     expect(wrapped.state_dict)
-    # Trained before: its first forward was no error.
+    # Trained before, as a local collection.
     model.sparse[0] = pooled(100)
     model.train()(batch(1, 2, 3)).sum().backward()
+    expect(lambda: wrapped(batch(1, 2, 3)).sum().backward())
     expect(wrapped.state_dict)
     assert model.state_dict()["sparse.0.embedding_bags.t.ids"].numel() == 3  # of this rank alone
     return told
@@ -317,8 +318,8 @@ def test_a_collection_that_a_model_gets_under_dmp_is_an_error() -> None:
     """Each rank trained rows of its own, and a save had those of one rank."""
     told = workers.run(train_a_late_collection, True, world_size=2)
     for of_rank in told:
-        assert len(of_rank) == 4
-        for text, where in zip(of_rank, ["tables=['t']"] * 2 + ["table='t'"] * 2, strict=True):
+        forward, state = "tables=['t']", "table='t'"
+        for text, where in zip(of_rank, [forward, forward, state, forward, state], strict=True):
             assert text.startswith(
                 f"DynamicEmbeddingBagCollection({where}): expected a sharded collection under "
                 "DistributedModelParallel on 2 ranks, got an unsharded one: "

@@ -13,7 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import DeviceHardware
+from torchrec.distributed.planner.types import DeviceHardware, PlannerError
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
@@ -264,21 +264,36 @@ def table(name):
     return EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=99, feature_names=[name])
 
 
-def plan_with_a_wrong_name():
-    case = case_of(tables=2)
-    planner = make_planner(topology(world_size=2), expected_rows={"table_0": 9, "table_9": 9})
-    with pytest.raises(ValueError) as caught:
-        planner.collective_plan(Holder(collection_of(case)), [sharder_of(case)], dist.group.WORLD)
-    return str(caught.value)
+def errors_of_plans():
+    """In the workers: returns the errors of plans with wrong rows, with too many, and without room."""
+    told = []
+    for options, of_topology in (
+        ({"expected_rows": {"table_0": 9, "table_9": 9}}, {}),
+        ({"expected_rows": {"table_0": 10**9}}, {}),
+        ({}, {"ddr_cap": 1}),
+    ):
+        case = case_of(tables=2)
+        planner = make_planner(topology(world_size=2, **of_topology), **options)
+        with pytest.raises((ValueError, PlannerError)) as caught:
+            planner.collective_plan(
+                Holder(collection_of(case)), [sharder_of(case)], dist.group.WORLD
+            )
+        told.append((caught.type, str(caught.value)))
+    return told
 
 
-def test_a_name_of_expected_rows_that_no_table_has_is_an_error_on_every_rank():
-    for text in workers.run(plan_with_a_wrong_name, world_size=2):
-        assert (
-            "make_planner.expected_rows: expected names of tables that the sharders shard, ["
-            in text
-        )
-        assert "'table_1'], got ['table_9']. Correct" in text
+def test_an_error_of_a_collective_plan_is_raised_on_every_rank():
+    first, second = workers.run(errors_of_plans, world_size=2)
+    assert first == second
+    (of_name, name), (of_rows, rows), (of_room, room) = first
+    assert (of_name, of_rows, of_room) == (ValueError, ValueError, PlannerError)
+    assert "make_planner.expected_rows: expected names of tables that the sharders shard, [" in name
+    assert "'table_1'], got ['table_9']. Correct" in name
+    assert (
+        "expected" in rows
+        and "1000000000" in rows
+        and "make_planner: expected tables that fit" in room
+    )
 
 
 def test_arguments_in_a_wrong_order_are_refused():

@@ -119,17 +119,17 @@ def test_more_shards_than_columns(capsys):
 @pytest.mark.parametrize(
     ("changed", "rule"),
     [
-        ({"rows": -1}, "rows: expected an integer, 0 or more, got -1"),
-        ({"columns": 0}, "expected columns to be an integer above 0, got 0"),
-        ({"dtype": "float32"}, "dtype: expected torch.float32, .* got 'float32'"),
-        ({"dtype": torch.int8}, "dtype: expected torch.float32, .* got torch.int8"),
+        ({"rows": -1}, ": expected an integer, 0 or more, got -1"),
+        ({"columns": 0}, " expected columns to be an integer above 0, got 0"),
+        ({"dtype": "float32"}, ": expected torch.float32, .* got 'float32'"),
+        ({"dtype": torch.int8}, ": expected torch.float32, .* got torch.int8"),
         (
             {"optimizer": {"optimizer": "ADAM"}},
-            "optimizer: expected a RowOptimizer, .* Write RowOptimizer.from_fused_params",
+            ": expected a RowOptimizer, .* Write RowOptimizer.from_fused_params",
         ),
     ],
 )
 def test_wrong_arguments(changed, rule):
     given = {"rows": 10, "columns": 8, "dtype": torch.float32, "optimizer": ADAGRAD}
-    with pytest.raises(ValueError, match=rf"^table_size\S* {rule}" if "above" in rule else rule):
+    with pytest.raises(ValueError, match=rf"^table_size\S*{rule}"):
         table_bytes(**{**given, **changed})

@@ -68,7 +68,7 @@ def _checked(
 ) -> tuple[Any, dict[str, SavedValue]]:
     """Returns the step and the saved form of the further values, as this rank gives them."""
     check_optimizer(optimizer, call)
-    return number_of(step), saved_values(extra)
+    return number_of(step, call), saved_values(extra, call)
 
 
 class Checkpoints:
@@ -264,7 +264,7 @@ class Checkpoints:
         marker = self._marker
         step, values = run_together(group, _SAVE, lambda: _checked(optimizer, step, extra, _SAVE))
         told = gather_results(group, _SAVE, lambda: (step, options_of(optimizer)))
-        check_same_step([of_rank for of_rank, _ in told])
+        check_same_step([of_rank for of_rank, _ in told], _SAVE)
         options = [one for _, of_rank in told for one in of_rank.items()]
         of_group = group if group is None or not in_background else background_group(group)
 
@@ -492,7 +492,7 @@ class Checkpoints:
         self._wait(tables, _FORGET)
         # What `save` refuses is refused before ids are gone.
         check = partial(_checked, optimizer, step, extra or {}, _FORGET)
-        check_same_step(gather_results(group, _FORGET, lambda: check()[0]))
+        check_same_step(gather_results(group, _FORGET, lambda: check()[0]), _FORGET)
         wanted = checked_ids(tables, ids)
         settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 

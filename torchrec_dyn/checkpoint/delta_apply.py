@@ -93,7 +93,7 @@ def apply_changes(
 def _has_compared(held: SumsOfTable, change: TableChange) -> bool:
     """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
     model, optimizer = map(set, change.compared)
-    if change.table.options.has_life:
+    if change.table.options.has_life and change.is_unscored and not change.saved.num_rows:
         model.update(BY_ROW)  # compared if all scores are 0
     return held[0].keys() >= model and held[1].keys() >= optimizer
 

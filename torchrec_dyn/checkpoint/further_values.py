@@ -29,14 +29,14 @@ class SavedValue(NamedTuple):
     is_of_rank: bool
 
 
-def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
+def saved_values(values: Mapping[str, Any], call: str) -> dict[str, SavedValue]:
     """Returns the saved form of each value: of an object with `state_dict` its state dict.
 
     Raises:
         ValueError: a value is one that torch.load does not read with `weights_only=True`, or the values
             have no names.
     """
-    _check_named(values, "Checkpoints.save")
+    _check_named(values, call)
     saved = {}
     for name, value in values.items():
         state = value.state_dict() if hasattr(value, "state_dict") else value
@@ -49,7 +49,7 @@ def saved_values(values: Mapping[str, Any]) -> dict[str, SavedValue]:
             if lacks_memory(error):
                 raise
             raise ValueError(
-                "Checkpoints.save: expected tensors, numbers, texts, lists and dicts in "
+                f"{call}: expected tensors, numbers, texts, lists and dicts in "
                 f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
                 f"{''.join(str(error).splitlines()[:1])}"
             ) from error
@@ -126,7 +126,7 @@ def _plain(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
 
 
-def number_of(step: Any) -> Any:
+def number_of(step: Any, call: str) -> Any:
     """Returns a step as a number of Python's own, as entry.json has it.
 
     Raises:
@@ -135,17 +135,17 @@ def number_of(step: Any) -> Any:
     number = _plain(step)
     if not isinstance(number, (int, float)) or not math.isfinite(number):
         raise ValueError(
-            f"Checkpoints.save: expected a finite number as step, got {step!r}. Give the number of the step."
+            f"{call}: expected a finite number as step, got {step!r}. Give the number of the step."
         )
     return number
 
 
-def check_same_step(steps: Sequence[Any]) -> None:
+def check_same_step(steps: Sequence[Any], call: str) -> None:
     """Raises ValueError unless all ranks gave the same step, from the steps by rank."""
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise ValueError(
-                f"Checkpoints.save: expected the same step on every rank, got {steps[0]} on rank 0 and "
+                f"{call}: expected the same step on every rank, got {steps[0]} on rank 0 and "
                 f"{step} on rank {rank}. Save when all ranks have trained the same steps, and "
                 "give their number."
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import FileWriter, naming
-from torchrec_dyn.ranks import run_together
+from torchrec_dyn.ranks import gather_results, run_together
 
 _BUFFER_BYTES = 1 << 20
+_SEEN_WITHIN = 30.0  # seconds, for file systems that show new files late
 
 
 def save_files(
@@ -66,20 +68,41 @@ def save_files(
                 if isinstance(fault, OSError) and fault.errno is not None:
                     raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
             raise
+    if writer is None or group is None:
+        return
     try:
-        run_together(group, call, lambda: _check_is_shared(Path(path)) if writer else None)
-    except ValueError:
+        _check_is_shared(Path(path), group, call)
+    except BaseException:
         _remove_files(Path(path), is_new)
         raise
 
 
-def _check_is_shared(folder: Path) -> None:
-    """Raises ValueError unless this rank sees what rank 0 has written when all ranks were done."""
-    if not (folder / ".metadata").exists():
-        raise ValueError(
-            f"{folder}: expected a directory that all ranks share, got one without the files of rank 0. "
-            "Give a path on a file system that all ranks see."
-        )
+def _check_is_shared(folder: Path, group: dist.ProcessGroup, call: str) -> None:
+    """Checks that each rank sees a file that the next rank has written. Collective.
+
+    DCP has looked for ".metadata" on each rank before it was there, and a network file system may go on
+    saying so.
+
+    Raises:
+        ValueError: on every rank, if one does not see it.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    files = gather_results(
+        group, call, lambda: next((one.name for one in folder.glob(f"__{rank}_*.distcp")), None)
+    )
+    name = files[(rank + 1) % ranks]
+
+    def check() -> None:
+        deadline = time.monotonic() + _SEEN_WITHIN
+        while name is not None and not (folder / name).exists():
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{folder}: expected a directory that all ranks share, got one without {name} of another "
+                    "rank. Give a path on a file system that all ranks see."
+                )
+            time.sleep(0.1)
+
+    run_together(group, call, check)
 
 
 def _remove_files(folder: Path, is_new: bool) -> None:

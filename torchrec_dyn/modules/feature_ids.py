@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import UnreadCounts
@@ -143,6 +144,8 @@ class FeatureReader:
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.
         """
+        if not isinstance(features, KeyedJaggedTensor) and isinstance(features, LazyAwaitable):
+            features = features.wait()  # of a module that sends the batch
         check_keyed(features, self._collection)
         keys = features.keys()
         known, positions = self._found

@@ -169,17 +169,16 @@ class UnshardedLookup:
         return list(self._optimizers.values())
 
     def note_training(self) -> None:
-        """Looks at the surroundings of the first training forward.
+        """Looks at what is around a training forward.
 
-        Warns if tables train with FBGEMM's default because no optimizer was chosen.
+        Warns once if tables train with FBGEMM's default because no optimizer was chosen.
 
         Raises:
-            ValueError: if it is one of DistributedModelParallel on several ranks.
+            ValueError: if the forward is one of DistributedModelParallel on several ranks.
         """
+        check_not_in_dmp(self._where, (table.config.name for table in self.tables))
         if self._has_warned:
             return
-        every = [table.config.name for table in self.tables]
-        check_not_in_dmp(f"{self._where}(tables={listed(every)})")
         self._has_warned = True
         names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
         if names:

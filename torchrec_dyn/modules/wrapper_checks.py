@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -67,6 +67,7 @@ _STATIC = (
     code_of(ShardedEmbeddingBagCollection.__init__),
     code_of(ShardedEmbeddingCollection.__init__),
 )
+_BY_SHARDERS = "DistributedModelParallel"
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
     "the planner if you call it"
@@ -101,15 +102,18 @@ def _check_sharder(kind: type, of_dmp: Any) -> None:
         )
 
 
-def check_not_in_dmp(where: str) -> None:
+def check_not_in_dmp(where: str, tables: Iterable[str] | None = None) -> None:
     """Checks that no DistributedModelParallel of several ranks is built around the caller, or calls it.
 
-    Calls are its constructor, its forward and its state dict.
+    Calls are its constructor, its forward and its state dict. `tables` are named in the error.
 
     Raises:
         ValueError: if one does.
     """
-    check_is_no_dmp(where, _local("self", *_DMP_CALLS))
+    dmp = _local("self", *_DMP_CALLS)
+    if dmp is not None:
+        named = "" if tables is None else f"(tables={listed(list(tables))})"
+        check_is_no_dmp(f"{where}{named}", dmp)
 
 
 def check_is_no_dmp(where: str, model: nn.Module | None) -> None:
@@ -119,7 +123,7 @@ def check_is_no_dmp(where: str, model: nn.Module | None) -> None:
         ValueError: if it is.
     """
     if isinstance(model, DistributedModelParallel) and model._env.process_group is not None:
-        _check_one_rank(where, "DistributedModelParallel", model._env.process_group.size())
+        _check_one_rank(where, _BY_SHARDERS, model._env.process_group.size())
 
 
 def model_being_sharded() -> nn.Module | None:
@@ -307,8 +311,12 @@ def _running(*codes: CodeType) -> FrameType | None:
 
 def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:
     if world_size > 1:
+        later = (
+            ""
+            if wrapper != _BY_SHARDERS
+            else " A collection that a model gets later is not sharded."
+        )
         raise ValueError(
             f"{where}: expected a sharded collection under {wrapper} on {world_size} ranks, got an "
-            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}. A "
-            "collection that a model gets later is not sharded."
+            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}.{later}"
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -58,13 +60,22 @@ class _PricedPlanner(EmbeddingShardingPlanner):
         """Returns the plan that rank 0 makes.
 
         Raises:
-            ValueError: on every rank, where the model has no such tables, or they cannot be so.
+            ValueError, PlannerError: on every rank, as `plan` on rank 0.
         """
         given = get_default_sharders() if sharders is None else sharders
-        self._check_tables(
-            module, given
-        )  # else rank 0 alone, and the others would wait for its plan
-        return super().collective_plan(module, given, pg)
+
+        def attempt() -> ShardingPlan | Exception:
+            try:
+                return self.plan(module, given)
+            except Exception as error:  # else the other ranks would wait for the plan
+                return error
+
+        group = pg or dist.group.WORLD
+        assert group is not None, "expected init_process_group before collective_plan"
+        planned = invoke_on_rank_and_broadcast_result(group, 0, attempt)
+        if isinstance(planned, Exception):
+            raise planned
+        return planned
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Returns a plan of a model.
@@ -73,7 +84,8 @@ class _PricedPlanner(EmbeddingShardingPlanner):
             ValueError: if the model has no such tables, or they cannot be so.
             PlannerError: if no plan fits.
         """
-        self._check_tables(module, sharders)
+        constraints, rows = self._by_table
+        check_tables(module, sharders, constraints, rows, self._priced_by[0].compute_device)
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
@@ -82,10 +94,6 @@ class _PricedPlanner(EmbeddingShardingPlanner):
             topology, enumerator = self._priced_by
             tables = _largest_tables(enumerator.enumerate(module, sharders), topology)
             raise PlannerError(f"{error}\n{tables}", error.error_type) from error
-
-    def _check_tables(self, model: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> None:
-        constraints, rows = self._by_table
-        check_tables(model, sharders, constraints, rows, self._priced_by[0].compute_device)
 
 
 def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
@@ -144,13 +152,15 @@ def make_planner(
     Raises:
         ValueError: if an argument is not valid. `plan` and, on every rank, `collective_plan` of the planner
             raise it, too: if constraints of a dynamic table leave no sharding type or compute kernel that it
-            has, or no table has a name of `expected_rows`.
+            has, no table has a name of `expected_rows`, or a table cannot have so many.
     """
     if not isinstance(topology, Topology):
         raise ValueError(
             f"make_planner.topology: expected a Topology, got {topology!r}. Write "
             "make_planner(Topology(...), batch_size)."
         )
+    if isinstance(batch_size, Integral) and not isinstance(batch_size, bool):
+        batch_size = int(batch_size)  # of numpy, too
     check_size(batch_size, "batch_size", "make_planner")
     by_table = None if constraints is None else dict(constraints)
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):

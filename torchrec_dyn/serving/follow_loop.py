@@ -46,7 +46,8 @@ def follow(
     """
     if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
         raise ValueError(
-            f"serving.follow: expected every to be a number of seconds from 0 to 10^9, got {every!r}."
+            f"serving.follow: expected every to be a number of seconds from 0 to 10^9, got {every!r}. "
+            "Write every=1.0."
         )
     follower = Follower(path, to, rows=rows, tables=tables, since=since, follow_forks=follow_forks)
     return _looks(follower, every)

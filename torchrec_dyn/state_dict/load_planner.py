@@ -96,7 +96,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 _check_chunks(fqn, of_saved)
                 prefix, _, self._names[fqn] = fqn.rpartition(".")
                 # `apply_delta` reads deltas into entries that belong to no state dict.
-                if value.entry.is_of_state_dict:
+                if value.entry.is_of_state_dict and prefix not in found:
                     _check_is_no_delta(prefix, saved)
                     check_is_not_static(f"{prefix}.", saved, f"'{prefix}' of the checkpoint")
                 _, tensors = found.setdefault(prefix, (value.entry, {}))

@@ -72,7 +72,7 @@ def clip_grad_norm_(
     where = "clip_grad_norm_"
     try:
         power, most = float(norm_type), float(max_norm)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         power = most = math.nan
     if not power > 0 or math.isnan(most) or most < 0:
         raise ValueError(
@@ -225,7 +225,10 @@ class GradScaler(TorchGradScaler):
         **options: Any,
     ) -> None:
         if str(device).split(":")[0] not in ("cpu", "cuda"):
-            raise ValueError(f"GradScaler.device: expected 'cpu' or 'cuda', got {device!r}.")
+            raise ValueError(
+                f"GradScaler.device: expected 'cpu' or 'cuda', got {device!r}. "
+                "Write the type of the model's device."
+            )
         super().__init__(device, **options)
         self._model, self._group = model, group
         if self._enabled:
