@@ -84,7 +84,8 @@ def calls_in_a_step(calls: list[str]) -> None:
 
 
 USUAL_CALLS = ["clip_grad_norm_", "handle", "lookup_rows", "state_dict"]
-CALLS = [call for call in CALLS_IN_A_STEP if call != "fused_optimizer"]  # an error of torch
+# torch.compile fails at `param_groups` of an optimizer whose groups are of a subclass of dict.
+CALLS = [call for call in CALLS_IN_A_STEP if "optimizer" not in call]
 
 
 @pytest.mark.parametrize(
