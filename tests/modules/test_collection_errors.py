@@ -8,6 +8,7 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.types import LazyNoWait
 from torchrec.modules.embedding_configs import DataType, NoEvictionPolicy, PoolingType
 from torchrec.optim import Adagrad, LarsSGD, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -192,6 +193,12 @@ def test_batches_of_another_type(pooled: bool) -> None:
         message = rf"{type(collection).__name__}: expected a KeyedJaggedTensor, got {name}\. Name"
         with pytest.raises(ValueError, match=message):
             collection(features)
+
+
+def test_a_batch_that_a_module_sends_is_awaited() -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=SGD)
+    sent: Any = LazyNoWait(batch())
+    assert torch.equal(ebc(sent).values(), ebc(batch()).values())
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_fused_optimizer_in_a_compiled_step() -> None:
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("call", CALLS_IN_A_STEP)
 def test_calls_in_a_compiled_step(call: str) -> None:
-    """What a step reads, clips, edits or saves beside forward and backward is outside of graphs, too."""
+    """Reads, clipping, edits and saves of a step, beside forward and backward, are outside of graphs, too."""
     compare_calls(call, lambda model: model)
 
 

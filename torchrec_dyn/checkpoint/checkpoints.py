@@ -409,8 +409,7 @@ class Checkpoints:
             check_optimizer(optimizer, _RESTORE)
             return checked_names(extra or {}, leave_out)
 
-        names = gather_results(group, _RESTORE, check)
-        left_out = set().union(*names)
+        left_out = set().union(*gather_results(group, _RESTORE, check))
         self._marker, self._line, self._highest = None, [], None
         lines = lines_to_load(self.path, step) if rank == 0 else None
         skipped: list[str] = []

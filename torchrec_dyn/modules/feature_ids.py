@@ -144,9 +144,10 @@ class FeatureReader:
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.
         """
-        if not isinstance(features, KeyedJaggedTensor) and isinstance(features, LazyAwaitable):
-            features = features.wait()  # of a module that sends the batch
-        check_keyed(features, self._collection)
+        if not isinstance(features, KeyedJaggedTensor):
+            if isinstance(features, LazyAwaitable):  # of a module that sends the batch
+                features = features.wait()
+            check_keyed(features, self._collection)
         keys = features.keys()
         known, positions = self._found
         if keys != known:

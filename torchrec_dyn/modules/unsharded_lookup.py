@@ -154,12 +154,9 @@ class UnshardedLookup:
     @locked
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
-        self._current_groups()
+        optimizers = self.optimizers()
         if self._combined is None:
-            optimizers = list(self._optimizers.values())
-            self._combined = (
-                optimizers[0] if len(optimizers) == 1 else _AllOptimizers(list(optimizers))
-            )
+            self._combined = optimizers[0] if len(optimizers) == 1 else _AllOptimizers(optimizers)
         return self._combined
 
     @locked

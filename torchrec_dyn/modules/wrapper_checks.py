@@ -9,7 +9,7 @@ No wrapper has a hook for modules inside the model. So the members that their co
 call stack; every other caller gets what it gets from any module (docs/decisions/0025). Of a collection in its
 plan without a sharder DistributedModelParallel reads nothing but the hash of the type. A sharder gets the
 collection and its path, and finds the model in the same way. A collection that a model gets after the
-constructor is found in its first training forward, and in its state dict, below those of
+constructor is found in its training forwards, and in its state dict, below those of
 DistributedModelParallel.
 
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
@@ -67,7 +67,6 @@ _STATIC = (
     code_of(ShardedEmbeddingBagCollection.__init__),
     code_of(ShardedEmbeddingCollection.__init__),
 )
-_BY_SHARDERS = "DistributedModelParallel"
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
     "the planner if you call it"
@@ -116,14 +115,15 @@ def check_not_in_dmp(where: str, tables: Iterable[str] | None = None) -> None:
         check_is_no_dmp(f"{where}{named}", dmp)
 
 
-def check_is_no_dmp(where: str, model: nn.Module | None) -> None:
+def check_is_no_dmp(where: str, model: nn.Module) -> None:
     """Checks that a model with unsharded tables is no DistributedModelParallel of several ranks.
 
     Raises:
         ValueError: if it is.
     """
     if isinstance(model, DistributedModelParallel) and model._env.process_group is not None:
-        _check_one_rank(where, _BY_SHARDERS, model._env.process_group.size())
+        later = " A collection that a model gets later is not sharded."
+        _check_one_rank(where, "DistributedModelParallel", model._env.process_group.size(), later)
 
 
 def model_being_sharded() -> nn.Module | None:
@@ -309,14 +309,9 @@ def _running(*codes: CodeType) -> FrameType | None:
     return frame
 
 
-def _check_one_rank(where: str, wrapper: str, world_size: int) -> None:
+def _check_one_rank(where: str, wrapper: str, world_size: int, more: str = "") -> None:
     if world_size > 1:
-        later = (
-            ""
-            if wrapper != _BY_SHARDERS
-            else " A collection that a model gets later is not sharded."
-        )
         raise ValueError(
             f"{where}: expected a sharded collection under {wrapper} on {world_size} ranks, got an "
-            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}.{later}"
+            f"unsharded one: each rank would have rows of its own, not synchronized. {_WHAT_TO_DO}.{more}"
         )

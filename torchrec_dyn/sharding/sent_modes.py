@@ -50,14 +50,16 @@ class SentBatch(KeyedJaggedTensor):
 
     def dist_labels(self) -> list[str]:
         """Returns the labels of the rows of `dist_splits`; the last two have no tensor."""
-        labels = [label for label in super().dist_labels() if label != _SIZES]
-        return labels + ([_SIZES, _IDS, _NO_TENSOR] if self._varies else [_NO_TENSOR, _IDS])
+        labels = super().dist_labels()
+        if _SIZES not in labels:
+            return [*labels, _NO_TENSOR, _IDS]
+        return [*(one for one in labels if one != _SIZES), _SIZES, _IDS, _NO_TENSOR]
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
         """Returns how many numbers of each tensor each rank gets, and the two rows."""
         rows = dict(zip(super().dist_labels(), super().dist_splits(key_splits), strict=True))
         sizes = rows.pop(_SIZES, None)
-        mode = [4 * count + 2 * self._varies + self.trains for count in rows[_IDS]]
+        mode = [4 * count + 2 * (sizes is not None) + self.trains for count in rows[_IDS]]
         zeros = [0] * len(mode)
         # TorchRec adds the size of a batch with one size as the last row.
         return [*rows.values(), *([zeros, mode] if sizes is None else [sizes, mode, zeros])]
@@ -97,10 +99,6 @@ class SentBatch(KeyedJaggedTensor):
             stride_per_rank,
             stagger,
         )
-
-    @property
-    def _varies(self) -> bool:
-        return self.variable_stride_per_key()
 
 
 def with_mode(features: KeyedJaggedTensor, trains: bool) -> SentBatch:
