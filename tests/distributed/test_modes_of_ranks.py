@@ -1,6 +1,8 @@
-"""One rank in evaluation and others in training: the same error on every rank, before any table changes."""
+"""Ranks in different modes, or with batches of different forms: one error on all, no table changes."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +23,12 @@ RUNS = {
 
 def text_of(evaluating: list[int]) -> str:
     return rf"expected every rank in the same mode, got ranks \[{evaluating[0]}\] in evaluation"
+
+
+def text_of_forms(varying: list[int]) -> str:
+    return (
+        rf"expected batches of one form on every rank, got a size per feature on ranks \{varying}"
+    )
 
 
 def mixed_modes(run: Run, evaluating: list[int]) -> None:
@@ -47,14 +55,39 @@ def test_one_rank_in_evaluation(name: str) -> None:
         workers.run(mixed_modes, run, evaluating, world_size=world, local_size=local)
 
 
-def mixed_in_a_pipeline(name: str) -> None:
+def mixed_forms(run: Run, varying: list[int]) -> None:
+    model, (first, second, third) = sharded_model(run), batches(run)
+    model(first)[0].backward()
+    before = states_of(model)
+    if dist.get_rank() in varying:
+        second = batches(replace(run, variable=True))[1]
+    with pytest.raises(ValueError, match=text_of_forms(varying)):
+        model(second)
+    check_same_states(states_of(model), before)
+    # The ranks are still in step.
+    model(third)[0].backward()
+    assert str(states_of(model)) != str(before)
+
+
+@pytest.mark.parametrize("name", [name for name, (run, _, _) in RUNS.items() if not run.variable])
+def test_one_rank_with_a_size_per_feature(name: str) -> None:
+    run, world, local = RUNS[name]
+    run = replace(run, pooled=[kind for kind in run.pooled if kind != "grid_shard"])
+    for varying in ([0], [1]):
+        workers.run(mixed_forms, run, varying, world_size=world, local_size=local)
+
+
+def mixed_in_a_pipeline(name: str, by_form: bool) -> None:
     model = sharded_model(USUAL)
     pipeline = make_pipeline(USUAL, name, model)
-    model.train(dist.get_rank() == 0)
-    with pytest.raises(ValueError, match=text_of([1])):
-        pipeline.progress(iter(batches(USUAL)))
+    is_other = dist.get_rank() == 1
+    model.train(by_form or not is_other)
+    stream = batches(replace(USUAL, variable=by_form and is_other))
+    with pytest.raises(ValueError, match=text_of_forms([1]) if by_form else text_of([1])):
+        pipeline.progress(iter(stream))
 
 
+@pytest.mark.parametrize("by_form", [False, True])
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "lite"])
-def test_in_a_pipeline(pipeline: str) -> None:
-    workers.run(mixed_in_a_pipeline, pipeline, world_size=2)
+def test_in_a_pipeline(pipeline: str, by_form: bool) -> None:
+    workers.run(mixed_in_a_pipeline, pipeline, by_form, world_size=2)

@@ -37,18 +37,18 @@ def rows_of(batch: SentBatch) -> list[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_rows_of_both_forms_have_one_place(weights: Any) -> None:
-    """Where a batch of one form has a number of sizes, one of the other has 0; the modes stand together."""
+def test_rows_and_tensors_of_both_forms_have_one_place(weights: Any) -> None:
+    """A rank that gets both forms waits for no more than was sent."""
     one, other = rows_of(plain(weights)), rows_of(varying(weights))
     names = ["lengths", "values", *([] if weights is None else ["weights"])]
-    assert [name for name, _ in one] == [*names, "", "values", "size"]
-    assert [name for name, _ in other] == [*names, "strides", "values", ""]
-    assert one[-3:] == [("", [0, 0]), ("values", [4 * 2 + 1, 4 * 2 + 1]), ("size", [3, 3])]
-    assert other[-3:] == [("strides", [1, 1]), ("values", [4 * 2 + 3, 4 * 2 + 3]), ("", [0, 0])]
+    assert [name for name, _ in one] == [*names, "values", "size"]
+    assert [name for name, _ in other] == [*names, "values", ""]
+    assert one[-2:] == [("values", [4 * 2 + 1, 4 * 2 + 1]), ("size", [3, 3])]
+    assert other[-2:] == [("values", [4 * 2 + 3, 4 * 2 + 3]), ("", [0, 0])]
     for batch in (plain(weights), varying(weights)):
-        sizes = [sum(row) for _, row in rows_of(batch)]
-        assert [len(tensor) for tensor in batch.dist_tensors()] == sizes[
-            : len(batch.dist_tensors())
+        tensors = batch.dist_tensors()
+        assert [len(tensor) for tensor in tensors] == [
+            sum(row) for _, row in rows_of(batch)[: len(names)]
         ]
 
 
@@ -68,11 +68,10 @@ def test_a_batch_arrives_as_it_was_sent(make: Any, weights: Any) -> None:
 def test_what_two_forms_send_is_not_read(weights: Any) -> None:
     """Of the numbers of both batches TorchRec would read what is not there."""
     one, other = plain(weights), varying(weights)
-    lengths = torch.cat([other.lengths()[:1], one.lengths()[:3]])
+    lengths = torch.cat([other.dist_tensors()[0][:2], one.lengths()[:3]])
     ids = torch.cat([other.values()[:2], one.values()[:2]])
-    more = [] if weights is None else [torch.cat([weights[:2], weights[:2]])]
-    for sizes, strides in ((None, [0, 3]), (torch.tensor([1]), None)):
-        tensors = [lengths, ids, *more, *([] if sizes is None else [sizes])]
+    tensors = [lengths, ids, *([] if weights is None else [torch.cat([weights[:2], weights[:2]])])]
+    for strides in ([0, 3], None):
         got = SentBatch.dist_init(KEYS[:1], tensors, strides is None, 2, None, strides)
         assert got.keys() == ["a"] and not got.values().numel() and not got.lengths().numel()
 

@@ -1,17 +1,19 @@
 """The mode and the form of a batch are sent with it: they are those of all ranks.
 
-A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. And of a
-batch with a size per feature another tensor is sent than of a batch with one size. So each rank sends its
-mode and its form, and a difference is an error before any table changes: of modes on every rank, of forms on
-the ranks with one size, while the others wait for them.
+A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. And a
+batch with a size per feature cannot be read as one with one size, or the other way round. So each rank sends
+its mode and its form, and a difference is an error on every rank, before any table changes.
 
 TorchRec first exchanges how many numbers of each tensor follow: a row of numbers for each tensor, which the
-host reads. A `SentBatch` adds two rows, so there is no further exchange and no further wait. One has four
-times the number of its ids, plus 2 with a size per feature, plus 1 in training. It has the label of the ids,
+host reads. A `SentBatch` adds a row of four times the number of its ids, plus 2 with a size per feature, plus
+1 in training: so there is no further exchange and no further wait. The row has the label of the ids,
 "values": of rows with one label TorchRec writes the last one received into the context of a sharding, where
-`check_modes` reads it. The other is of zeros, and stands where a batch of the other form has the number of
-its sizes, or its size: so the first row has one place in both forms, and no rank waits for numbers that a
-batch of the other form does not send.
+`check_modes` reads it.
+
+Batches of both forms send as many rows and as many tensors, so no rank waits for what another does not send.
+TorchRec sends the sizes of a batch with a size per feature as a further tensor; here each feature's lengths
+are followed by `_END` instead. And TorchRec adds a last row with the size of a batch with one size; where the
+batch has none, the row is of zeros.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.storage import places_of
+
 # TorchRec's labels.
+_LENGTHS = "lengths"
 _IDS = "values"
 _SIZES = "strides"
 _NO_TENSOR = ""
+# Follows the lengths of a feature.
+_END = -1
 
 
 class SentBatch(KeyedJaggedTensor):
@@ -49,26 +56,29 @@ class SentBatch(KeyedJaggedTensor):
         return [with_mode(part, self.trains) for part in super().split(segments)]
 
     def dist_labels(self) -> list[str]:
-        """Returns the labels of the rows of `dist_splits`; the last two have no tensor."""
+        """Returns the labels of the rows of `dist_splits`; those after the tensors' have no tensor."""
         labels = super().dist_labels()
         if _SIZES not in labels:
-            return [*labels, _NO_TENSOR, _IDS]
-        return [*(one for one in labels if one != _SIZES), _SIZES, _IDS, _NO_TENSOR]
+            return [*labels, _IDS]
+        return [*(label for label in labels if label != _SIZES), _IDS, _NO_TENSOR]
 
     def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
-        """Returns how many numbers of each tensor each rank gets, and the two rows."""
+        """Returns how many numbers of each tensor each rank gets, and the row of the mode and the form."""
         rows = dict(zip(super().dist_labels(), super().dist_splits(key_splits), strict=True))
         sizes = rows.pop(_SIZES, None)
         mode = [4 * count + 2 * (sizes is not None) + self.trains for count in rows[_IDS]]
-        zeros = [0] * len(mode)
-        # TorchRec adds the size of a batch with one size as the last row.
-        return [*rows.values(), *([zeros, mode] if sizes is None else [sizes, mode, zeros])]
+        if sizes is None:
+            return [*rows.values(), mode]
+        rows[_LENGTHS] = [sum(both) for both in zip(rows[_LENGTHS], sizes, strict=True)]
+        return [*rows.values(), mode, [0] * len(mode)]
 
     def dist_tensors(self) -> list[Tensor]:
-        """Returns the tensors of the rows: the sizes come last."""
+        """Returns the tensors of the rows."""
         tensors = dict(zip(super().dist_labels(), super().dist_tensors(), strict=True))
         sizes = tensors.pop(_SIZES, None)
-        return [*tensors.values()] if sizes is None else [*tensors.values(), sizes]
+        if sizes is not None:
+            tensors[_LENGTHS] = _with_ends(tensors[_LENGTHS], sizes)
+        return [*tensors.values()]
 
     @staticmethod
     def dist_init(
@@ -81,24 +91,44 @@ class SentBatch(KeyedJaggedTensor):
         stagger: int = 1,
     ) -> KeyedJaggedTensor:
         """Returns the batch that arrived, as TorchRec's; without samples if batches of both forms did."""
-        lengths, ids, *others = tensors
+        lengths, ids, *weights = tensors
+        sent: list[Tensor] | None = None
         if variable_stride_per_key:
-            sizes = others.pop()
-            is_mixed = sizes.numel() != num_workers * len(keys)
-            others = [sizes, *others]
-        else:
-            is_mixed = lengths.numel() != len(keys) * sum(stride_per_rank or ())
-        if is_mixed:  # `check_modes` raises
+            if found := _without_ends(lengths, num_workers * len(keys)):
+                sent = [found[0], ids, found[1], *weights]
+        elif lengths.numel() == len(keys) * sum(stride_per_rank or ()):
+            sent = tensors
+        if sent is None:  # `check_modes` raises
             return KeyedJaggedTensor(keys, ids[:0], lengths=lengths[:0], stride=0)
         return KeyedJaggedTensor.dist_init(
             keys,
-            [lengths, ids, *others],
+            sent,
             variable_stride_per_key,
             num_workers,
             recat,
             stride_per_rank,
             stagger,
         )
+
+
+def _with_ends(lengths: Tensor, sizes: Tensor) -> Tensor:
+    """Returns lengths [L] of features of sizes [F], each feature's followed by `_END`: [L + F]."""
+    num_lengths, num_features = lengths.numel(), sizes.numel()
+    feature = torch.arange(num_features, device=sizes.device)
+    ends_before = feature.repeat_interleave(sizes, output_size=num_lengths)
+    marked = lengths.new_full((num_lengths + num_features,), _END)
+    marked[torch.arange(num_lengths, device=sizes.device) + ends_before] = lengths
+    return marked
+
+
+def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | None:
+    """Returns the lengths and the sizes of `_with_ends`; None if fewer features have an end."""
+    is_end = marked == _END
+    ends = places_of(is_end, num_features)
+    if num_features and int(ends[-1]) < 0:
+        return None
+    lengths = marked.index_select(0, places_of(~is_end, marked.numel() - num_features))
+    return lengths, ends.diff(prepend=ends.new_full((1,), -1)) - 1
 
 
 def with_mode(features: KeyedJaggedTensor, trains: bool) -> SentBatch:
@@ -129,7 +159,7 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
     Call it once for each batch.
 
     Raises:
-        ValueError: if the modes differ, on every rank; if the forms differ, on the ranks with one size.
+        ValueError: if the modes or the forms differ.
     """
     told: list[int] = []
     for context in contexts:
