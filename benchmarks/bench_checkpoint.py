@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleaved import finish, measure, options, quartiles, ratio, result, spread
+from interleaved import finish, measure, options, quartiles, ratio, result, spread, summary
 from peak_memory import measure_memory
 from saved_sides import SIDES, Parts, Side, Spent
 from torch import multiprocessing
@@ -128,7 +128,7 @@ def in_turn(
         lines.append(
             result(
                 workload, torch.get_num_threads(), what, other, seen, ranks=dist.get_world_size(),
-                cpu_ratio=of_cpu, gb_per_second=speeds, seconds=medians,
+                cpu_ratio=of_cpu, gb_per_second=speeds, seconds=medians, ns_per_step=summary(wall, 1),
             )
         )  # fmt: skip
     if dist.get_rank() == 0:
