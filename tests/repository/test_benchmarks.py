@@ -191,6 +191,7 @@ def test_checkpoints_are_measured_on_two_ranks(tmp_path):
     for row in rows:
         assert row["ranks"] == 2 and row["ratio"] > 0
         assert set(row["gb_per_second"]) == {"dynamic", "static", "torch.save"}
+        assert set(row["ns_per_step"]) == set(row["gb_per_second"])  # compare.py reads it
         parts = {"state_dict", "dcp.load", "load_state_dict"}
         parts = parts if "load" in row["what"] else {"state_dict", "dcp.save"}
         assert set(row["seconds"]["dynamic"]) == parts
