@@ -192,8 +192,11 @@ class RowOptimizer:
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
         """For each of `state_names`: True if it has one number per row, False if one number per column."""
-        rule = self._rule
-        return tuple(name in rule.rowwise for name in rule.states)
+        return tuple(map(self.is_rowwise, self.state_names))
+
+    def is_rowwise(self, name: str) -> bool:
+        """Returns True if the state of a name has one number per row."""
+        return name in self._rule.rowwise
 
     @property
     def _rule(self) -> Rule:

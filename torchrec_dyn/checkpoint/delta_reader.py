@@ -91,9 +91,8 @@ class TableChange:
         converted = ["weight", "config"] if self.saved.dtype != table.dtype else []
         converted += BY_ROW if self.is_unscored else []
         model = [name for name in model if name not in converted]
-        states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
         same = self.cuts == table.cuts
-        kept = [name for name, is_rowwise in states if same or not is_rowwise]
+        kept = [name for name in optimizer.state_names if same or not optimizer.is_rowwise(name)]
         config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
         return model, [*kept, "step", *config]
 

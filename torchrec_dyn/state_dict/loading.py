@@ -300,12 +300,8 @@ class OptimizerEntry(TableEntry):
         if name not in self.names or not self.table.shards:
             return []
         # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
-        columns = None if self._is_rowwise(name) else self.table.column_ranges
+        columns = None if self.table.optimizer.is_rowwise(name) else self.table.column_ranges
         return list(chunks_to_read(self.saved[name], self.places, columns))
-
-    def _is_rowwise(self, name: str) -> bool:
-        optimizer = self.table.optimizer
-        return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))[name]
 
     def _origin(self, shard: TableShard, is_rowwise: bool) -> int:
         """Returns the column of the saved tensor at which a staged store begins."""
@@ -317,7 +313,7 @@ class OptimizerEntry(TableEntry):
         """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
         if name not in self.names:
             return []
-        is_rowwise = self._is_rowwise(name)
+        is_rowwise = self.table.optimizer.is_rowwise(name)
         by_shard = zip(self.table.shards, self.staged or (), strict=True)
         return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
 

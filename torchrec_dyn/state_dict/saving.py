@@ -357,10 +357,8 @@ class OptimizerSource(ShardSource):
         known = [one for one in summaries if one is not None]
         optimizer, cuts = self.table.optimizer, self.table.cuts
         wholes: dict[str, _Whole] = {
-            name: ((len(cuts) - 1 if is_rowwise else cuts[-1],), torch.float32)
-            for name, is_rowwise in zip(
-                optimizer.state_names, optimizer.state_is_rowwise, strict=True
-            )
+            name: ((len(cuts) - 1 if optimizer.is_rowwise(name) else cuts[-1],), torch.float32)
+            for name in optimizer.state_names
         }
         return {**self._by_row(known, wholes), **self._not_by_row(known)}
 
