@@ -37,12 +37,8 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def check_digest(path: Path, data: bytes, expected: str | None) -> None:
-    """Raises ValueError unless the bytes of a file have a digest; None: it is not known."""
-    _compare(path, digest_of(data), expected)
-
-
-def _compare(path: Path, found: str, expected: str | None) -> None:
+def check_digest(path: Path, found: str, expected: str | None) -> None:
+    """Raises ValueError unless the digest of a file is as expected; None: it is not known."""
     if expected not in (None, found):
         raise ValueError(f"{path}: expected digest {expected}, got {found}. {DAMAGED}")
 
@@ -84,7 +80,7 @@ def check_files(line: Iterable[Entry], rank: int, ranks: int) -> None:
             (entry, name) for name in [f"{entry.tables.name}/.metadata"] if name in entry.digests
         ]
     for entry, name in checked[rank::ranks]:
-        _compare(entry.path / name, _digest_of_file(entry.path / name), entry.digests[name])
+        check_digest(entry.path / name, _digest_of_file(entry.path / name), entry.digests[name])
     if rank == 0:
         for entry in (*before, last):
             _check_sums(entry)
