@@ -22,9 +22,9 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.state_dict.row_sums import SumsAsRead
 from torchrec_dyn.state_dict.saving import ShardSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
-from torchrec_dyn.state_dict.sums_as_read import SumsAsRead
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 
 

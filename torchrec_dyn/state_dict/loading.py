@@ -182,9 +182,8 @@ class ModelEntry(TableEntry):
     @property
     def has_sums(self) -> bool:
         """True if all rows were summed while they were read, and all belong here."""
-        kept = all(one.all_are_kept for one in self.staged or ())
         names = [name for name in self.names if name in self.saved and name != "waiting"]
-        return kept and self._are_summed(names)
+        return not any(one.others for one in self.staged or ()) and self._are_summed(names)
 
     def initializer(self) -> Initializer | None:
         """Returns the saved initializer; None if no config was read.

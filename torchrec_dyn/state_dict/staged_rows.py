@@ -310,11 +310,6 @@ class StagedRows:
         return last
 
     @property
-    def all_are_kept(self) -> bool:
-        """True if all rows that were staged belong here."""
-        return not self.others
-
-    @property
     def has_scores(self) -> bool:
         """True if scores were received for the rows that were read; without rows, none lacks a score."""
         return not self.places.count or {"last_seen", "count"} <= self._received.keys()
