@@ -22,7 +22,7 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import check_not_gathered, check_trains, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
-from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
+from torchrec_dyn.sharding import kernels_of
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForwards, TableLock, changes, locked, run_to_end
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
@@ -99,7 +99,7 @@ class LocalShards:
         self.device = setup.device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
-        self._kernels = list(_kernels_of(lookups))
+        self._kernels = list(kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, TableHandle] = {}
@@ -294,14 +294,6 @@ class LocalShards:
         for of_table in shards.values():
             of_table.sort(key=lambda shard: shard.first_column)
         return shards
-
-
-def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:
-    for lookup in lookups:
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        for kernel in lookup._emb_modules:
-            assert isinstance(kernel, DynamicKernel)
-            yield kernel
 
 
 @dataclass

@@ -119,21 +119,17 @@ class BatchCheck:
             return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
         if not (self._weighted or self._scored):
             return None
-        if self._weighted and torch.is_grad_enabled():
-            self._check_weights_need_no_gradient(weights)
-        if counted and training:
-            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
-            if wrong:
-                raise wrong_scores(self.where, wrong)
-        return (weights.detach() if weights.requires_grad else weights).float()
-
-    def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
-        if weights.requires_grad:
+        if self._weighted and torch.is_grad_enabled() and weights.requires_grad:
             raise ValueError(
                 f"{self.where}: expected weights that require no gradient, got requires_grad=True. "
                 "TorchRec's all-to-all of ids and weights has no backward: detach the weights. To train "
                 "feature processors, use DynamicFeatureProcessedEmbeddingBagCollectionSharder."
             )
+        if counted and training:
+            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
+            if wrong:
+                raise wrong_scores(self.where, wrong)
+        return (weights.detach() if weights.requires_grad else weights).float()
 
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self.features:

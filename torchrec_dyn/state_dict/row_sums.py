@@ -1,4 +1,4 @@
-"""Content sums of rows: of a shard, from its log of changes where that keeps sums, or of rows as they are read.
+"""Content sums of rows: of all rows of a shard, of those that have changed, and of rows as they are read.
 
 Sums are added up by tensor over the rows, so the log keeps the sums of the rows that were not touched since
 a version (storage/touched_rows.py), and the others are read here. A GPU reads all of its rows: that is fast.
