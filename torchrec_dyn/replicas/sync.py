@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -83,7 +83,9 @@ class Replicas:
         self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
-        self._sides = run_together(self._group, CALL, lambda: [*_sides_of(tables)])
+        self._sides = run_together(
+            self._group, CALL, lambda: [Side(one) for one in tables if one.shards]
+        )
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
@@ -179,12 +181,6 @@ class Replicas:
                 if contents.ids.numel() or clock is not None
             )
         )
-
-
-def _sides_of(tables: Sequence[Table]) -> Iterator[Side]:
-    for table in tables:
-        if table.shards:
-            yield Side(table)
 
 
 def write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
