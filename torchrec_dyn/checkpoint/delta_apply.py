@@ -70,12 +70,8 @@ def apply_changes(
 ) -> list[SumsOfTable]:
     """Applies a delta to tables, as `apply_delta`. Collective.
 
-    Args:
-        tables: the tables of the copy.
-        path: directory of the delta.
-        is_partial: True if it may have further tables.
-        held: what the call for the delta before has returned, if nothing has changed the tables since. The
-            rows are not all read again then.
+    With `is_partial` the delta may have further tables. `held` is what the call for the delta before has
+    returned, if nothing has changed the tables since: the rows are not all read again then.
 
     Returns:
         The content sums that the tables have now, but for those that were not compared.

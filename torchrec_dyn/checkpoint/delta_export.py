@@ -318,12 +318,7 @@ def _reader(rows: CanonicalRows, run: Run) -> Any:
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
-    """Returns a map from ids to rows.
-
-    Args:
-        ids: [M] int64, distinct.
-        rows: [M] int64, the rows of the ids.
-    """
+    """Returns a map from ids [M] int64, distinct, to their rows [M] int64."""
     made = IdMap(ids.numel(), ids.device)
     made.reserve(ids.numel())
     made.insert(ids, rows)

@@ -107,8 +107,7 @@ def _check_sums(entry: Entry) -> None:
 def sums_as_text(sums: Iterable[Tensor]) -> str:
     """Returns content sums as an entry has them.
 
-    Args:
-        sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
+    sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
     """
     return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
 
@@ -118,10 +117,8 @@ def checksums_in(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns the two checksums of each table in state dicts, by name, as the state dicts have them.
 
-    Args:
-        state: of the model and of its optimizer, or of a delta.
-        tables: the tables.
-        words: "checksum"; of a delta "result".
+    The state dicts are of the model and of its optimizer, or of a delta; `words` are "checksum", of a delta
+    "result".
 
     Raises:
         ValueError: the optimizer has no state of a table, or is of another model.
@@ -152,9 +149,7 @@ def sums_in(checksums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
 def _is_of(table: Table, saved: Tensor) -> bool:
     """Returns False if a tensor of an optimizer's state dict is of the table of another model.
 
-    Args:
-        table: the table.
-        saved: the tensor; what says its table is known of sharded tables only.
+    What says the table of a tensor is known of sharded tables only.
     """
     entry = getattr(saved, "entry", None)
     return entry is None or entry.table.has_shards_of(table)

@@ -75,12 +75,7 @@ def load_entry(
 ) -> tuple[dict[str, Any], bool]:
     """Loads a full save and the deltas after it. Collective.
 
-    Args:
-        model: the model.
-        optimizer: its optimizer.
-        tables: its tables.
-        line: the full save and the deltas.
-        is_partial: True to load only what the line and the model have both.
+    With `is_partial` only what the line and the model have both is loaded.
 
     Returns:
         The further values of this rank; and True if a delta may follow, as `fit_of_tables` says.

@@ -27,10 +27,8 @@ class LiveRows(RowSource):
 
     A rank's share are the ids that it holds with the first columns.
 
-    Args:
-        collection: the collection; it must not be trained or edited while it is read.
-        table: name of the table; None: the only table.
-        call: the call, for messages.
+    The collection must not be trained or edited while it is read. `table` may be None if it
+    has only one.
 
     Raises:
         ValueError: if there is no such table.

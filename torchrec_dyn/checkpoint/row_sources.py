@@ -74,10 +74,7 @@ class RowSource(ABC):
     ) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's rows, with "ids". Collective: all ranks get equally many parts, also empty ones.
 
-        Args:
-            names: names of tensors by row.
-            part_bytes: most bytes of a part.
-            ids: a range of ids with step 1; None: all ids.
+        A part has at most `part_bytes`. `ids` is a range of ids with step 1; None: all ids.
         """
 
     @abstractmethod
@@ -92,11 +89,8 @@ class RowSource(ABC):
 class SavedRows(RowSource):
     """A table of a checkpoint, or of a directory of `Checkpoints` at a step.
 
-    Args:
-        path: directory of a checkpoint, or of `Checkpoints`.
-        table: name of the table, or its key in the checkpoint; None: the only table.
-        step: step of an entry; None: the newest. Of a directory of `Checkpoints` only.
-        call: the call, for messages.
+    `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
+    newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
 
     Raises:
         ValueError: if there is no such table or step, or a save is missing, torn or damaged.

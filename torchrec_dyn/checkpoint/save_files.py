@@ -37,12 +37,8 @@ def save_files(
 ) -> None:
     """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
 
-    Args:
-        state: the state dict.
-        path: the directory.
-        is_new: True if the directory did not exist before the call on any rank.
-        group: process group of the ranks that save; None: this process alone.
-        call: what the user called, for messages.
+    `is_new` is True if the directory did not exist before the call on any rank. `call` is what the user
+    called, for messages.
 
     Raises:
         ValueError: on every rank, if a rank does not see the files of the others; none of its files is left.

@@ -30,10 +30,8 @@ _NUMBERS = ("ids", "last_seen", "count")  # one int64 a row
 class MergedTable:
     """A table as it was at its last save.
 
-    Args:
-        where: the table and its directory, for messages.
-        saves: a full save and the deltas after it, in order; the full save alone, too.
-        entry: the entry of the last save, whose content sums the rows must have; None: of the full save.
+    `saves` are a full save and the deltas after it, in order; the full save alone, too. `entry` is the entry
+    of the last save, whose content sums the rows must have; None: of the full save.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
