@@ -102,11 +102,7 @@ class RowFormat:
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
     def decode(self, written: Tensor) -> Tensor:
-        """Returns decoded rows, [M, D] float32.
-
-        Args:
-            written: [M, row_bytes] uint8.
-        """
+        """Returns decoded rows, [M, D] float32, of written [M, row_bytes] uint8."""
         if not self.is_nbit:
             return written.contiguous().view(self.dtype).float()
         head, steps = written.tensor_split([SCALE_AND_BIAS_BYTES], dim=1)
@@ -118,9 +114,7 @@ class RowFormat:
     def as_trained(self, written: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns rows [M, D] of a dtype that the format `is_exact_for`, bit for bit as they were encoded.
 
-        Args:
-            written: [M, row_bytes] uint8.
-            dtype: the dtype of training.
+        written: [M, row_bytes] uint8; `dtype` is that of training.
         """
         numbers = written.contiguous().view(self.dtype)
         return numbers if dtype == self.dtype else _narrowed(numbers, dtype)

@@ -75,12 +75,8 @@ def verify_generation(
 ) -> Verified:
     """Verifies one generation.
 
-    Args:
-        folder: the directory of served tables.
-        generation: name of the generation.
-        pace: the limit on the bytes read a second.
-        known: `rows` of an earlier verification. Chunks of the same rows file with the same sums are not read
-            again.
+    `known` are the `rows` of an earlier verification: chunks of the same rows file with the same sums are not
+    read again.
 
     Raises:
         FileNotFoundError: if the generation was removed.

@@ -23,12 +23,8 @@ class BatchCheck:
 
     TorchRec computes the positions of features from the first batch and uses them for all batches.
 
-    Args:
-        features: those that the collection reads.
-        weighted: True if bags have weights.
-        pooled: True if outputs are one row per example.
-        where: the collection, for messages.
-        scored: True if some table scores its ids by the weights of a batch (LowestScore).
+    `weighted` bags have weights. `pooled` outputs are one row per example. `scored`: some table scores its
+    ids by the weights of a batch (LowestScore).
 
     Attributes:
         features: those that the collection reads, each once, in the order of its tables.

@@ -112,10 +112,8 @@ class TableEntry(ABC):
     ) -> None:
         """Begins a load: makes empty stores for the rows that this rank reads.
 
-        Args:
-            saved: DCP's metadata of the saved tensors, by name.
-            places: places of the rows to read; None: they are found by the saved index.
-            waiting: places of the waiting ids to read, likewise.
+        `saved` is DCP's metadata of the saved tensors, by name. `places` are those of the rows to read,
+        `waiting` those of the waiting ids; None: they are found by the saved index.
 
         Raises:
             ValueError: if the table or its checksum is missing.
@@ -186,11 +184,8 @@ class TableEntry(ABC):
     ) -> Tensor:
         """Returns a tensor to read a block into: if possible its place in a staged store.
 
-        Args:
-            name: name of the tensor.
-            offset: place of the block in the tensor, one number per dimension.
-            size: size of the block, one number per dimension.
-            dtype: dtype of the saved numbers.
+        `offset` is the place of the block in the tensor, `size` its size, one number per dimension; `dtype`
+        is that of the saved numbers.
         """
         for store, origin in self.stores(name):
             place = place_of_block(store, origin, self.places, offset, size)
@@ -201,10 +196,7 @@ class TableEntry(ABC):
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Stages a block that was read.
 
-        Args:
-            name: name of the tensor.
-            offset: place of the block in the tensor, one number per dimension.
-            block: the numbers of the block.
+        block: its numbers; `offset` is its place in the tensor, one number per dimension.
         """
         if name in self.small_names:
             self.small[name] = block

@@ -382,8 +382,7 @@ class OptimizerEntry(TableEntry):
     def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
         """Returns the content sums of this rank's part.
 
-        Args:
-            of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
+        of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
         """
         table, sums = self.table, self.small_sums()
         for shard, stores, stretches in zip(
@@ -409,8 +408,7 @@ class OptimizerEntry(TableEntry):
 def row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
     """Returns the ranges of rows of a saved tensor that this rank has.
 
-    Args:
-        value: a SavedTensor, or a plain tensor, which has all rows.
+    value: a SavedTensor, or a plain tensor, which has all rows.
     """
     if not isinstance(value, SavedTensor):
         return [(0, len(value))]

@@ -128,9 +128,7 @@ class ShardSummary(NamedTuple):
 class ShardSource(ABC):
     """A reader of the shards of one table, for one state dict; valid until the shards change.
 
-    Args:
-        table: the table.
-        entry: entry that loads the tensors of this source; None: the tensors are not loaded.
+    `entry` loads the tensors of this source; None: they are not loaded.
 
     Attributes:
         canonical: the rows of each shard in canonical order.
@@ -149,11 +147,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Returns the tensors of the state dict, by name.
-
-        Args:
-            summaries: the summary of each rank; None for a rank without shards.
-        """
+        """Returns the tensors of the state dict, by name, from the summary of each rank; None: no shards."""
 
     @abstractmethod
     def tensors_of(self, shard: TableShard) -> list[RowTensor]:
@@ -382,11 +376,8 @@ def saved_tensors(
 
     All sources of a table read it at one moment.
 
-    Args:
-        group: the ranks; None: this process alone.
-        call: table and method, the same on every rank.
-        tables: the tables, in the same order on all ranks.
-        make: function that returns the sources of one table.
+    `make` returns the sources of one table. The tables, in their order, and `call`, are the same on all
+    ranks.
     """
     sources: list[ShardSource] = []
 
@@ -419,10 +410,7 @@ def checksums(
     Reads the rows that were touched since the last call, in a table on the CPU that records its changes; else
     all rows.
 
-    Args:
-        group: the ranks; None: this process alone.
-        call: as of `saved_tensors`.
-        tables: the tables, in the same order on all ranks.
+    The tables, in their order, and `call`, are the same on all ranks.
     """
     of_tables: list[tuple[ShardSource, ShardSource]] = []
 
