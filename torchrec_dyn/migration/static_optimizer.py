@@ -57,10 +57,7 @@ def trainer_of(
 ) -> Trainer | None:
     """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
 
-    Args:
-        weight: [N, D], the parameter.
-        optimizer: a plain, keyed, wrapped or combined optimizer, or None.
-        where: name of the table for error messages.
+    weight: [N, D], the parameter. The optimizer is a plain, keyed, wrapped or combined one, or None.
 
     Returns:
         The optimizer; None if `optimizer` is None or the parameter needs no gradient.

@@ -139,11 +139,8 @@ def outputs_by_sample(
 
     TorchRec's `process_pooled_embeddings` does the same, but adds gradients in any order on CUDA.
 
-    Args:
-        pooled: [bags, columns] of each feature.
-        inverse_indices: feature names, and for each of them the bag of each sample, [features, B]; None if
-            bag i belongs to sample i.
-        names: feature name of each output.
+    pooled: [bags, columns] of each feature; names: the feature of each output. inverse_indices: feature
+    names, and for each of them the bag of each sample, [features, B]; None if bag i belongs to sample i.
 
     Returns:
         [B, sum of columns].
@@ -159,9 +156,7 @@ def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequenc
 
     As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
 
-    Args:
-        inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
-        features: the names of F of these features.
+    inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
     """
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}

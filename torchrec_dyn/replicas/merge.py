@@ -108,11 +108,9 @@ def _merged_scores(words: Tensor, earlier: Tensor, is_counted: Tensor, as_of: Co
 def mean_of(rows: Sequence[Tensor], initial: Tensor, gives: Tensor, takes_part: Tensor) -> Tensor:
     """Returns the mean of the rows of the sides, [M, C] in their dtype, rounded once.
 
-    Args:
-        rows: [M, C] of each side; any numbers where it gives no row.
-        initial: [M, C], the row that a side counts with that has not seen the id.
-        gives: [R, M] bool.
-        takes_part: [R, M] bool; at least one side of each row.
+    rows: [M, C] of each side, any numbers where it gives no row. initial [M, C] has the row that a side
+    counts with that has not seen the id. gives [R, M] and takes_part [R, M] are bool; at least one side takes
+    part in each row.
     """
     # -0.0 is what can be added to any number without a change of its bits.
     total = torch.full(initial.shape, -0.0, dtype=torch.float64, device=initial.device)
