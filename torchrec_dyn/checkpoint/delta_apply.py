@@ -32,10 +32,10 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.life import BY_ROW, Clock
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
+from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows, saved_sums
 from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
 from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 SumsOfTable = tuple[Sums, Sums]  # of the model, of the optimizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +174,7 @@ class LocalShards:
         tables = list(self._optimizers.items())
         placeholders = dict(module._optim.params)
         optimizer = ShardedOptimizer(placeholders, tables, holder, self.table, self.where)
-        self.drive_by(optimizer)
+        optimizer.drive(self.groups())
         module._optim = optimizer
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
@@ -186,10 +186,6 @@ class LocalShards:
         module._register_load_state_dict_pre_hook(take, with_module=True)
 
     # The shards of a table.
-
-    def shards_of(self, name: str) -> Sequence[TableShard]:
-        """Returns the shards of one table on this rank."""
-        return self._tables[name]
 
     def tables(self) -> list[Table]:
         """Returns the tables, in the order of the collection."""
@@ -260,10 +256,6 @@ class LocalShards:
         self.__dict__.update({**other.__dict__, **kept})
         for name, handle in self._handles.items():
             handle.whole.follow(self.table(name))
-
-    def drive_by(self, optimizer: ShardedOptimizer) -> None:
-        """Connects an optimizer, which then sets the learning rates of all shards on this rank."""
-        optimizer.drive(self.groups())
 
     def groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""

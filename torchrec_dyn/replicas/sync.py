@@ -16,9 +16,10 @@ from torchrec_dyn.replicas.merge import ROW
 from torchrec_dyn.replicas.merging import Merging
 from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
 from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import run_to_end
 from torchrec_dyn.table import stamp_of
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 _SYNC = "Replicas.sync"
 

@@ -55,6 +55,7 @@ class TableEntry(ABC):
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
+    source: ClassVar[type[ShardSource]]
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -88,9 +89,11 @@ class TableEntry(ABC):
     def names(self) -> Sequence[str]:
         """Names of the tensors by row that the table can use."""
 
-    @abstractmethod
     def renew(self) -> ShardSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
+        source = self.source(self.table, self)
+        self.canonical, self.is_of_state_dict = source.canonical, True
+        return source
 
     def is_own(self, table: Table) -> bool:
         """Returns True if the entry is of a state dict of these shards into which nothing was loaded.

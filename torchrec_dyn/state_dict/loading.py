@@ -48,6 +48,7 @@ class ModelEntry(TableEntry):
     """The load of rows, ids, scores, counters and clock of one table."""
 
     order = MODEL_TENSORS
+    source = ModelSource
     small_names = ("clock", "config", "checksum")
     missing = (
         "this table, got one without. "
@@ -60,12 +61,6 @@ class ModelEntry(TableEntry):
         """Names of the tensors by row that the table can use."""
         life = ["last_seen", "count"] if self.table.options.has_life else []
         return ["ids", "weight", *life, *(["waiting"] if self.table.options.counts_waiting else [])]
-
-    def renew(self) -> ModelSource:
-        """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = ModelSource(self.table, self)
-        self.canonical, self.is_of_state_dict = source.canonical, True
-        return source
 
     def check_is_for(self, table: Table) -> None:
         """Raises ValueError unless the rows were read for these shards."""
@@ -237,6 +232,7 @@ class OptimizerEntry(TableEntry):
     """The load of optimizer state and step of one table."""
 
     order = OPTIMIZER_TENSORS
+    source = OptimizerSource
     small_names = ("step", "config", "checksum")
     missing = (
         "its optimizer state, got one without. "
@@ -266,12 +262,6 @@ class OptimizerEntry(TableEntry):
     def names(self) -> Sequence[str]:
         """Names of the optimizer states."""
         return self.table.optimizer.state_names
-
-    def renew(self) -> OptimizerSource:
-        """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = OptimizerSource(self.table, self)
-        self.canonical, self.is_of_state_dict = source.canonical, True
-        return source
 
     def _stage_saved(self, places: Places | None) -> None:
         saved = self.saved

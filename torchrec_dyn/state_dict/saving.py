@@ -1,7 +1,7 @@
 """Sources: read the shards of one table for the model's and the optimizer's state dict, as SavedTensors.
 
 Each rank sums its shards, the summaries are all-gathered, and each rank makes tensors of its parts. Rows are
-read when the tensors are saved. `checksums` makes the checksums alone, which need not read all rows.
+read when the tensors are saved. `saved_sums` makes the checksums alone, which need not read all rows.
 
 Legend: R rows of the whole table, K times.
 """
@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn import ops
@@ -367,10 +366,7 @@ class OptimizerSource(ShardSource):
 
 
 def saved_tensors(
-    group: dist.ProcessGroup | None,
-    call: str,
-    tables: Sequence[Table],
-    make: Callable[[Table], Sequence[ShardSource]],
+    tables: Sequence[Table], call: str, make: Callable[[Table], Sequence[ShardSource]]
 ) -> list[dict[str, SavedTensor]]:
     """Returns the tensors of several sources, in the order of the tables. Collective.
 
@@ -379,7 +375,7 @@ def saved_tensors(
     `make` returns the sources of one table. The tables, in their order, and `call`, are the same on all
     ranks.
     """
-    sources: list[ShardSource] = []
+    group, sources = tables[0].group, list[ShardSource]()
 
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
@@ -402,9 +398,7 @@ def saved_tensors(
     )
 
 
-def checksums(
-    group: dist.ProcessGroup | None, call: str, tables: Sequence[Table]
-) -> list[tuple[Tensor, Tensor]]:
+def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
     """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
 
     Reads the rows that were touched since the last call, in a table on the CPU that records its changes; else
@@ -423,7 +417,7 @@ def checksums(
                 sums.append(_sums_of(model, optimizer))
         return sums
 
-    by_rank = gather_results(group, call, summed)
+    by_rank = gather_results(tables[0].group, call, summed)
 
     def words() -> list[tuple[Tensor, Tensor]]:
         found = []
@@ -435,7 +429,7 @@ def checksums(
             found.append((model, optimizer))
         return found
 
-    return run_together(group, call, words)
+    return run_together(tables[0].group, call, words)
 
 
 def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, ShardSums] | None:
