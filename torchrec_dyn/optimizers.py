@@ -352,9 +352,7 @@ _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "
 def output_dtype_of(value: Any, where: str) -> torch.dtype:
     """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32.
 
-    Args:
-        value: a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
-        where: owner of the parameters for error messages, e.g. "table 'user'".
+    `value` is a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
 
     Raises:
         ValueError: if it is none of float32, float16 and bfloat16.

@@ -101,12 +101,8 @@ def compare_sums(
 ) -> None:
     """Raises ValueError if the content sum of a tensor differs from the saved sum.
 
-    Args:
-        where: the table, for messages.
-        words: [W] int64, the saved "checksum".
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-        names: names of the tensors to compare.
-        summed: content sums of the tensors as read; a missing tensor counts as 0.
+    words: [W] int64, the saved "checksum" in an `order`, MODEL_TENSORS or OPTIMIZER_TENSORS. `names` are
+    compared; a tensor that is not in `summed` counts as 0.
     """
     saved = from_words(words, order)
     for name in names:

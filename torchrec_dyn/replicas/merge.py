@@ -72,11 +72,8 @@ class Verdict(NamedTuple):
 def decide(told: Told, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
     """Returns the verdict on ids.
 
-    Args:
-        told: what the sides tell.
-        as_of: function that brings counts to later steps.
-        adds_waiting: True if the occurrences of a waiting id are added to the count of its row on another
-            side: rows count occurrences, not weights.
+    With `adds_waiting` the occurrences of a waiting id are added to the count of its row on another side:
+    rows count occurrences, not weights.
     """
     flags = told.flags
     has_erased = (flags & ERASED) != 0

@@ -81,9 +81,7 @@ class RowFormat:
     def encode(self, rows: Tensor, where: str) -> Tensor:
         """Returns encoded rows, [M, row_bytes] uint8.
 
-        Args:
-            rows: [M, D] floating point.
-            where: the table, for messages.
+        rows: [M, D] floating point.
 
         Raises:
             ValueError: if a number is too large for the format, or is NaN and the format is int8 or int4; or
