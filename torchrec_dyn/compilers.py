@@ -23,8 +23,7 @@ _SERVE = "Export the model with the collections of torchrec_dyn.serving in place
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Makes a function, with all that it calls, run outside of the graphs of torch.compile.
 
-    Args:
-        function: the function; with `fullgraph=True` torch's error contains its name and what to do.
+    With `fullgraph=True` torch's error contains the name of the function and what to do.
     """
     reason = (
         f"{function.__qualname__}: expected a graph break, got fullgraph=True or torch.export. Compile with "
@@ -35,11 +34,7 @@ def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
 
 
 def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a forward run outside of the graphs of torch.compile; exporters that call it get ValueError.
-
-    Args:
-        forward: the forward of a module with dynamic tables.
-    """
+    """Makes a forward run outside of the graphs of torch.compile; exporters that call it get ValueError."""
 
     @functools.wraps(forward)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

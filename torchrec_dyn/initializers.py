@@ -145,10 +145,7 @@ def default_initializer(num_embeddings: int) -> Uniform:
 def table_key(seed: int, table: str, purpose: str) -> int:
     """Returns a 64 bit key, as int64, for a seed, a table's name and a purpose.
 
-    Args:
-        seed: any integer.
-        table: the table's name.
-        purpose: at most 16 ASCII letters; keys of different purposes give independent numbers.
+    A purpose has at most 16 ASCII letters; keys of different purposes give independent numbers.
 
     Source: BLAKE2b with an 8 byte digest (RFC 7693), personalised by the purpose.
     """

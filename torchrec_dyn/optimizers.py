@@ -192,8 +192,11 @@ class RowOptimizer:
     @property
     def state_is_rowwise(self) -> tuple[bool, ...]:
         """For each of `state_names`: True if it has one number per row, False if one number per column."""
-        rule = self._rule
-        return tuple(name in rule.rowwise for name in rule.states)
+        return tuple(map(self.is_rowwise, self.state_names))
+
+    def is_rowwise(self, name: str) -> bool:
+        """Returns True if the state of a name has one number per row."""
+        return name in self._rule.rowwise
 
     @property
     def _rule(self) -> Rule:
@@ -349,9 +352,7 @@ _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "
 def output_dtype_of(value: Any, where: str) -> torch.dtype:
     """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32.
 
-    Args:
-        value: a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
-        where: owner of the parameters for error messages, e.g. "table 'user'".
+    `value` is a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
 
     Raises:
         ValueError: if it is none of float32, float16 and bfloat16.

@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.checkpoint_format import MergedTable
+from torchrec_dyn.checkpoint.merged_table import MergedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -206,7 +206,8 @@ def test_another_form_begins_with_a_full_save(tmp_path: Path) -> None:
 
 def test_an_older_line_in_two_dtypes_says_what_to_do() -> None:
     saves: list[Any] = [
-        SimpleNamespace(dtype=dtype, sums={}) for dtype in (torch.bfloat16, torch.float32)
+        SimpleNamespace(name="t", embedding_dim=1, dtype=dtype, config={"seed": 0}, sums={})
+        for dtype in (torch.bfloat16, torch.float32)
     ]
     with pytest.raises(ValueError, match=r"'torch.float32'\]. Call Checkpoints.restore in"):
         next(MergedTable("kept", saves).parts(["weight"], 1))

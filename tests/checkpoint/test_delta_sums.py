@@ -17,9 +17,9 @@ import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.migration.trained_collections import put_rows
-from torchrec_dyn.state_dict import row_sums
+from torchrec_dyn.state_dict import row_sums, saved_sums
 from torchrec_dyn.storage import touched_rows
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

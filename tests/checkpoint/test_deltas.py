@@ -21,7 +21,7 @@ from torchrec.optim import Adagrad
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
-from torchrec_dyn import whole_model
+from torchrec_dyn import state_dict
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     apply_delta,
@@ -313,12 +313,12 @@ def test_a_step_of_another_thread_during_an_export_is_an_error(tmp_path, monkeyp
     model = Model()
     marker = mark(model)
 
-    def step_between(tables, call):
-        forms = whole_model.saved_forms(tables, call)
+    def step_between(tables, call, make):
+        saved = state_dict.saved_tensors(tables, call, make)
         train(model, batch(1, 1, 2))
-        return forms
+        return saved
 
-    monkeypatch.setattr(delta_export, "saved_forms", step_between)
+    monkeypatch.setattr(delta_export, "saved_tensors", step_between)
     with pytest.raises(RuntimeError, match=r"do not change during the call, got changes of \['"):
         export_delta(model, tmp_path / "0", marker)
     assert not (tmp_path / "0").exists()

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
-from torchrec_dyn.whole_model import tables as model_tables
+from torchrec_dyn.state_dict import saved_sums
+from torchrec_dyn.whole_model import tables_of
 
 STEPS = ((0, 2), (2, 5))
 
@@ -50,8 +51,8 @@ def edit(model, setup: Setup, round_: int) -> None:
 
 def sums_of(model) -> list:
     """The content sums of all tables, by name."""
-    tables = model_tables.tables_of(model, "test")
-    sums = model_tables.saved_sums(tables, "test")
+    tables = tables_of(model, "test")
+    sums = saved_sums(tables, "test")
     return sorted(
         (t.name, *(words.tolist() for words in pair)) for t, pair in zip(tables, sums, strict=True)
     )

@@ -179,7 +179,7 @@ def run_last_step_of_reshard(every):
         seen.add(here == made[0])
         kernels = [kernel for lookup in collection._lookups for kernel in lookup._emb_modules]
         shards = [shard for kernel in kernels for shard in kernel.tables if shard.name == "t0"]
-        assert shards == collection._shards.shards_of("t0") == list(table.whole.shards)
+        assert shards == collection._shards.table("t0").shards == list(table.whole.shards)
         assert table.whole.layout.rows_are_spread == (here == RW)
         model.fused_optimizer.param_groups[0]["lr"] = rate = 1 / next(steps)
         assert {kernel.group.learning_rate for kernel in kernels} == {rate}

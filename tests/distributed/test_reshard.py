@@ -94,7 +94,7 @@ def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 def check_closed_up(model: Any, names: Collection[str]) -> None:
     """Asserts that rows of other ranks take no memory after the move; a small table is read whole."""
     for name in names:
-        for one in model.module.collection._shards.shards_of(name):
+        for one in model.module.collection._shards.table(name).shards:
             assert one.row_numbers.high_water_mark <= one.num_rows + one.num_rows // 8
 
 
@@ -205,17 +205,17 @@ def moves_one(setup: Setup) -> None:
     for one in (model, stayed):
         train(one, setup, range(3))
     shards = model.module.collection._shards
-    kept = {name: list(shards.shards_of(name)) for name in ("plain", "drawn")}
+    kept = {name: list(shards.table(name).shards) for name in ("plain", "drawn")}
     move(model, plans(setup, (CW,), names=["plain"]))
-    assert [*shards.shards_of("drawn")] == kept["drawn"], "the very same shards"
-    assert [*shards.shards_of("plain")] != kept["plain"]
+    assert [*shards.table("drawn").shards] == kept["drawn"], "the very same shards"
+    assert [*shards.table("plain").shards] != kept["plain"]
     assert model.module.collection.module_sharding_plan["plain"].sharding_type == CW
     got, expected = train(model, setup, range(3, 5)), train(stayed, setup, range(3, 5))
     assert all(same_bits(one, other) for one, other in zip(got, expected, strict=True))
     # The whole plan may be given: tables whose pieces lie where they lay do not move.
-    here = shards.shards_of("plain")
+    here = shards.table("plain").shards
     move(model, plans(setup, (CW, *setup.kinds[1:])))
-    assert [*shards.shards_of("plain")] == [*here]
+    assert [*shards.table("plain").shards] == [*here]
 
 
 def test_one_of_several_tables_moves() -> None:

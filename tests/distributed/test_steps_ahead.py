@@ -37,7 +37,7 @@ class Batches:
         self.shards = [
             shard
             for table in case.tables
-            for shard in self.collection._shards.shards_of(table.name)
+            for shard in self.collection._shards.table(table.name).shards
         ]
 
     def features(self, step: int) -> KeyedJaggedTensor:

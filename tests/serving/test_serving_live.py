@@ -18,8 +18,7 @@ from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving import verification
-from torchrec_dyn.serving.current import with_current
-from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 IDS = range(300)

@@ -120,7 +120,7 @@ def load_waiting(path: str) -> tuple[int, int, int]:
     state = model.state_dict()
     dcp.load(state, checkpoint_id=path, planner=planner)
     model.load_state_dict(state)
-    ids = model.module.collection._shards.shards_of("t")[0].life.waiting.export()[0]
+    ids = model.module.collection._shards.table("t").shards[0].life.waiting.export()[0]
     step(model, [])
     return planner.numbers["waiting"] // 3, len(ids), int(ids.sum())
 

@@ -91,7 +91,7 @@ def check_load(folder: str, kind: str, config: Any) -> None:
         load_into(loaded[0], folder, LoadPlanner(path=folder))
         # Rows in one column shard are summed while they are read, others afterwards, on the ranks with rows.
         # Of ids that all wait there are no rows.
-        if loaded[0].module.collection._shards.shards_of("t") and config is not COUNTED:
+        if loaded[0].module.collection._shards.table("t").shards and config is not COUNTED:
             assert (summed == 0) == (kind != "three_columns"), (kind, summed)
         load_into(loaded[1], folder, LoadPlanner())
     assert alike(*loaded)

@@ -174,7 +174,7 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
         config = table_config("t", 4, 5, table.dtype, dyn.Constant(0))
         whole = Table.of_one(table, "t", config)
         sources = [ModelSource(whole, None), OptimizerSource(whole, None)]
-        model, _ = saved_tensors(None, "save", [whole], lambda _: sources)
+        model, _ = saved_tensors([whole], "save", lambda _: sources)
         assert log[0] == "B waits for A"
         cuda.on("A")
         assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"

@@ -92,7 +92,7 @@ class ShardedTwins:
         """Compares all tables of this rank with their twins; returns their rows."""
         rows = 0
         for table in self.case.tables:
-            on_cpu, on_device = (one._shards.shards_of(table.name) for one in self.collections)
+            on_cpu, on_device = (one._shards.table(table.name).shards for one in self.collections)
             assert len(on_cpu) == len(on_device)
             for shard, twin in zip(on_cpu, on_device, strict=True):
                 assert twin.device == twin.id_map.slots.device == CUDA, table.name

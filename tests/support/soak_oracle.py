@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import unsigned
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 KEPT = 60  # files of rows
 

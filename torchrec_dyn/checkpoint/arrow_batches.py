@@ -44,11 +44,8 @@ def pyarrow(call: str) -> Any:
 class ArrowColumns:
     """The columns that are read of one table.
 
-    Args:
-        source: the rows.
-        columns: names of the columns; None: id, row, last_seen and count, as far as the table has them.
-        waiting: True for the waiting ids in place of the rows.
-        call: the call, for messages.
+    `columns` are their names; None: id, row, last_seen and count, as far as the table has them. With
+    `waiting` they are of the waiting ids in place of the rows.
 
     Attributes:
         schema: the schema of Arrow; its metadata tell table, seed and step.
@@ -91,11 +88,7 @@ class ArrowColumns:
         return self._arrow.list_(self._arrow.field("item", number, False), width)
 
     def batch(self, rows: Mapping[str, Tensor]) -> Any:
-        """Returns a RecordBatch of Arrow.
-
-        Args:
-            rows: the rows of each tensor by name, [M, columns] or [M].
-        """
+        """Returns a RecordBatch of Arrow of the rows of each tensor by name, rows [M, columns] or [M]."""
         made = []
         for field in self.schema:
             values = rows[_TENSORS.get(field.name, field.name)]

@@ -15,11 +15,8 @@ FORMATS = ("parquet", "arrow")
 class ArrowFile:
     """A file that is written batch by batch; a batch is a row group.
 
-    Args:
-        arrow: the package pyarrow.
-        path: path of the file, which is written beside it.
-        schema: the schema of its batches.
-        kind: "parquet" or "arrow" (the IPC file format, also named Feather 2).
+    `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
+    Feather 2). It is written beside `path`.
 
     Raises:
         OSError: if the file cannot be opened; of every method, if the disk is full or fails.

@@ -72,7 +72,8 @@ def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
 
     Of each run it takes the branch that leads to the newest entry.
     """
-    mine, theirs = ({entry.step: entry for entry in _branch(chain)} for chain in (one, other))
+    branches = [[*chain.backward(chain.entries[-1])][::-1] for chain in (one, other)]
+    mine, theirs = ({entry.step: entry for entry in branch} for branch in branches)
     both = [(entry, theirs[step]) for step, entry in mine.items() if step in theirs]
     print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
     before: tuple[Entry, Entry] | None = None
@@ -85,10 +86,6 @@ def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
         before = pair
     print("all tables are equal at these steps")
     return bool(both)
-
-
-def _branch(chain: SavedChain) -> list[Entry]:
-    return list(chain.backward(chain.entries[-1]))[::-1]
 
 
 def _tables_that_differ(mine: Entry, its: Entry) -> list[str]:

@@ -32,10 +32,10 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.life import BY_ROW, Clock
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows
+from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows, saved_sums
 from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
 from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 SumsOfTable = tuple[Sums, Sums]  # of the model, of the optimizer
 
@@ -70,12 +70,8 @@ def apply_changes(
 ) -> list[SumsOfTable]:
     """Applies a delta to tables, as `apply_delta`. Collective.
 
-    Args:
-        tables: the tables of the copy.
-        path: directory of the delta.
-        is_partial: True if it may have further tables.
-        held: what the call for the delta before has returned, if nothing has changed the tables since. The
-            rows are not all read again then.
+    With `is_partial` the delta may have further tables. `held` is what the call for the delta before has
+    returned, if nothing has changed the tables since: the rows are not all read again then.
 
     Returns:
         The content sums that the tables have now, but for those that were not compared.

@@ -31,10 +31,19 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict import (
+    ModelSource,
+    OptimizerSource,
+    Run,
+    Share,
+    runs_of,
+    saved_sums,
+    saved_tensors,
+    share_of,
+)
 from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host, turn_of
 from torchrec_dyn.table import stamp_of
-from torchrec_dyn.whole_model import saved_forms, saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 _CALL = "export_delta"
 
@@ -250,12 +259,15 @@ def _state_dict(
     shares = gather_results(
         group, _CALL, lambda: [_share(*one) for one in zip(tables, removed, strict=True)]
     )
-    forms = saved_forms(changed, _CALL)
+    saved = saved_tensors(
+        changed, _CALL, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
+    )
 
     def join() -> dict[str, Any]:
         model: dict[str, Tensor] = {}
         optimizer: dict[str, dict[str, Tensor]] = {}
-        for number, (table, form) in enumerate(zip(tables, forms, strict=True)):
+        of_tables = zip(tables, saved[::2], saved[1::2], strict=True)
+        for number, (table, rows, state) in enumerate(of_tables):
             saves = table.rank == 0
             words = [
                 {
@@ -265,9 +277,9 @@ def _state_dict(
                 for base, result in zip(before[number].sums, results[number], strict=True)
             ]
             ids = _removed_ids(table, removed[number], [of_rank[number] for of_rank in shares])
-            of_model = {**form.model, **words[0], "removed": ids}
+            of_model = {**rows, **words[0], "removed": ids}
             model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
-            of_optimizer = {**form.optimizer, **words[1]}
+            of_optimizer = {**state, **words[1]}
             optimizer[f"{table.key}.weight"] = {
                 f"{table.name}.{name}": one for name, one in of_optimizer.items()
             }
@@ -318,12 +330,7 @@ def _reader(rows: CanonicalRows, run: Run) -> Any:
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
-    """Returns a map from ids to rows.
-
-    Args:
-        ids: [M] int64, distinct.
-        rows: [M] int64, the rows of the ids.
-    """
+    """Returns a map from ids [M] int64, distinct, to their rows [M] int64."""
     made = IdMap(ids.numel(), ids.device)
     made.reserve(ids.numel())
     made.insert(ids, rows)

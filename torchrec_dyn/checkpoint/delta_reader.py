@@ -15,11 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.interrupts import interrupts_raised
+from torchrec_dyn.checkpoint.save_files import load_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_TENSORS,
@@ -91,9 +90,8 @@ class TableChange:
         converted = ["weight", "config"] if self.saved.dtype != table.dtype else []
         converted += BY_ROW if self.is_unscored else []
         model = [name for name in model if name not in converted]
-        states = zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)
         same = self.cuts == table.cuts
-        kept = [name for name, is_rowwise in states if same or not is_rowwise]
+        kept = [name for name in optimizer.state_names if same or not optimizer.is_rowwise(name)]
         config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
         return model, [*kept, "step", *config]
 
@@ -203,12 +201,8 @@ def _read(
     group, rank = tables[0].group, tables[0].rank
 
     def load() -> None:
-        planner, alone = LoadPlanner(path=path), group is None
         try:
-            with interrupts_raised():
-                dcp.load(
-                    wanted, checkpoint_id=path, planner=planner, process_group=group, no_dist=alone
-                )
+            load_files(wanted, path, LoadPlanner(path=path), group)
         except CheckpointException as error:
             # The same on every rank: only the first rank that failed names its fault.
             if rank == min(error.failures):

@@ -37,12 +37,8 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def check_digest(path: Path, data: bytes, expected: str | None) -> None:
-    """Raises ValueError unless the bytes of a file have a digest; None: it is not known."""
-    _compare(path, digest_of(data), expected)
-
-
-def _compare(path: Path, found: str, expected: str | None) -> None:
+def check_digest(path: Path, found: str, expected: str | None) -> None:
+    """Raises ValueError unless the digest of a file is as expected; None: it is not known."""
     if expected not in (None, found):
         raise ValueError(f"{path}: expected digest {expected}, got {found}. {DAMAGED}")
 
@@ -84,7 +80,7 @@ def check_files(line: Iterable[Entry], rank: int, ranks: int) -> None:
             (entry, name) for name in [f"{entry.tables.name}/.metadata"] if name in entry.digests
         ]
     for entry, name in checked[rank::ranks]:
-        _compare(entry.path / name, _digest_of_file(entry.path / name), entry.digests[name])
+        check_digest(entry.path / name, _digest_of_file(entry.path / name), entry.digests[name])
     if rank == 0:
         for entry in (*before, last):
             _check_sums(entry)
@@ -111,8 +107,7 @@ def _check_sums(entry: Entry) -> None:
 def sums_as_text(sums: Iterable[Tensor]) -> str:
     """Returns content sums as an entry has them.
 
-    Args:
-        sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
+    sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
     """
     return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
 
@@ -122,10 +117,8 @@ def checksums_in(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Returns the two checksums of each table in state dicts, by name, as the state dicts have them.
 
-    Args:
-        state: of the model and of its optimizer, or of a delta.
-        tables: the tables.
-        words: "checksum"; of a delta "result".
+    The state dicts are of the model and of its optimizer, or of a delta; `words` are "checksum", of a delta
+    "result".
 
     Raises:
         ValueError: the optimizer has no state of a table, or is of another model.
@@ -156,9 +149,7 @@ def sums_in(checksums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
 def _is_of(table: Table, saved: Tensor) -> bool:
     """Returns False if a tensor of an optimizer's state dict is of the table of another model.
 
-    Args:
-        table: the table.
-        saved: the tensor; what says its table is known of sharded tables only.
+    What says the table of a tensor is known of sharded tables only.
     """
     entry = getattr(saved, "entry", None)
     return entry is None or entry.table.has_shards_of(table)

@@ -46,10 +46,8 @@ def fit_of_tables(
 ) -> tuple[str, bool]:
     """Compares the tables of a line with those of a model; not collective.
 
-    Args:
-        tables: the tables of the model.
-        line: a full save and the deltas after it.
-        is_partial: True if tables may be missing, in the line or in the model.
+    The line is a full save and the deltas after it. With `is_partial` tables may be missing, in it or in the
+    model.
 
     Returns:
         What does not fit, "" if all fits; and True if the line has the tables in the form in which the model
@@ -99,11 +97,8 @@ def misfit_of_dense(
 ) -> str:
     """Returns what of the dense part is not in a checkpoint, or has another size; "" if all fits.
 
-    Args:
-        entry: the entry.
-        state: state dicts of the dense part on this rank.
-        saved: DCP's metadata by key.
-        is_partial: True if tensors may be missing.
+    `state` are state dicts of the dense part on this rank, `saved` is DCP's metadata by key. With
+    `is_partial` tensors may be missing.
     """
     for key, value in flatten_state_dict(dict(state))[0].items():
         if not isinstance(value, (Tensor, ShardedTensor)):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -22,7 +21,7 @@ from torchrec_dyn.checkpoint.entry_fit import (
     misfit_of_dense,
 )
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
-from torchrec_dyn.checkpoint.interrupts import interrupts_raised
+from torchrec_dyn.checkpoint.save_files import load_files
 from torchrec_dyn.checkpoint_format import Entry, open_files, read_chain
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
@@ -76,12 +75,7 @@ def load_entry(
 ) -> tuple[dict[str, Any], bool]:
     """Loads a full save and the deltas after it. Collective.
 
-    Args:
-        model: the model.
-        optimizer: its optimizer.
-        tables: its tables.
-        line: the full save and the deltas.
-        is_partial: True to load only what the line and the model have both.
+    With `is_partial` only what the line and the model have both is loaded.
 
     Returns:
         The further values of this rank; and True if a delta may follow, as `fit_of_tables` says.
@@ -108,7 +102,6 @@ def load_entry(
         keys = set[str]().union(*saved.values())
         state = _places_to_load(model, optimizer, tables, line[-1], keys, is_partial)
         lazy = _lazy_states(optimizer)
-        alone = {"process_group": group, "no_dist": group is None}
 
         def misfit() -> str:
             for folder, metadata in there.items():
@@ -120,19 +113,13 @@ def load_entry(
         for one in gather_results(group, _CALL, misfit):
             if one:
                 raise MisfitError(one)
-        with interrupts_raised():
-            dcp.load(
-                _with_states(state, lazy, saved[line[0].tables]),
-                checkpoint_id=line[0].tables,
-                planner=LoadPlanner(path=line[0].tables, allow_partial_load=is_partial),
-                **alone,
-            )
+        planner = LoadPlanner(path=line[0].tables, allow_partial_load=is_partial)
+        load_files(_with_states(state, lazy, saved[line[0].tables]), line[0].tables, planner, group)
         if len(line) > 1:
             dense = _with_states(without_tables(state, tables), lazy, saved[line[-1].dense])
             # DCP's own planner would ask for the state {} of a static table that lies on another rank.
             planner = LoadPlanner(allow_partial_load=is_partial)
-            with interrupts_raised():
-                dcp.load(dense, checkpoint_id=line[-1].dense, planner=planner, **alone)
+            load_files(dense, line[-1].dense, planner, group)
             states = {**state["optimizer"]["state"], **dense["optimizer"]["state"]}
             state["model"].update(dense["model"])
             state["optimizer"].update({**dense["optimizer"], "state": states})

@@ -53,9 +53,7 @@ class Forgotten:
 def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
     """Returns the ids that any rank names, [M] int64 without repeats, by table. Collective.
 
-    Args:
-        tables: the tables of the model.
-        ids: ids of this rank, by name of a table.
+    `ids` are those of this rank, by name of a table.
 
     Raises:
         ValueError: on every rank, if there is no such table, or ids are not [M] int64.
@@ -114,10 +112,7 @@ def _ids_here(table: Table, ids: Tensor) -> set[int]:
 def erase(model: nn.Module, tables: Sequence[Table], ids: Ids) -> None:
     """Removes ids from a model, with rows, optimizer state, scores and counters. Collective.
 
-    Args:
-        model: the model.
-        tables: its tables.
-        ids: the same on all ranks, by table.
+    `ids` are by table, the same on all ranks.
     """
     nothing = torch.empty(0, dtype=torch.int64, device="cpu")
     for _, collection in collections_of(model, _CALL):
@@ -128,10 +123,6 @@ def erase(model: nn.Module, tables: Sequence[Table], ids: Ids) -> None:
 
 def ids_in_entry(entry: Entry, ids: Ids) -> dict[str, set[int]]:
     """Returns those of the ids that an entry has, by table; reads it in chunks. Not collective.
-
-    Args:
-        entry: the entry.
-        ids: ids by table.
 
     Raises:
         ValueError: it is damaged.
@@ -153,12 +144,7 @@ def _ids_in_table(table: SavedTable, ids: Tensor) -> set[int]:
 
 
 def search(entries: Iterable[Entry], ids: Ids) -> tuple[dict[str, dict[str, set[int]]], list[str]]:
-    """Returns by entry those of the ids that it has, and a line for each that cannot be read.
-
-    Args:
-        entries: the entries.
-        ids: ids by table.
-    """
+    """Returns by entry those of the ids that it has, and a line for each that cannot be read."""
     found, unread = {}, []
     for entry in entries:
         try:
@@ -173,10 +159,7 @@ def places_of(
 ) -> dict[str, dict[int, list[str]]]:
     """Returns by table and id where the id was.
 
-    Args:
-        ids: ids by table.
-        in_model: those in the model, by table.
-        in_entries: those in each entry, by its name and by table.
+    `in_model` are those in the model, by table, `in_entries` those in each entry, by its name and by table.
     """
     where = {_MODEL: in_model, **in_entries}
     return {

@@ -207,7 +207,7 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     """
     path = entry.extra_of(min(rank, entry.world_size - 1))
     data = path.read_bytes()
-    check_digest(path, data, entry.digests.get(path.name))
+    check_digest(path, digest_of(data), entry.digests.get(path.name))
     try:
         saved = _load(data)
         values = {name: _load(text.numpy().tobytes()) for name, text in saved["values"].items()}

@@ -263,11 +263,7 @@ class Histogram:
         return not self._edges.is_floating_point()
 
     def add(self, values: Tensor) -> None:
-        """Counts more values.
-
-        Args:
-            values: [M], in the dtype of the edges.
-        """
+        """Counts more values [M], in the dtype of the edges."""
         bins = torch.bucketize(values, self._edges, right=True)
         self._counts += torch.bincount(bins, minlength=len(self._counts))
 

@@ -27,10 +27,8 @@ class LiveRows(RowSource):
 
     A rank's share are the ids that it holds with the first columns.
 
-    Args:
-        collection: the collection; it must not be trained or edited while it is read.
-        table: name of the table; None: the only table.
-        call: the call, for messages.
+    The collection must not be trained or edited while it is read. `table` may be None if it
+    has only one.
 
     Raises:
         ValueError: if there is no such table.
@@ -58,15 +56,9 @@ class LiveRows(RowSource):
         of_life = _OF_FIRST if self._table.options.has_life else ()
         return ("ids", "weight", *of_life, *self._table.optimizer.state_names)
 
-    def _is_rowwise(self, name: str) -> bool:
-        optimizer = self._table.optimizer
-        return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True)).get(
-            name, False
-        )
-
     def columns_of(self, name: str) -> int:
         """Returns the number of columns of a tensor by row."""
-        if self._is_rowwise(name):
+        if self._table.optimizer.is_rowwise(name):
             return len(self._table.layout.pieces)
         return 1 if name in ("ids", *_OF_FIRST) else self._table.embedding_dim
 
@@ -108,12 +100,12 @@ class LiveRows(RowSource):
 
     def _with_other_shards(self, part: _Part, names: Sequence[str]) -> _Part:
         """Adds what column shards of several ranks have of a part. Collective."""
-        layout = self._table.layout
+        layout, optimizer = self._table.layout, self._table.optimizer
         if self.group is None or len(layout.pieces) == 1:
             return part
         of_shards = [name for name in names if name not in _OF_FIRST]
         for is_rowwise in (False, True):
-            some = [name for name in of_shards if self._is_rowwise(name) == is_rowwise]
+            some = [name for name in of_shards if optimizer.is_rowwise(name) == is_rowwise]
             if some:
                 exchange = IdExchange(
                     self.where,

@@ -22,11 +22,8 @@ def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) 
     Kept are the newest full saves that are whole, and all that they lead to. A delta without its full save,
     and a folder that is torn or damaged, stay until they are older than the oldest full save that is kept.
 
-    Args:
-        chain: the directory.
-        keep: number of full saves to keep.
-        root: id of a full save that is kept in any case; None: none.
-        damaged: ids of full saves that could not be loaded.
+    `keep` full saves are kept, and in any case the one with the id `root`, if it is not None. `damaged` are
+    ids of full saves that could not be loaded.
     """
     fulls = [entry for entry in chain.entries if entry.is_full]
     sound: list[Entry] = []

@@ -98,8 +98,7 @@ class SafetensorsReader:
     def verify(self, pace: Pace | None = None) -> None:
         """Reads all bytes and checks them against `sum`; does nothing for a file without it.
 
-        Args:
-            pace: a limit on the bytes read a second.
+        `pace` limits the bytes read a second.
 
         Raises:
             ValueError: if the file is damaged.
@@ -243,11 +242,7 @@ class SafetensorsWriter:
         return header
 
     def write(self, values: Tensor) -> None:
-        """Writes the next rows.
-
-        Args:
-            values: [M, ...], whole rows of the present tensor, in its dtype.
-        """
+        """Writes the next rows, values [M, ...], whole rows of the present tensor, in its dtype."""
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
         self._file.write(self._end, numbers.numpy())
         if self._sums is not None:

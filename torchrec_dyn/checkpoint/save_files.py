@@ -1,6 +1,7 @@
-"""Saves a state dict with DCP so that a full disk is an OSError that names the file.
+"""Saves a state dict with DCP so that a full disk is an OSError that names the file, and loads one.
 
-DCP itself raises CheckpointException and leaves the files of a save that failed.
+DCP itself raises CheckpointException and leaves the files of a save that failed. It wraps an interrupt, too:
+Ctrl-C, or the SystemExit of a signal handler.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import LoadPlanner
 
-from torchrec_dyn.checkpoint.interrupts import interrupts_raised
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import FileWriter, naming
 from torchrec_dyn.ranks import gather_results, run_together
@@ -36,12 +37,8 @@ def save_files(
 ) -> None:
     """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
 
-    Args:
-        state: the state dict.
-        path: the directory.
-        is_new: True if the directory did not exist before the call on any rank.
-        group: process group of the ranks that save; None: this process alone.
-        call: what the user called, for messages.
+    `is_new` is True if the directory did not exist before the call on any rank. `call` is what the user
+    called, for messages.
 
     Raises:
         ValueError: on every rank, if a rank does not see the files of the others; none of its files is left.
@@ -52,7 +49,7 @@ def save_files(
     if "://" not in str(path):
         writer = TableWriter(path)
         writer.fs = _Files()
-    with interrupts_raised():
+    with _interrupts_raised():
         try:
             dcp.save(
                 state,
@@ -74,6 +71,31 @@ def save_files(
         _check_is_shared(Path(path), group, call)
     except BaseException:
         _remove_files(Path(path), is_new)
+        raise
+
+
+def load_files(
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    planner: LoadPlanner,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Loads a state dict from a directory. Collective, unless `group` is None."""
+    with _interrupts_raised():
+        dcp.load(
+            state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
+        )
+
+
+@contextmanager
+def _interrupts_raised() -> Iterator[None]:
+    """Raises an interrupt of the block on every rank: DCP wraps all that is raised, as if it were damage."""
+    try:
+        yield
+    except CheckpointException as error:
+        for fault, _ in error.failures.values():
+            if not isinstance(fault, Exception):
+                raise fault from error
         raise
 
 

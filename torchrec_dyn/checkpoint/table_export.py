@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torchrec_dyn.checkpoint.arrow_batches import ArrowColumns, Gathered, pyarrow
 from torchrec_dyn.checkpoint.arrow_file import FORMATS, ArrowFile
 from torchrec_dyn.checkpoint.live_rows import LiveRows
-from torchrec_dyn.checkpoint.row_sources import RowSource, SavedRows
+from torchrec_dyn.checkpoint.merged_table import saved_rows
+from torchrec_dyn.checkpoint.row_sources import RowSource
 from torchrec_dyn.checkpoint_format import commit
 from torchrec_dyn.ranks import gather_results, run_together
 
@@ -185,7 +186,7 @@ def _opened(
     if isinstance(source, nn.Module):
         rows = LiveRows(source, table, call)
     else:
-        rows = SavedRows(source, table, step, call)
+        rows = saved_rows(source, table, step, call)
 
     def made() -> ArrowColumns:
         if isinstance(source, nn.Module) and step is not None:

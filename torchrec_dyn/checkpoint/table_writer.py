@@ -151,11 +151,8 @@ def _crc_restored() -> Iterator[None]:
 class _Ahead:
     """A planner whose items are read ahead, one item at a time.
 
-    Args:
-        planner: DCP's planner.
-        tables: keys of the tensors of dynamic tables.
-        items: the items that are read ahead, in the order in which they are likely to be written.
-        reader: the thread that reads.
+    `tables` are the keys of the tensors of dynamic tables. The items that are read ahead, by the thread
+    `reader`, are in the order in which they are likely to be written.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     write_beside,
 )
 from torchrec_dyn.checkpoint_format.left_sums import LeftSums
-from torchrec_dyn.checkpoint_format.merged_table import MergedTable
 from torchrec_dyn.checkpoint_format.pace import Pace
 from torchrec_dyn.checkpoint_format.saved_chain import ENTRY, LOCK, Entry, SavedChain, read_chain
 from torchrec_dyn.checkpoint_format.saved_config import (

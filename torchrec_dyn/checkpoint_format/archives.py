@@ -35,10 +35,7 @@ class Numbers(NamedTuple):
 def find_numbers(head: bytes, tail: bytes, length: int) -> Numbers | None:
     """Returns the place of the numbers of a tensor in an archive; None if the archive is not as expected.
 
-    Args:
-        head: the first bytes of the archive.
-        tail: the last bytes of the archive.
-        length: the number of bytes of the archive.
+    `head` and `tail` are its first and its last bytes, `length` is the number of its bytes.
     """
     try:
         records = _records(tail, length)

@@ -38,11 +38,9 @@ class FileSums:
 
 
 def chunk_sum(number: int, chunk: Tensor) -> int:
-    """Returns the sum of a chunk, in [0, 2^64).
+    """Returns the sum, in [0, 2^64), of the chunk of a number in its file.
 
-    Args:
-        number: number of the chunk in its file.
-        chunk: [SUMMED_BYTES] uint8, zeros after the last byte of the file.
+    chunk: [SUMMED_BYTES] uint8, zeros after the last byte of the file.
     """
     return _sum_of_rows(number * _ROWS, chunk)
 
@@ -67,11 +65,7 @@ def _numbers_and_key() -> tuple[Tensor, int]:
 
 
 def sums_of(data: Tensor) -> FileSums:
-    """Returns the sums of a whole file.
-
-    Args:
-        data: [bytes] uint8, its bytes.
-    """
+    """Returns the sums of a whole file, data [bytes] uint8."""
     running = RunningSums(FileSums())
     running.add(data)
     return running.sums()
@@ -86,11 +80,7 @@ class RunningSums:
         self._row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device="cpu")
 
     def add(self, data: Tensor) -> None:
-        """Adds bytes.
-
-        Args:
-            data: [M] uint8, the next bytes of the file.
-        """
+        """Adds the next bytes of the file, data [M] uint8."""
         while data.numel():
             place = self._bytes % SUMMED_BYTES
             if place == 0:

@@ -114,10 +114,7 @@ class ChunkedTensor:
     def read_into(self, first: int, left: int, into: Tensor) -> None:
         """Reads rows and columns of the tensor into other memory.
 
-        Args:
-            first: number of the first row.
-            left: number of the first column; 0 for a tensor with one dimension.
-            into: [M, C], on the CPU, of this dtype.
+        into: [M, C], on the CPU, of this dtype; gets rows from `first` and columns from `left` on.
 
         Raises:
             ValueError: if the files do not match the metadata.

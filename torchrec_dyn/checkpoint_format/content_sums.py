@@ -42,12 +42,8 @@ def rows_summed(row_bytes: int, device: torch.device) -> int:
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
     """Returns the content sum of rows of one tensor, in [0, 2^64) (formula: csrc/storage/content_sum.h).
 
-    Args:
-        table: name of the table.
-        name: name of the tensor.
-        ids: [M] int64.
-        values: [M, D] or [M], the rows of the ids.
-        first_column: number of the first column of `values` in the whole tensor.
+    ids [M] int64 have the rows values [M, D] or [M]; `first_column` is the number of the first column of
+    these in the whole tensor.
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
@@ -59,10 +55,7 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
     """Returns the content sum of a tensor that is not by row.
 
-    Args:
-        table: name of the table.
-        name: name of the tensor.
-        saved: the tensor: "clock" [2, K], "step" [], "config" [n] or "waiting" [Q, 3].
+    saved: the tensor: "clock" [2, K], "step" [], "config" [n] or "waiting" [Q, 3].
     """
     rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
     rows = rows.to(torch.int64)
@@ -89,11 +82,9 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Returns the content sums in a saved "checksum", by tensor.
+    """Returns the content sums in a saved "checksum", by tensor: of words [W] int64 that `as_words` returned.
 
-    Args:
-        words: [W] int64, as `as_words` returns it.
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
+    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     saved = words.tolist()
     if order == OPTIMIZER_TENSORS and words.shape in OPTIMIZER_WORDS:
@@ -110,12 +101,8 @@ def compare_sums(
 ) -> None:
     """Raises ValueError if the content sum of a tensor differs from the saved sum.
 
-    Args:
-        where: the table, for messages.
-        words: [W] int64, the saved "checksum".
-        order: MODEL_TENSORS or OPTIMIZER_TENSORS.
-        names: names of the tensors to compare.
-        summed: content sums of the tensors as read; a missing tensor counts as 0.
+    words: [W] int64, the saved "checksum" in an `order`, MODEL_TENSORS or OPTIMIZER_TENSORS. `names` are
+    compared; a tensor that is not in `summed` counts as 0.
     """
     saved = from_words(words, order)
     for name in names:

@@ -47,12 +47,7 @@ class FileWriter:
         self._file = os.open(self.path, flags, 0o666)
 
     def write(self, place: int, data: Any) -> None:
-        """Writes bytes from a byte of the file on.
-
-        Args:
-            place: the byte of the file.
-            data: bytes, or a buffer of uint8 with one dimension.
-        """
+        """Writes data, bytes or a buffer of uint8 with one dimension, from byte `place` of the file on."""
         left = memoryview(data)
         with naming(self.path):
             while len(left):

@@ -45,11 +45,7 @@ def to_bytes(config: dict[str, Any]) -> Tensor:
 
 
 def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
-    """Returns the config in a tensor.
-
-    Args:
-        where: the table, for messages.
-        saved: [n] uint8.
+    """Returns the config in a tensor, saved [n] uint8.
 
     Raises:
         ValueError: if the tensor holds no config, or a config of another format.

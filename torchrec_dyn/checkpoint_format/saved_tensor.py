@@ -289,12 +289,9 @@ class SavedTensor(torch.Tensor):
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
-    """Returns a SavedTensor for a plain tensor that every rank has.
+    """Returns a SavedTensor for a plain tensor that every rank has, and exactly one rank saves.
 
-    Args:
-        value: the plain tensor, small.
-        is_saved: True if this rank saves it; exactly one rank saves it.
-        entry: entry of the SavedTensor.
+    value: the plain tensor, small.
     """
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
@@ -312,9 +309,8 @@ def tensor_of_left_sums(sums: LeftSums, size: int, is_saved: bool, entry: Any) -
 def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:
     """Returns the plain tensor of a tensor that this rank holds completely.
 
-    Args:
-        value: a SavedTensor, or a plain tensor.
-        at_once: True to read all rows together, which copies them once; their memory must be the CPU's.
+    value: a SavedTensor, or a plain tensor. `at_once` reads all rows together, which copies them once; their
+    memory must be the CPU's.
 
     Raises:
         ValueError: if this rank does not hold all parts.

@@ -66,11 +66,7 @@ def fits(tensor: ChunkedTensor, rule: str, sizes: Mapping[str, int]) -> bool:
 
 
 def is_canonical(ids: Tensor) -> bool:
-    """Returns True if ids are distinct and in canonical order.
-
-    Args:
-        ids: [M] int64.
-    """
+    """Returns True if ids [M] int64 are distinct and in canonical order."""
     for begin in range(0, ids.numel(), _CHECKED_TOGETHER):
         keys = canonical_keys(ids[begin : begin + _CHECKED_TOGETHER + 1])
         if not (keys[1:] > keys[:-1]).all():
@@ -89,8 +85,7 @@ class RowCheck:
     def add(self, rows: Mapping[str, Tensor]) -> bool:
         """Adds the next rows and returns True if their ids continue the canonical order.
 
-        Args:
-            rows: the rows of each tensor by name, with "ids".
+        rows: those of each tensor by name, with "ids".
         """
         ids = rows["ids"]
         self.sums = add_sums(

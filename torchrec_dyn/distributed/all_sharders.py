@@ -17,8 +17,9 @@ from torchrec_dyn.distributed.feature_processors import (
 from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
+    StaticBagSharder,
+    StaticSequenceSharder,
 )
-from torchrec_dyn.distributed.static_sharders import StaticBagSharder, StaticSequenceSharder
 from torchrec_dyn.modules import check_fused_params, with_fbgemm_dtype
 
 

@@ -30,7 +30,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
-from torchrec_dyn.distributed.row_writes import rows_by_table
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.lookup import uses_by_feature
@@ -187,7 +186,7 @@ class ShardedDynamicEmbeddingCollection(
         """
         where = f"{self._shards.where}.write"
         given = run_together(
-            self._env.process_group, where, lambda: rows_by_table(embeddings, self._writable)
+            self._env.process_group, where, lambda: _rows_by_table(embeddings, self._writable)
         )
         for name, (ids, rows) in given.items():
             self.table(name).assign(ids, rows)
@@ -274,6 +273,39 @@ class ShardedDynamicEmbeddingCollection(
         if self._output_names != self._planned_names:
             awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
         return awaitable
+
+
+def _rows_by_table(
+    embeddings: KeyedJaggedTensor, names: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns the ids and the rows to write into each table; `names` are the output names of each.
+
+    Raises:
+        ValueError: if the names of the batch are not these, or it has no such weights.
+    """
+    expected = [name for of_table in names.values() for name in of_table]
+    if sorted(embeddings.keys()) != sorted(expected):
+        raise ValueError(
+            f"expected the features of its tables with enable_embedding_update, {expected}, got "
+            f"{embeddings.keys()}."
+        )
+    weights = embeddings.weights_or_none()
+    if weights is None or weights.dim() != 2 or len(weights) != embeddings.values().numel():
+        got = "none" if weights is None else str(list(weights.shape))
+        raise ValueError(
+            f"expected weights [{embeddings.values().numel()}, embedding_dim], the row of each id, "
+            f"got {got}."
+        )
+    sizes = embeddings.length_per_key()
+    ids = dict(zip(embeddings.keys(), embeddings.values().split(sizes), strict=True))
+    rows = dict(zip(embeddings.keys(), weights.split(sizes), strict=True))
+    return {
+        table: (
+            torch.cat([ids[one] for one in of_table]),
+            torch.cat([rows[one] for one in of_table]),
+        )
+        for table, of_table in names.items()
+    }
 
 
 def _runs_of_equal_use(config: DynamicTableConfig, features: Sequence[str]) -> list[int]:

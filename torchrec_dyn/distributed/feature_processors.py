@@ -40,10 +40,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.resharding import reshard
-from torchrec_dyn.distributed.sharders import DynamicEmbeddingBagCollectionSharder
+from torchrec_dyn.distributed.sharders import (
+    DynamicEmbeddingBagCollectionSharder,
+    StaticBagSharder,
+)
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
-from torchrec_dyn.distributed.static_sharders import StaticBagSharder
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
 from torchrec_dyn.ranks import SPREAD_SHARDINGS
 from torchrec_dyn.storage import wait_for_stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import check_not_gathered, check_trains, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
-from torchrec_dyn.sharding import DynamicKernel, PooledLookup, SequenceLookup
+from torchrec_dyn.sharding import kernels_of
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForwards, TableLock, changes, locked, run_to_end
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
@@ -99,7 +99,7 @@ class LocalShards:
         self.device = setup.device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
-        self._kernels = list(_kernels_of(lookups))
+        self._kernels = list(kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, TableHandle] = {}
@@ -174,7 +174,7 @@ class LocalShards:
         tables = list(self._optimizers.items())
         placeholders = dict(module._optim.params)
         optimizer = ShardedOptimizer(placeholders, tables, holder, self.table, self.where)
-        self.drive_by(optimizer)
+        optimizer.drive(self.groups())
         module._optim = optimizer
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
@@ -186,10 +186,6 @@ class LocalShards:
         module._register_load_state_dict_pre_hook(take, with_module=True)
 
     # The shards of a table.
-
-    def shards_of(self, name: str) -> Sequence[TableShard]:
-        """Returns the shards of one table on this rank."""
-        return self._tables[name]
 
     def tables(self) -> list[Table]:
         """Returns the tables, in the order of the collection."""
@@ -261,10 +257,6 @@ class LocalShards:
         for name, handle in self._handles.items():
             handle.whole.follow(self.table(name))
 
-    def drive_by(self, optimizer: ShardedOptimizer) -> None:
-        """Connects an optimizer, which then sets the learning rates of all shards on this rank."""
-        optimizer.drive(self.groups())
-
     def groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
         return [kernel.group for kernel in self._kernels]
@@ -294,14 +286,6 @@ class LocalShards:
         for of_table in shards.values():
             of_table.sort(key=lambda shard: shard.first_column)
         return shards
-
-
-def _kernels_of(lookups: Iterable[nn.Module]) -> Iterable[DynamicKernel]:
-    for lookup in lookups:
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        for kernel in lookup._emb_modules:
-            assert isinstance(kernel, DynamicKernel)
-            yield kernel
 
 
 @dataclass

@@ -179,7 +179,7 @@ def _replace_attributes(collection: Any, made: Any, follow: Callable[[bool], Non
     attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
     collection._shards.replace_with(
         made._shards,
-        lambda _: made._shards.drive_by(collection._optim),
+        lambda _: collection._optim.drive(made._shards.groups()),
         lambda _: vars(collection).update(attributes),
         *([follow] if follow else []),
     )

@@ -28,7 +28,7 @@ def move_table(before: Table, after: Table, call: str) -> None:
     group = before.group
     assert group is not None
     saved = saved_tensors(
-        group, call, [before], lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
+        [before], call, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
     )
     rows, rows_state = ModelEntry(after), OptimizerEntry(after)
     entries: list[TableEntry] = [rows, rows_state]

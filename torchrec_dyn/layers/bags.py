@@ -35,10 +35,7 @@ class BagOptions(NamedTuple):
 def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> InputBags:
     """Checks and returns bags and their weights.
 
-    Args:
-        source: the ids.
-        weights: weights in the shape of the ids, or None.
-        options: options for reading bags.
+    weights: in the shape of the ids, or None.
 
     Raises:
         ValueError: if ids or weights have the wrong type, or do not match each other.
@@ -69,12 +66,7 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
 
 
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns a feature of one bag, for sequence collections: all ranks have the same number of bags.
-
-    Args:
-        name: name of the feature.
-        ids: [K] int64.
-    """
+    """Returns ids [K] int64 as a feature of one bag, for sequences: ranks have equally many bags."""
     lengths = torch.full((1,), ids.numel(), device=ids.device)
     return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
 

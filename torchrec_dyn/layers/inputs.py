@@ -73,11 +73,7 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
 
 
 def bag_begins(lengths: Tensor) -> Tensor:
-    """Returns the begin of each bag and the end of the last bag, [B + 1] int64.
-
-    Args:
-        lengths: [B] int64.
-    """
+    """Returns the begin of each bag and the end of the last, [B + 1] int64, of lengths [B] int64."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
@@ -157,11 +153,8 @@ def _bags_with_holes(
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
     """Checks and returns the weights of an input that `read_ids` accepted.
 
-    Args:
-        source: the ids; a JaggedTensor may contain weights.
-        weights: weights in the shape of the ids, with the same bags if nested; for a JaggedTensor one per
-            value; or None.
-        where: name of the module for error messages.
+    weights: in the shape of the ids, with the same bags if nested; for a JaggedTensor, which may contain
+    some, one per value; or None.
 
     Returns:
         [N] float32, differentiable; None if there are no weights.
@@ -208,9 +201,7 @@ def _have_same_bags(ids: Tensor, weights: Tensor) -> bool:
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divides each weight by the sum of its bag, so that a weighted sum becomes a weighted mean.
 
-    Args:
-        weights: [K] float32.
-        lengths: [B] int64, number of ids in each bag.
+    weights: [K] float32; lengths: [B] int64, number of ids in each bag.
 
     Returns:
         [K] float32; zeros, with zero gradients, in a bag whose weights sum to 0.

@@ -330,9 +330,7 @@ class QuotientRemainderIds(nn.Module):
 def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
     """Divides ids as unsigned numbers: -1 is 2^64 - 1.
 
-    Args:
-        ids: [N] int64.
-        divisor: in [1, 2^63).
+    ids: [N] int64; `divisor` is in [1, 2^63).
 
     Returns:
         quotient: [N] int64, the bits of an unsigned number; 2^63 or more only with divisor 1.

@@ -321,9 +321,7 @@ class RowLife:
     def counters_after(self, decision: Decision, rows: int) -> tuple[int, int, int]:
         """Returns the number of counters after a step, if none is above the limit.
 
-        Args:
-            decision: the step's; `expired` has been called for the step.
-            rows: number of rows in use before the step.
+        `expired` has been called for the step of the decision; `rows` are in use before it.
 
         Returns:
             The number, how many counters expire in the step, and the limit.

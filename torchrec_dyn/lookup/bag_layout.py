@@ -149,9 +149,7 @@ class BagLayout:
         follow each other: those of the joined batch are not in the order of a large one. For sequences the
         outputs are in the order of the ids.
 
-        Args:
-            batches: k descriptions, whose ids follow each other.
-            begins: `begins_of_features` of each.
+        begins: `begins_of_features` of each batch.
 
         Returns:
             The description, whose shape is that of all outputs one after another, and [N] int64.

@@ -88,10 +88,7 @@ class Recomputation:
     def next_of(self, group: Any, ids: Tensor, where: str) -> Forward:
         """Returns the forward to repeat; call it under the lock of the group.
 
-        Args:
-            group: the table group.
-            ids: [N] int64, the ids of this run.
-            where: the tables, for messages.
+        ids: [N] int64, the ids of this run.
 
         Raises:
             RuntimeError: the first run made no such lookup.

@@ -100,7 +100,7 @@ class _StaticTable:
         """Returns the optimizer state of rows [first, last) for the columns of a shard."""
         saved, (rows, columns) = self.states[name], self.weight.shape
         span = shard.first_column, shard.first_column + shard.columns
-        if saved.shape == (rows, columns) and not _is_rowwise(shard.optimizer, name):
+        if saved.shape == (rows, columns) and not shard.optimizer.is_rowwise(name):
             return saved.rows(first, last)[:, span[0] : span[1]]
         shards = range(len(self.cuts) - 1)
         parts = [saved.rows(n * rows + first, n * rows + last).reshape(-1, 1) for n in shards]
@@ -187,10 +187,6 @@ def _tail(fqn: str, table: Table) -> str:
     return f"{fqn}.{table.key}.weight" if fqn else f"{table.key}.weight"
 
 
-def _is_rowwise(optimizer: RowOptimizer, name: str) -> bool:
-    return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))[name]
-
-
 def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, where: str) -> None:
     """Raises ValueError unless the optimizer state fits the optimizer here."""
     if sorted(found.states) != sorted(optimizer.state_names):
@@ -202,9 +198,8 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
         )
     rows, columns = found.weight.shape
     for name, state in found.states.items():
-        rowwise = _is_rowwise(optimizer, name)
         spread = (rows * (len(found.cuts) - 1),)
-        fits = [spread, (rows, 1)] if rowwise else [(rows, columns)]
+        fits = [spread, (rows, 1)] if optimizer.is_rowwise(name) else [(rows, columns)]
         if state.shape not in fits or (state.shape == (rows, 1) and len(found.cuts) > 2):
             raise ValueError(
                 f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got "

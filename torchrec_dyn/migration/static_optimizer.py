@@ -57,10 +57,7 @@ def trainer_of(
 ) -> Trainer | None:
     """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
 
-    Args:
-        weight: [N, D], the parameter.
-        optimizer: a plain, keyed, wrapped or combined optimizer, or None.
-        where: name of the table for error messages.
+    weight: [N, D], the parameter. The optimizer is a plain, keyed, wrapped or combined one, or None.
 
     Returns:
         The optimizer; None if `optimizer` is None or the parameter needs no gradient.
@@ -170,9 +167,8 @@ def _check_moments(
     states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
 ) -> None:
     """Raises ValueError unless states, by FBGEMM's name, have the shapes that the optimizer needs."""
-    rowwise = dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))
     for name, state in states.items():
-        fits = [(shape[0],), (shape[0], 1)] if rowwise[name] else [shape]
+        fits = [(shape[0],), (shape[0], 1)] if optimizer.is_rowwise(name) else [shape]
         if not isinstance(state, Tensor) or tuple(state.shape) not in fits:
             got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise ValueError(

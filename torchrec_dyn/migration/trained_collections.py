@@ -199,11 +199,8 @@ def _fill(table: TableShard, weight: Tensor, moments: SavedMoments) -> None:
 def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str, Tensor]) -> None:
     """Inserts rows into a table without checking its limit. Their scores start at the table's step.
 
-    Args:
-        table: one column shard.
-        ids: [M] int64, distinct ids without a row; they, rows and states may be on any device.
-        weight: [M, C].
-        states: optimizer state by name, [M, C] or one number per row; missing states are those of new rows.
+    ids [M] int64 are distinct and have no row; weight [M, C] are their rows. states: optimizer state by name,
+    [M, C] or one number per row; missing states are those of new rows. All may be on any device.
     """
     table.reserve(ids.numel())
     if table.changes is not None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.compilers import NotScriptable, not_compiled
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.modules.feature_ids import FeatureReader
+from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
@@ -26,33 +28,46 @@ from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import TableShard, set_clocks
 
 
-def unsharded_tables(
-    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
-    fused_params: Mapping[str, Any] | None,
-    device: torch.device | str | None,
-    where: str,
-) -> dict[str, UnshardedTable]:
-    """Creates the tables of one collection, by name, from checked configs and the collection's arguments.
-
-    Raises:
-        ValueError: if an option or an optimizer is not valid.
-    """
-    place = torch.device(device if device is not None else "cpu")
-    options = dynamic_config_by_table(dynamic, [config.name for config in configs], where)
-    return {
-        config.name: UnshardedTable(config, options[config.name], fused_params, place, where)
-        for config in configs
-    }
-
-
 class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundByType):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
 
+    def _make_tables(
+        self,
+        configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+        poolings: Sequence[str],
+        holder: str,
+        is_weighted: bool,
+        device: torch.device | str | None,
+        dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
+        fused_params: Mapping[str, Any] | None,
+    ) -> None:
+        """Makes tables of checked configs, as the attribute `holder`, and what reads and looks up their ids.
+
+        Raises:
+            ValueError: if an option or an optimizer is not valid.
+        """
+        where = type(self).__name__
+        check_fused_params(fused_params, where)
+        self.fused_params = None if fused_params is None else dict(fused_params)
+        place = torch.device(device if device is not None else "cpu")
+        options = dynamic_config_by_table(dynamic, [config.name for config in configs], where)
+        tables = [
+            UnshardedTable(config, options[config.name], self.fused_params, place, where)
+            for config in configs
+        ]
+        setattr(self, holder, nn.ModuleDict({table.name: table for table in tables}))
+        self._lookup = UnshardedLookup(tables, poolings, holder)
+        self._read = FeatureReader(
+            [table.config.feature_names for table in tables],
+            is_weighted,
+            [table.where for table in tables],
+            any(table.dynamic.scores_weights for table in tables),
+        )
+
     @property
-    @abstractmethod
     def unsharded_lookup(self) -> UnshardedLookup:
         """The lookup of all tables; its `prefix` is the attribute name of the collection's ModuleDict."""
+        return self._lookup
 
     @property
     def device(self) -> torch.device:

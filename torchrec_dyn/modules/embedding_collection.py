@@ -17,11 +17,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
-from torchrec_dyn.modules.feature_ids import FeatureReader
-from torchrec_dyn.modules.optimizer_choice import check_fused_params
+from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.table_configs import checked_configs
-from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 
 
 class DefaultSelection:
@@ -65,6 +62,8 @@ class DynamicEmbeddingCollection(
         ValueError: if a config is not valid.
     """
 
+    embeddings: nn.ModuleDict
+
     def __init__(
         self,
         tables: Sequence[EmbeddingConfig],
@@ -80,20 +79,10 @@ class DynamicEmbeddingCollection(
         if len(set(widths.values())) > 1:
             raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
-        check_fused_params(fused_params, where)
-        self.fused_params = None if fused_params is None else dict(fused_params)
-        by_name = unsharded_tables(configs, dynamic, self.fused_params, device, where)
-        self.embeddings = nn.ModuleDict(by_name)
-        made = list(by_name.values())
-        self._lookup = UnshardedLookup(made, ["none"] * len(made), "embeddings")
+        poolings = ["none"] * len(configs)
+        self._make_tables(configs, poolings, "embeddings", False, device, dynamic, fused_params)
         self._embedding_names_by_table = get_embedding_names_by_table(configs)
         self._output_names = [name for names in self._embedding_names_by_table for name in names]
-        self._read = FeatureReader(
-            [config.feature_names for config in configs],
-            False,
-            [table.where for table in made],
-            any(table.dynamic.scores_weights for table in made),
-        )
 
     @forward_of_tables
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -141,11 +130,6 @@ class DynamicEmbeddingCollection(
     def need_indices(self) -> bool:
         """Returns True if outputs contain the ids."""
         return self._need_indices
-
-    @property
-    def unsharded_lookup(self) -> UnshardedLookup:
-        """The lookup of all tables."""
-        return self._lookup
 
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""

@@ -21,11 +21,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
-from torchrec_dyn.modules.collection_tables import UnshardedCollection, unsharded_tables
-from torchrec_dyn.modules.feature_ids import FeatureReader
-from torchrec_dyn.modules.optimizer_choice import check_fused_params
+from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.table_configs import checked_configs
-from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
 from torchrec_dyn.storage import host_numbers
 
@@ -49,6 +46,8 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         ValueError: if a config is not valid.
     """
 
+    embedding_bags: nn.ModuleDict
+
     def __init__(
         self,
         tables: Sequence[EmbeddingBagConfig],
@@ -61,23 +60,14 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
         self._is_weighted = is_weighted
-        check_fused_params(fused_params, where)
-        self.fused_params = None if fused_params is None else dict(fused_params)
-        by_name = unsharded_tables(configs, dynamic, self.fused_params, device, where)
-        self.embedding_bags = nn.ModuleDict(by_name)
-        made = list(by_name.values())
         poolings = [pooling_type_to_str(config.pooling) for config in configs]
-        self._lookup = UnshardedLookup(made, poolings, "embedding_bags")
+        self._make_tables(
+            configs, poolings, "embedding_bags", is_weighted, device, dynamic, fused_params
+        )
         self._embedding_names = [
             name for names in get_embedding_names_by_table(configs) for name in names
         ]
         self._feature_names = [config.feature_names for config in configs]
-        self._read = FeatureReader(
-            self._feature_names,
-            is_weighted,
-            [table.where for table in made],
-            any(table.dynamic.scores_weights for table in made),
-        )
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @forward_of_tables
@@ -129,11 +119,6 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         """Returns True if bags have weights."""
         return self._is_weighted
 
-    @property
-    def unsharded_lookup(self) -> UnshardedLookup:
-        """The lookup of all tables."""
-        return self._lookup
-
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
         made = DynamicEmbeddingBagCollection(
@@ -154,11 +139,8 @@ def outputs_by_sample(
 
     TorchRec's `process_pooled_embeddings` does the same, but adds gradients in any order on CUDA.
 
-    Args:
-        pooled: [bags, columns] of each feature.
-        inverse_indices: feature names, and for each of them the bag of each sample, [features, B]; None if
-            bag i belongs to sample i.
-        names: feature name of each output.
+    pooled: [bags, columns] of each feature; names: the feature of each output. inverse_indices: feature
+    names, and for each of them the bag of each sample, [features, B]; None if bag i belongs to sample i.
 
     Returns:
         [B, sum of columns].
@@ -174,9 +156,7 @@ def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequenc
 
     As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
 
-    Args:
-        inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
-        features: the names of F of these features.
+    inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
     """
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}

@@ -110,11 +110,8 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
 class FeatureReader:
     """Reads the features of a collection's tables, in table order.
 
-    Args:
-        feature_names: the features of each table; a feature may belong to several tables.
-        weighted: True if bags have weights.
-        where: the name of each table, for messages.
-        scored: True if some table scores its ids by the weights of a batch.
+    A feature may belong to several tables. `weighted` bags have weights; `scored`: some table scores its ids
+    by the weights of a batch. `where` is the name of each table, for messages.
     """
 
     def __init__(
@@ -138,8 +135,7 @@ class FeatureReader:
 
         The lengths of a batch on a GPU are checked when the counts are read.
 
-        Args:
-            features: the user's batch; it may have further features and any order of keys.
+        The batch of the user may have further features and any order of keys.
 
         Raises:
             ValueError: if a feature is missing or the tensors do not match each other.
@@ -180,11 +176,7 @@ def checked_features(
 ) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
 
-    Args:
-        features: the user's batch.
-        weighted: True if bags have weights.
-        where: the collection, for messages.
-        scored: True if weights are checked also where bags have none.
+    `weighted` bags have weights; if `scored`, weights are checked also where bags have none.
 
     Raises:
         ValueError: if a dtype, a shape or a length is wrong.
@@ -255,13 +247,9 @@ def as_int64(ids: Tensor, where: str) -> Tensor:
 
 
 def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:
-    """Raises ValueError unless the lengths of a batch are valid.
+    """Raises ValueError unless the lengths of a batch with so many ids are valid.
 
-    Args:
-        where: the collection, for messages.
-        ids: N.
-        counts: [F], sum of the lengths of each feature.
-        bounds: the least and the greatest length.
+    `counts` [F] are the sums of the lengths of each feature, `bounds` the least and the greatest length.
     """
     least, most = bounds
     # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.

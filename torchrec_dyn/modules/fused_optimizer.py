@@ -89,12 +89,9 @@ class DynamicOptimizer(FusedOptimizer):
     tables with it, as one of torch's optimizers has its parameters: it is the optimizer of the copied tables.
     For a sharded collection, and if the tables have another optimizer since, it is a ValueError.
 
-    Args:
-        groups: the table groups that this optimizer updates in backward.
-        params: one placeholder per table on the meta device, [num_embeddings, columns],
-            by "{table}.weight".
-        learning_rate: the initial learning rate.
-        lookup: the lookup of an unsharded collection; None if the tables are sharded.
+    `groups` are the table groups that this optimizer updates in backward, `params` one placeholder per table
+    on the meta device, [num_embeddings, columns], by "{table}.weight". `lookup` is that of an unsharded
+    collection; None if the tables are sharded.
     """
 
     def __init__(

@@ -80,10 +80,7 @@ def chosen_fused_params(
 
     TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
 
-    Args:
-        weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
-        fused_params: the module's `fused_params`, or None.
-        where: the table, for messages.
+    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
 
     Returns:
         The merged options; None if neither the parameter nor `fused_params` has any.
@@ -116,10 +113,7 @@ def chosen_optimizer(
 ) -> RowOptimizer:
     """Returns the row optimizer of one table: of `chosen_fused_params`, else FBGEMM's default.
 
-    Args:
-        weight: the table's placeholder parameter, [num_embeddings, embedding_dim].
-        fused_params: the module's `fused_params`, or None.
-        where: the table, for messages.
+    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
 
     Raises:
         ValueError: if the optimizer or an option is not supported.

@@ -236,11 +236,7 @@ def dynamic_config_by_table(
 ) -> dict[str, DynamicTableConfig]:
     """Returns the DynamicTableConfig of each table.
 
-    Args:
-        dynamic: one config for all tables, or a mapping by table name (other tables get the default), or
-            None: the default for all tables.
-        names: the tables of the collection.
-        where: the collection's class name, for messages.
+    `dynamic` is one config for all tables, or a mapping by table name; others get the default, as by None.
 
     Raises:
         ValueError: if a name is not a table of the collection, or a value is not a DynamicTableConfig.

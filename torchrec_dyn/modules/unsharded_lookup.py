@@ -52,10 +52,8 @@ class UnshardedLookup:
     The groups are built at first use, and again after a conversion or a change of optimizer. As long as the
     tables keep their optimizers, the optimizer object stays the same, so schedulers and wrappers may hold it.
 
-    Args:
-        tables: the collection's tables.
-        poolings: "sum", "mean" or "none" per table.
-        prefix: prefix of parameter names in the optimizer's state, e.g. "embedding_bags".
+    `poolings` are "sum", "mean" or "none" per table. `prefix` is that of parameter names in the optimizer's
+    state, e.g. "embedding_bags".
     """
 
     def __init__(
@@ -87,9 +85,7 @@ class UnshardedLookup:
     def pooled(self, features: FeatureIds, training: bool) -> list[Tensor]:
         """Looks up and pools.
 
-        Args:
-            features: ids of the features of all tables, in table order.
-            training: True if unseen ids get rows.
+        `features` are the ids of the features of all tables, in table order. In training unseen ids get rows.
 
         Returns:
             One tensor [B, D] per feature. If all features are in one group and have the same number of bags,

@@ -129,16 +129,13 @@ class UnshardedTable(nn.Module):
         """Returns the lock: the rows of another optimizer do not replace the rows while it is held."""
         return self.lock
 
-    def _check_device(self) -> None:
+    def _rows_of(self, before: TableShard | None) -> TableShard:
+        """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
         if self.device == _META:
             raise ValueError(
                 f"{self.where}: expected rows on a real device, got meta. "
                 "Shard the collection, or call .to_empty(device=...) first."
             )
-
-    def _rows_of(self, before: TableShard | None) -> TableShard:
-        """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
-        self._check_device()
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer.saved_name == optimizer.saved_name:
             if before.optimizer != optimizer:

@@ -27,12 +27,8 @@ def check_tables(
 ) -> None:
     """Checks what a planner was given against the tables that it will plan.
 
-    Args:
-        model: the unsharded model.
-        sharders: the sharders of its tables, static and dynamic.
-        constraints: constraints by table name.
-        expected_rows: names of the tables with an expected number of rows.
-        device_type: "cpu" or "cuda".
+    The model is unsharded; `sharders` are those of its tables, static and dynamic. `expected_rows` are the
+    names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
 
     Raises:
         ValueError: if constraints allow nothing that a dynamic table has, or no table has the name of an

@@ -346,9 +346,7 @@ class Table:
     def set_frozen(self, is_frozen: bool, frozen: set[str]) -> None:
         """Freezes or unfreezes all shards at the same training step, or no shard.
 
-        Args:
-            is_frozen: True to freeze.
-            frozen: names of the frozen tables of the collection; gets or loses this name.
+        `frozen` are the names of the frozen tables of the collection; it gets or loses this name.
 
         Raises:
             ValueError: on every rank, if some rank makes another call, or the training steps of the shards
@@ -432,8 +430,7 @@ class Table:
 def _edit_all(edits: Sequence[Callable[[], _T]]) -> list[_T]:
     """Runs the same edit of each column shard: after an interrupt (Ctrl-C) all shards have the same ids.
 
-    Args:
-        edits: functions with the same effect if they run twice.
+    An edit has the same effect if it runs twice.
     """
     results: dict[int, _T] = {}
 
@@ -451,9 +448,7 @@ def _whole_stats(row_shards: Sequence[Stats], shards: Sequence[Stats]) -> Stats:
     used, but for what depends on columns. Entries that are not named in this function are counts; they are
     summed.
 
-    Args:
-        row_shards: stats of the shards with the first columns.
-        shards: stats of all shards of the table.
+    `row_shards` are the stats of the shards with the first columns, `shards` those of all shards.
     """
     whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
     for name in OF_EVERY_SHARD:

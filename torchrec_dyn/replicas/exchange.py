@@ -33,11 +33,8 @@ def run_over(
     Generators of one replica group send equally often; those of other groups may send more or less often.
     Errors are those of `ranks.agree`: an error on one rank is raised on all.
 
-    Args:
-        group: all ranks of the job; it sends tensors of the CPU.
-        ranks: the ranks of this replica group in `group`, in the order of the replicas.
-        call: the call, for messages.
-        work: the generator of this rank.
+    `group` are all ranks of the job; it sends tensors of the CPU. `ranks` are those of this replica group in
+    it, in the order of the replicas.
 
     Returns:
         The result, and the number of bytes that this rank has sent to other replicas.

@@ -72,11 +72,8 @@ class Verdict(NamedTuple):
 def decide(told: Told, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
     """Returns the verdict on ids.
 
-    Args:
-        told: what the sides tell.
-        as_of: function that brings counts to later steps.
-        adds_waiting: True if the occurrences of a waiting id are added to the count of its row on another
-            side: rows count occurrences, not weights.
+    With `adds_waiting` the occurrences of a waiting id are added to the count of its row on another side:
+    rows count occurrences, not weights.
     """
     flags = told.flags
     has_erased = (flags & ERASED) != 0
@@ -108,11 +105,9 @@ def _merged_scores(words: Tensor, earlier: Tensor, is_counted: Tensor, as_of: Co
 def mean_of(rows: Sequence[Tensor], initial: Tensor, gives: Tensor, takes_part: Tensor) -> Tensor:
     """Returns the mean of the rows of the sides, [M, C] in their dtype, rounded once.
 
-    Args:
-        rows: [M, C] of each side; any numbers where it gives no row.
-        initial: [M, C], the row that a side counts with that has not seen the id.
-        gives: [R, M] bool.
-        takes_part: [R, M] bool; at least one side of each row.
+    rows: [M, C] of each side, any numbers where it gives no row. initial [M, C] has the row that a side
+    counts with that has not seen the id. gives [R, M] and takes_part [R, M] are bool; at least one side takes
+    part in each row.
     """
     # -0.0 is what can be added to any number without a change of its bits.
     total = torch.full(initial.shape, -0.0, dtype=torch.float64, device=initial.device)

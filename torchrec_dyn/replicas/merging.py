@@ -69,10 +69,7 @@ def part_of(ids: Tensor, parts: int) -> Tensor:
 class Merging:
     """One sync of the sides of this rank.
 
-    Args:
-        sides: the tables that this rank has shards of.
-        place: number of this rank's replica.
-        replicas: number of replicas, R.
+    `sides` are the tables that this rank has shards of, `place` is the number of its replica among R.
 
     Attributes:
         clocks: the merged clock of each side; None where all replicas have the same.

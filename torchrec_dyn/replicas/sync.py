@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from torchrec_dyn.replicas.merge import ROW
 from torchrec_dyn.replicas.merging import Merging
 from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
 from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import run_to_end
 from torchrec_dyn.table import stamp_of
-from torchrec_dyn.whole_model import saved_sums, tables_of
+from torchrec_dyn.whole_model import tables_of
 
 _SYNC = "Replicas.sync"
 
@@ -83,7 +84,9 @@ class Replicas:
         self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
-        self._sides = run_together(self._group, CALL, lambda: [*_sides_of(tables)])
+        self._sides = run_together(
+            self._group, CALL, lambda: [Side(one) for one in tables if one.shards]
+        )
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
@@ -179,12 +182,6 @@ class Replicas:
                 if contents.ids.numel() or clock is not None
             )
         )
-
-
-def _sides_of(tables: Sequence[Table]) -> Iterator[Side]:
-    for table in tables:
-        if table.shards:
-            yield Side(table)
 
 
 def write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:

@@ -202,10 +202,7 @@ def new_slots(
 ) -> Tensor:
     """Creates the directory of a generation and its file of id maps, [bytes] uint8, writable.
 
-    Args:
-        generation: the directory.
-        tables: tables by name, each with its range of slots.
-        copied: [bytes] uint8, id maps of the same ranges; None: the maps are empty.
+    copied: [bytes] uint8, id maps of the same ranges of slots as those of `tables`; None: the maps are empty.
     """
     generation.mkdir()
     size = SLOT_BYTES * sum(table.capacity for table in tables.values())

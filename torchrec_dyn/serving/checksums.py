@@ -42,12 +42,7 @@ class Checksums:
         self.files = dict(files)
 
     def check(self, path: Path, data: Tensor) -> None:
-        """Raises ValueError if the bytes of a file do not have their sums.
-
-        Args:
-            path: path of the file.
-            data: [bytes] uint8, its bytes in use.
-        """
+        """Raises ValueError if the bytes in use of a file, data [bytes] uint8, do not have their sums."""
         self.check_length(path, data.numel())
         for number, total in enumerate(sums_of(data).sums):
             self.check_sum(path, number, total)
@@ -74,14 +69,10 @@ class Checksums:
 def write_checksums(
     generation: Path, manifest: str, slots: Tensor, rows_file: str, rows: FileSums
 ) -> None:
-    """Writes the checksums of a generation.
+    """Writes the checksums of a generation, a directory.
 
-    Args:
-        generation: directory of the generation.
-        manifest: text of its manifest.
-        slots: [bytes] uint8, its id maps.
-        rows_file: name of its rows file.
-        rows: the sums of its rows file.
+    slots: [bytes] uint8, its id maps; `manifest` is the text of its manifest, `rows` the sums of its rows
+    file.
     """
     of_manifest = sums_of(torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8))
     files = {MANIFEST: of_manifest, SLOTS: sums_of(slots), rows_file: rows}
@@ -91,11 +82,7 @@ def write_checksums(
 
 
 def read_checksums(generation: Path, rows_file: str) -> Checksums | None:
-    """Reads the sums of a generation; None if it has none.
-
-    Args:
-        generation: directory of the generation.
-        rows_file: name of its rows file.
+    """Reads the sums of a generation, a directory; None if it has none.
 
     Raises:
         ValueError: if the file is damaged.
@@ -125,10 +112,7 @@ def check_last_chunk(generation: Path, path: Path, rows: Tensor) -> None:
 
     It shows an earlier copy of the file, which lacks the rows of the last delta, without a read of all rows.
 
-    Args:
-        generation: directory of the generation.
-        path: path of the rows file.
-        rows: [bytes] uint8, its bytes in use.
+    rows: [bytes] uint8, the bytes in use of the rows file at `path`; `generation` is a directory.
 
     Raises:
         FileNotFoundError: if the generation was removed.

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.export import any_size, check_one_batch_size
 from torchrec_dyn.serving.lookup import ServedLookup
-from torchrec_dyn.serving.manifest import read_manifest
+from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import is_key, mapped_tensors
 
 Inputs = Sequence[Tensor | KeyedJaggedTensor]

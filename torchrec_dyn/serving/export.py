@@ -138,9 +138,7 @@ def _summed(lengths: Tensor) -> Tensor:
 def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
     """Returns the number of ids of each feature, as sizes whose values are known when the program runs.
 
-    Args:
-        bounds: [F + 1] int64, the begin of each feature in `ids`, and N.
-        ids: [N] int64.
+    bounds: [F + 1] int64, the begin of each feature in ids [N] int64, and N.
     """
     counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix the sizes
     for count in counts:

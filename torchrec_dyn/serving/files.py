@@ -59,10 +59,7 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     The bytes have room on the disk before they are mapped: a write to a page without room would end the
     process.
 
-    Args:
-        path: path of the file.
-        size: its length in bytes.
-        copied: [size] uint8, its bytes; None: zeros.
+    copied: [size] uint8, its bytes; None: zeros.
 
     Raises:
         OSError: if the disk has no room for the file.
@@ -119,11 +116,7 @@ class Appender:
         self.used = used
 
     def append(self, written: Tensor) -> Tensor:
-        """Appends rows and returns their numbers, [M] int64.
-
-        Args:
-            written: [M, row_bytes] uint8, encoded rows.
-        """
+        """Appends encoded rows, written [M, row_bytes] uint8, and returns their numbers, [M] int64."""
         count, width = written.shape
         first = -(-self.used // width)
         if count:

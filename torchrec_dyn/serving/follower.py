@@ -23,13 +23,13 @@ from torchrec_dyn.serving.chain_ways import (
     is_replaced,
     way_to,
 )
-from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.manifest import (
     Manifest,
     ServedEntry,
     current_generation,
     read_manifest,
+    with_current,
 )
 from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
 

@@ -15,7 +15,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import FileSums, Pace
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.checksums import CHECKSUMS, check_last_chunk, warn_of_no_checksums
-from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, without_its_key
 from torchrec_dyn.serving.manifest import (
@@ -23,6 +22,7 @@ from torchrec_dyn.serving.manifest import (
     Manifest,
     ServedTable,
     read_manifest,
+    with_current,
 )
 from torchrec_dyn.serving.verification import verify_generation
 

@@ -52,11 +52,7 @@ class ServedMap:
         self._at_rest = torch.tensor([[-1, key]], device="cpu")
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids, [M] int64, -1 where the id is absent.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Returns the rows of ids [M] int64, [M] int64, -1 where the id is absent."""
         return ops.lookup(
             ids, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
         )[0]
@@ -68,29 +64,19 @@ class ServedMap:
         return torch.equal(self.find(used[:, 0].contiguous()), used[:, 1] - 1)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Inserts distinct absent ids.
-
-        Args:
-            ids: [M] int64.
-            rows: [M] int64, the rows of the ids.
-        """
+        """Inserts distinct absent ids [M] int64 with their rows [M] int64."""
         ops.insert(
             ids, rows, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
         )
 
     def take(self, ids: Tensor) -> Tensor:
-        """Removes ids and returns their former rows, [M] int64, -1 where the id is absent.
-
-        Args:
-            ids: [M] int64.
-        """
+        """Removes ids [M] int64 and returns their former rows, [M] int64, -1 where the id is absent."""
         return ops.erase(ids, [self.slots], self._at_rest)
 
     def pieces(self, row_bytes: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields the ids, their rows and their slots, [M] int64 each, for one range of slots at a time.
 
-        Args:
-            row_bytes: bytes that the caller reads of each row; the more, the fewer ids at a time.
+        The more bytes the caller reads of each row, `row_bytes`, the fewer ids at a time.
         """
         size = max(1, _PIECE_BYTES // (SLOT_BYTES + row_bytes))
         for first in range(0, len(self.slots), size):
@@ -110,12 +96,7 @@ class ServedMap:
         return taken, low, high
 
     def renumber(self, slots: Tensor, rows: Tensor) -> None:
-        """Replaces the rows of ids.
-
-        Args:
-            slots: [M] int64, slots of the ids, as `pieces` yields them.
-            rows: [M] int64, the new rows.
-        """
+        """Replaces the rows of ids, in slots [M] int64 as `pieces` yields them, by rows [M] int64."""
         self.slots[slots, 1] = rows + 1
 
 
@@ -128,12 +109,7 @@ def without_its_key(generation: Path, name: str) -> ValueError:
 
 
 def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
-    """Returns the id map of each table, a part of the file of all maps.
-
-    Args:
-        slots: [bytes] uint8, the file.
-        tables: tables by name, each with its range of slots.
-    """
+    """Returns the id map of each table, which has a range of the file of all maps, slots [bytes] uint8."""
     pairs = slots.view(torch.int64).view(-1, 2)
     return {
         name: ServedMap(pairs.narrow(0, table.first_slot, table.capacity), table.key)

@@ -36,12 +36,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torchrec_dyn.checkpoint_format import INITIALIZERS, file_inside, named_initializer
 from torchrec_dyn.serving.row_format import ROW_DTYPES, RowFormat
+
+T = TypeVar("T")
 
 # Read. The last is written for the rows of an entry of `Checkpoints`, the one before it for others, which
 # versions that know no entries read, too.
@@ -51,6 +53,7 @@ GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patte
 _DAMAGED = "It is damaged. Build it again."
 _ROWS = [str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES]
 _TRAINED_AS = ["float32", "float16", "bfloat16"]
+_ATTEMPTS = 100  # to open a current generation, while deltas replace and remove generations
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,29 @@ def current_generation(folder: Path) -> str:
             f"generation in {CURRENT}. Build it first, at a path that does not exist, such as "
             f"{folder / 'tables'}; a follower builds it there, too."
         ) from None
+
+
+def with_current(folder: Path, read: Callable[[str], T]) -> T:
+    """Calls `read` with the name of the current generation, and again if its files were removed meanwhile.
+
+    `read` opens the files of a generation, and raises FileNotFoundError if one is missing.
+
+    Raises:
+        ValueError: if `serving.build` did not make the directory, or files of the current generation are
+            missing.
+    """
+    for _ in range(_ATTEMPTS):
+        name = current_generation(folder)
+        try:
+            return read(name)
+        except FileNotFoundError:
+            # If the name is no longer current, it was replaced since it was read.
+            if current_generation(folder) == name:
+                raise without_files(folder, name) from None
+    raise ValueError(
+        f"{folder}: expected a generation whose files exist until they are opened, got {_ATTEMPTS} whose "
+        "files were removed before. Try again when fewer deltas are applied."
+    )
 
 
 def without_files(folder: Path, generation: str) -> ValueError:

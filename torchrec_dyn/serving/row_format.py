@@ -81,9 +81,7 @@ class RowFormat:
     def encode(self, rows: Tensor, where: str) -> Tensor:
         """Returns encoded rows, [M, row_bytes] uint8.
 
-        Args:
-            rows: [M, D] floating point.
-            where: the table, for messages.
+        rows: [M, D] floating point.
 
         Raises:
             ValueError: if a number is too large for the format, or is NaN and the format is int8 or int4; or
@@ -102,11 +100,7 @@ class RowFormat:
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
     def decode(self, written: Tensor) -> Tensor:
-        """Returns decoded rows, [M, D] float32.
-
-        Args:
-            written: [M, row_bytes] uint8.
-        """
+        """Returns decoded rows, [M, D] float32, of written [M, row_bytes] uint8."""
         if not self.is_nbit:
             return written.contiguous().view(self.dtype).float()
         head, steps = written.tensor_split([SCALE_AND_BIAS_BYTES], dim=1)
@@ -118,9 +112,7 @@ class RowFormat:
     def as_trained(self, written: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns rows [M, D] of a dtype that the format `is_exact_for`, bit for bit as they were encoded.
 
-        Args:
-            written: [M, row_bytes] uint8.
-            dtype: the dtype of training.
+        written: [M, row_bytes] uint8; `dtype` is that of training.
         """
         numbers = written.contiguous().view(self.dtype)
         return numbers if dtype == self.dtype else _narrowed(numbers, dtype)

@@ -100,10 +100,7 @@ def apply_deltas(
 ) -> list[Ids]:
     """Applies deltas as `apply_delta` does, all of them in one new generation.
 
-    Args:
-        path: directory that `build` made.
-        deltas: directories of deltas, each of which begins where the one before it ends.
-        entry: the entry of `Checkpoints` of the last delta.
+    Each delta begins where the one before it ends; `entry` is the entry of `Checkpoints` of the last.
 
     Returns:
         The changed and the removed ids of each delta.

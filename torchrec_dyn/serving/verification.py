@@ -26,7 +26,6 @@ from torchrec_dyn.checkpoint_format import (
     sums_of,
 )
 from torchrec_dyn.serving.checksums import read_checksums, without_checksums, write_checksums
-from torchrec_dyn.serving.current import with_current
 from torchrec_dyn.serving.files import extend, mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, maps_of
 from torchrec_dyn.serving.manifest import (
@@ -35,6 +34,7 @@ from torchrec_dyn.serving.manifest import (
     Manifest,
     current_generation,
     read_manifest,
+    with_current,
 )
 from torchrec_dyn.serving.tensor_index import TENSORS, check_index, write_index
 from torchrec_dyn.serving.update import check_map
@@ -75,12 +75,8 @@ def verify_generation(
 ) -> Verified:
     """Verifies one generation.
 
-    Args:
-        folder: the directory of served tables.
-        generation: name of the generation.
-        pace: the limit on the bytes read a second.
-        known: `rows` of an earlier verification. Chunks of the same rows file with the same sums are not read
-            again.
+    `known` are the `rows` of an earlier verification: chunks of the same rows file with the same sums are not
+    read again.
 
     Raises:
         FileNotFoundError: if the generation was removed.

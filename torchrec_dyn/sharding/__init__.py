@@ -9,18 +9,12 @@ All-to-alls, awaitables and contexts are TorchRec's.
 """
 
 from torchrec_dyn.sharding.batch_check import BatchCheck
-from torchrec_dyn.sharding.compute_kernel import (
-    OPTIONS_KEY,
-    DynamicKernel,
-    KernelOptions,
-    TableOptions,
-)
+from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
 from torchrec_dyn.sharding.grouped_lookups import (
-    PooledLookup,
     PrefetchedSteps,
-    SequenceLookup,
     ask_ahead,
     drop_steps,
+    kernels_of,
     prefetch,
     set_batch,
 )

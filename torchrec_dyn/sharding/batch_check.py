@@ -23,12 +23,8 @@ class BatchCheck:
 
     TorchRec computes the positions of features from the first batch and uses them for all batches.
 
-    Args:
-        features: those that the collection reads.
-        weighted: True if bags have weights.
-        pooled: True if outputs are one row per example.
-        where: the collection, for messages.
-        scored: True if some table scores its ids by the weights of a batch (LowestScore).
+    `weighted` bags have weights. `pooled` outputs are one row per example. `scored`: some table scores its
+    ids by the weights of a batch (LowestScore).
 
     Attributes:
         features: those that the collection reads, each once, in the order of its tables.
@@ -119,21 +115,17 @@ class BatchCheck:
             return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
         if not (self._weighted or self._scored):
             return None
-        if self._weighted and torch.is_grad_enabled():
-            self._check_weights_need_no_gradient(weights)
-        if counted and training:
-            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
-            if wrong:
-                raise wrong_scores(self.where, wrong)
-        return (weights.detach() if weights.requires_grad else weights).float()
-
-    def _check_weights_need_no_gradient(self, weights: Tensor) -> None:
-        if weights.requires_grad:
+        if self._weighted and torch.is_grad_enabled() and weights.requires_grad:
             raise ValueError(
                 f"{self.where}: expected weights that require no gradient, got requires_grad=True. "
                 "TorchRec's all-to-all of ids and weights has no backward: detach the weights. To train "
                 "feature processors, use DynamicFeatureProcessedEmbeddingBagCollectionSharder."
             )
+        if counted and training:
+            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
+            if wrong:
+                raise wrong_scores(self.where, wrong)
+        return (weights.detach() if weights.requires_grad else weights).float()
 
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self.features:

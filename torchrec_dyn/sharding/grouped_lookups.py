@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -128,12 +128,20 @@ def prefetch(
     for lookup, of_lookup in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
         of_kernels = of_lookup.split(lookup._feature_splits)
-        for kernel, of_kernel in zip(lookup._emb_modules, of_kernels, strict=True):
-            assert isinstance(kernel, DynamicKernel)
+        for kernel, of_kernel in zip(kernels_of([lookup]), of_kernels, strict=True):
             keeps_step = steps is not None and kernel not in steps
             step = kernel.prefetch(of_kernel, keeps_step)
             if steps is not None and step is not None:
                 steps[kernel] = step
+
+
+def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
+    """Yields the kernels of lookups."""
+    for lookup in lookups:
+        assert isinstance(lookup, (PooledLookup, SequenceLookup))
+        for kernel in lookup._emb_modules:
+            assert isinstance(kernel, DynamicKernel)
+            yield kernel
 
 
 def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None:
@@ -141,10 +149,8 @@ def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None
 
     `features` is this rank's part of the batch, before its ids are sent to their owners.
     """
-    for lookup in lookups:
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        for kernel in lookup._emb_modules:
-            kernel.ask_ahead(features)
+    for kernel in kernels_of(lookups):
+        kernel.ask_ahead(features)
 
 
 def set_batch(
@@ -168,10 +174,8 @@ def set_batch(
 
 def drop_steps(lookups: Iterable[nn.Module]) -> None:
     """Drops steps that a failed forward has not used: a step keeps its rows from being reused."""
-    for lookup in lookups:
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        for kernel in lookup._emb_modules:
-            kernel.prefetched_step = None
+    for kernel in kernels_of(lookups):
+        kernel.prefetched_step = None
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):

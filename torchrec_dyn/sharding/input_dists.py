@@ -28,11 +28,8 @@ from torchrec_dyn.sharding.sent_modes import with_mode_of
 class RowWiseInputDist(RwSparseFeaturesDist):
     """Sends ids to their owners among all ranks, for pooled and for sequence collections.
 
-    Args:
-        pg: the ranks that share the rows.
-        num_features: of the row-wise tables.
-        device: of TorchRec's block sizes, which are not used.
-        is_sequence: True if the outputs are sent back id by id.
+    `device` is that of TorchRec's block sizes, which are not used. With `is_sequence` outputs are sent back
+    id by id.
     """
 
     def __init__(

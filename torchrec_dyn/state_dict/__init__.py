@@ -36,9 +36,9 @@ from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import (
     ModelSource,
     OptimizerSource,
-    checksums,
     only_to_load,
     only_to_save,
+    saved_sums,
     saved_tensors,
 )
 from torchrec_dyn.state_dict.staged_rows import StagedRows

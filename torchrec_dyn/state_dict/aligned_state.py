@@ -38,9 +38,7 @@ class _LoadedState(NamedTuple):
 class AlignedState:
     """Loaded optimizer state, matched to the present rows of the shards.
 
-    Args:
-        entry: entry with the loaded optimizer state.
-        runs: position of the shards' rows in the whole table.
+    `runs` is the position of the shards' rows in the whole table.
 
     Raises:
         ValueError: if the optimizer state has another number of rows.

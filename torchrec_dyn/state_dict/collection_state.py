@@ -90,7 +90,7 @@ def _tensors(
     call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
 ) -> Sequence[Mapping[str, Tensor]]:
     """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors."""
-    made = saved_tensors(tables[0].group, call, tables, lambda one: [source(one)])
+    made = saved_tensors(tables, call, lambda one: [source(one)])
     if tables[0].group is not None:
         return made
     return [

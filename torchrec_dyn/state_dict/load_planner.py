@@ -268,9 +268,7 @@ def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
 def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object]) -> None:
     """Raises ValueError if an unsharded table or its optimizer state is damaged, before any is loaded.
 
-    Args:
-        loaded: tensors by key of the checkpoint, of unsharded tables only.
-        saved: any value, by every key of the checkpoint.
+    loaded: tensors by key of the checkpoint, of unsharded tables only; `saved` has any value by every key.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for key, tensor in loaded.items():

@@ -22,9 +22,9 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.state_dict.row_sums import SumsAsRead
 from torchrec_dyn.state_dict.saving import ShardSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
-from torchrec_dyn.state_dict.sums_as_read import SumsAsRead
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 
 
@@ -55,6 +55,7 @@ class TableEntry(ABC):
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
+    source: ClassVar[type[ShardSource]]
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -88,9 +89,11 @@ class TableEntry(ABC):
     def names(self) -> Sequence[str]:
         """Names of the tensors by row that the table can use."""
 
-    @abstractmethod
     def renew(self) -> ShardSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
+        source = self.source(self.table, self)
+        self.canonical, self.is_of_state_dict = source.canonical, True
+        return source
 
     def is_own(self, table: Table) -> bool:
         """Returns True if the entry is of a state dict of these shards into which nothing was loaded.
@@ -112,10 +115,8 @@ class TableEntry(ABC):
     ) -> None:
         """Begins a load: makes empty stores for the rows that this rank reads.
 
-        Args:
-            saved: DCP's metadata of the saved tensors, by name.
-            places: places of the rows to read; None: they are found by the saved index.
-            waiting: places of the waiting ids to read, likewise.
+        `saved` is DCP's metadata of the saved tensors, by name. `places` are those of the rows to read,
+        `waiting` those of the waiting ids; None: they are found by the saved index.
 
         Raises:
             ValueError: if the table or its checksum is missing.
@@ -186,11 +187,8 @@ class TableEntry(ABC):
     ) -> Tensor:
         """Returns a tensor to read a block into: if possible its place in a staged store.
 
-        Args:
-            name: name of the tensor.
-            offset: place of the block in the tensor, one number per dimension.
-            size: size of the block, one number per dimension.
-            dtype: dtype of the saved numbers.
+        `offset` is the place of the block in the tensor, `size` its size, one number per dimension; `dtype`
+        is that of the saved numbers.
         """
         for store, origin in self.stores(name):
             place = place_of_block(store, origin, self.places, offset, size)
@@ -201,10 +199,7 @@ class TableEntry(ABC):
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Stages a block that was read.
 
-        Args:
-            name: name of the tensor.
-            offset: place of the block in the tensor, one number per dimension.
-            block: the numbers of the block.
+        block: its numbers; `offset` is its place in the tensor, one number per dimension.
         """
         if name in self.small_names:
             self.small[name] = block

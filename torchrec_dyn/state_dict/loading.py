@@ -48,6 +48,7 @@ class ModelEntry(TableEntry):
     """The load of rows, ids, scores, counters and clock of one table."""
 
     order = MODEL_TENSORS
+    source = ModelSource
     small_names = ("clock", "config", "checksum")
     missing = (
         "this table, got one without. "
@@ -60,12 +61,6 @@ class ModelEntry(TableEntry):
         """Names of the tensors by row that the table can use."""
         life = ["last_seen", "count"] if self.table.options.has_life else []
         return ["ids", "weight", *life, *(["waiting"] if self.table.options.counts_waiting else [])]
-
-    def renew(self) -> ModelSource:
-        """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = ModelSource(self.table, self)
-        self.canonical, self.is_of_state_dict = source.canonical, True
-        return source
 
     def check_is_for(self, table: Table) -> None:
         """Raises ValueError unless the rows were read for these shards."""
@@ -182,9 +177,8 @@ class ModelEntry(TableEntry):
     @property
     def has_sums(self) -> bool:
         """True if all rows were summed while they were read, and all belong here."""
-        kept = all(one.all_are_kept for one in self.staged or ())
         names = [name for name in self.names if name in self.saved and name != "waiting"]
-        return kept and self._are_summed(names)
+        return not any(one.others for one in self.staged or ()) and self._are_summed(names)
 
     def initializer(self) -> Initializer | None:
         """Returns the saved initializer; None if no config was read.
@@ -238,6 +232,7 @@ class OptimizerEntry(TableEntry):
     """The load of optimizer state and step of one table."""
 
     order = OPTIMIZER_TENSORS
+    source = OptimizerSource
     small_names = ("step", "config", "checksum")
     missing = (
         "its optimizer state, got one without. "
@@ -268,12 +263,6 @@ class OptimizerEntry(TableEntry):
         """Names of the optimizer states."""
         return self.table.optimizer.state_names
 
-    def renew(self) -> OptimizerSource:
-        """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = OptimizerSource(self.table, self)
-        self.canonical, self.is_of_state_dict = source.canonical, True
-        return source
-
     def _stage_saved(self, places: Places | None) -> None:
         saved = self.saved
         sizes = {name: saved[name].size for name in self.names if name in saved}
@@ -300,12 +289,8 @@ class OptimizerEntry(TableEntry):
         if name not in self.names or not self.table.shards:
             return []
         # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
-        columns = None if self._is_rowwise(name) else self.table.column_ranges
+        columns = None if self.table.optimizer.is_rowwise(name) else self.table.column_ranges
         return list(chunks_to_read(self.saved[name], self.places, columns))
-
-    def _is_rowwise(self, name: str) -> bool:
-        optimizer = self.table.optimizer
-        return dict(zip(optimizer.state_names, optimizer.state_is_rowwise, strict=True))[name]
 
     def _origin(self, shard: TableShard, is_rowwise: bool) -> int:
         """Returns the column of the saved tensor at which a staged store begins."""
@@ -317,7 +302,7 @@ class OptimizerEntry(TableEntry):
         """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
         if name not in self.names:
             return []
-        is_rowwise = self._is_rowwise(name)
+        is_rowwise = self.table.optimizer.is_rowwise(name)
         by_shard = zip(self.table.shards, self.staged or (), strict=True)
         return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
 
@@ -387,8 +372,7 @@ class OptimizerEntry(TableEntry):
     def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
         """Returns the content sums of this rank's part.
 
-        Args:
-            of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
+        of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
         """
         table, sums = self.table, self.small_sums()
         for shard, stores, stretches in zip(
@@ -414,8 +398,7 @@ class OptimizerEntry(TableEntry):
 def row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
     """Returns the ranges of rows of a saved tensor that this rank has.
 
-    Args:
-        value: a SavedTensor, or a plain tensor, which has all rows.
+    value: a SavedTensor, or a plain tensor, which has all rows.
     """
     if not isinstance(value, SavedTensor):
         return [(0, len(value))]

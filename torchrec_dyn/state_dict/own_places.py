@@ -32,12 +32,8 @@ _TOP_BIT = 1 << 63
 def own_places(files: FileSystemReader, found: _Found) -> dict[str, tuple[Places, Places | None]]:
     """Returns the places of this rank's rows and of its waiting ids, if any are saved, by the table's key.
 
-    Args:
-        files: reader of the checkpoint, set up with its metadata.
-        found: entries with their saved tensors by name, by the keys of their tables.
-
-    Tables without saved ids, and tables whose rows are on one rank, are left out. Optimizer state has the
-    places of its rows.
+    `found` are entries with their saved tensors by name, by the keys of their tables. Tables without saved
+    ids, and tables whose rows are on one rank, are left out. Optimizer state has the places of its rows.
     """
     of_tables: dict[str, tuple[Places, Places | None]] = {}
     for key, (entry, saved) in found.items():
@@ -70,11 +66,8 @@ def _ids_of(counters: ChunkedTensor) -> ReadIds:
 def places_of_part(read: ReadIds, total: int, part: int, ranks: int) -> Places:
     """Returns the places of the ids of a part, and no others.
 
-    Args:
-        read: function that reads saved ids.
-        total: number of saved ids.
-        part: number of the rank among the ranks that share the rows.
-        ranks: number of ranks that share the rows.
+    `read` is a function that reads saved ids, of which there are `total`; `part` is the number of the rank
+    among the `ranks` that share the rows.
     """
     if ranks == 1:
         return Places([(0, total)])

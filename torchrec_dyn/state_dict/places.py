@@ -106,9 +106,8 @@ def share_of(rows: CanonicalRows, table: Table) -> Share:
 def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     """Returns the position of the rows of a rank in the whole table.
 
-    Args:
-        shares: shares of all ranks, of each part at least one share; None for a rank without rows.
-        part: part of the rank; None: it holds no rows.
+    `shares` are of all ranks, of each part at least one; None for a rank without rows, as the `part` of such
+    a rank.
     """
     by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
@@ -131,11 +130,8 @@ def ranges_of_part(
 ) -> list[tuple[int, int]]:
     """Returns ranges of places that hold all rows of a part, and few others.
 
-    Args:
-        index: the index of the table; None: the result is all places.
-        total: number of rows of the whole table.
-        part: number of the rank among the ranks that share the rows.
-        ranks: number of ranks that share the rows.
+    `total` is the number of rows of the whole table, `part` the number of the rank among the `ranks` that
+    share the rows. Without an index the result is all places.
     """
     if index is None or ranks == 1:
         return [(0, total)]
@@ -153,11 +149,7 @@ def places_of_table(
 ) -> Places:
     """Returns the places of a saved table, or of its waiting ids, that this rank reads.
 
-    Args:
-        table: the table that is loaded.
-        saved: DCP's metadata of the saved tensors, by name.
-        total: number of rows of the saved table, or of its waiting ids.
-        of_waiting: True for the waiting ids.
+    `saved` is DCP's metadata of the saved tensors, by name, `total` the number of saved rows or waiting ids.
     """
     if table.part is None:
         return Places([])
@@ -172,11 +164,8 @@ def chunks_to_read(
 
     A part spans neighbouring column shards: DCP's reader loads the whole chunk for each part.
 
-    Args:
-        saved: DCP's metadata of the tensor.
-        places: places of the rows to read.
-        columns: of each column shard the first column and the column after the last; None: all columns, or
-            one dimension only.
+    `columns` are of each column shard the first column and the column after the last; None: all columns, or
+    one dimension only.
     """
     ranges = None if columns is None else _joined(columns)
     for chunk in saved.chunks:

@@ -66,11 +66,7 @@ def index_tensor(
 ) -> SavedTensor:
     """Returns "cells", [n + 5, 1, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
 
-    Args:
-        rows: the rows of the ranks.
-        waiting: the waiting ids of the ranks.
-        is_saved: True if this rank saves the tensor.
-        entry: entry of the tensor.
+    `rows` and `waiting` are those of the ranks; `is_saved` is True if this rank saves the tensor.
     """
     parts, begin = [], 0
     for number in (*indexed(rows), *indexed(waiting), CELL_BITS):
@@ -110,12 +106,9 @@ class RowIndex:
 def saved_index(
     saved: Mapping[str, TensorStorageMetadata], total: int, of_waiting: bool = False
 ) -> RowIndex | None:
-    """Returns the index of a saved table; None if it has none for so many rows.
+    """Returns the index of a saved table, or of its waiting ids; None if it has none for so many rows.
 
-    Args:
-        saved: DCP's metadata of the saved tensors, by name.
-        total: number of rows of the saved table, or of its waiting ids.
-        of_waiting: True for the index of the waiting ids.
+    `saved` is DCP's metadata of the saved tensors, by name, `total` the number of saved rows or waiting ids.
     """
     if "cells" not in saved:
         return None

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchrec_dyn.checkpoint_format import ChunkedTensor
 from torchrec_dyn.state_dict.load_session import TableEntry
-from torchrec_dyn.state_dict.sums_as_read import SumsAsRead
+from torchrec_dyn.state_dict.row_sums import SumsAsRead
 
 _WINDOW_ROWS = 1 << 18
 # Bytes that are read together: they are summed, and the others copied, before they leave the caches.

@@ -1,9 +1,10 @@
-"""Content sums of the rows of a shard: of all rows, or kept by its log of changes and brought up to date.
+"""Content sums of rows: of all rows of a shard, of those that have changed, and of rows as they are read.
 
 Sums are added up by tensor over the rows, so the log keeps the sums of the rows that were not touched since
 a version (storage/touched_rows.py), and the others are read here. A GPU reads all of its rows: that is fast.
+In a load rows are summed when they are in the caches.
 
-Legend: M ids.
+Legend: M ids, C columns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import add_sums, content_sum, rows_summed
-from torchrec_dyn.storage import CanonicalRows, SumRows
+from torchrec_dyn.storage import CanonicalRows, SumRows, unsigned
 from torchrec_dyn.table import TableShard, read_tensor
 
 
@@ -93,3 +94,23 @@ def _sums_of(
         )
         for one in tensors
     }
+
+
+class SumsAsRead:
+    """The content sums of the rows of one table that were read so far.
+
+    Attributes:
+        sums: sums by tensor.
+        numbers: counts of summed numbers by tensor.
+    """
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+        self.sums: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+
+    def add(self, name: str, ids: Tensor, block: Tensor, column: int) -> None:
+        """Adds rows of a tensor: of ids [M] int64 the block [M, C] or [M], which begins at a column."""
+        summed = content_sum(self._table, name, ids, block, column)
+        self.sums[name] = unsigned(self.sums.get(name, 0) + summed)
+        self.numbers[name] = self.numbers.get(name, 0) + block.numel()

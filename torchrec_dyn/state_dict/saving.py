@@ -1,7 +1,7 @@
 """Sources: read the shards of one table for the model's and the optimizer's state dict, as SavedTensors.
 
 Each rank sums its shards, the summaries are all-gathered, and each rank makes tensors of its parts. Rows are
-read when the tensors are saved. `checksums` makes the checksums alone, which need not read all rows.
+read when the tensors are saved. `saved_sums` makes the checksums alone, which need not read all rows.
 
 Legend: R rows of the whole table, K times.
 """
@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn import ops
@@ -128,9 +127,7 @@ class ShardSummary(NamedTuple):
 class ShardSource(ABC):
     """A reader of the shards of one table, for one state dict; valid until the shards change.
 
-    Args:
-        table: the table.
-        entry: entry that loads the tensors of this source; None: the tensors are not loaded.
+    `entry` loads the tensors of this source; None: they are not loaded.
 
     Attributes:
         canonical: the rows of each shard in canonical order.
@@ -149,11 +146,7 @@ class ShardSource(ABC):
 
     @abstractmethod
     def tensors(self, summaries: Sequence[ShardSummary | None]) -> dict[str, SavedTensor]:
-        """Returns the tensors of the state dict, by name.
-
-        Args:
-            summaries: the summary of each rank; None for a rank without shards.
-        """
+        """Returns the tensors of the state dict, by name, from the summary of each rank; None: no shards."""
 
     @abstractmethod
     def tensors_of(self, shard: TableShard) -> list[RowTensor]:
@@ -357,10 +350,8 @@ class OptimizerSource(ShardSource):
         known = [one for one in summaries if one is not None]
         optimizer, cuts = self.table.optimizer, self.table.cuts
         wholes: dict[str, _Whole] = {
-            name: ((len(cuts) - 1 if is_rowwise else cuts[-1],), torch.float32)
-            for name, is_rowwise in zip(
-                optimizer.state_names, optimizer.state_is_rowwise, strict=True
-            )
+            name: ((len(cuts) - 1 if optimizer.is_rowwise(name) else cuts[-1],), torch.float32)
+            for name in optimizer.state_names
         }
         return {**self._by_row(known, wholes), **self._not_by_row(known)}
 
@@ -375,22 +366,16 @@ class OptimizerSource(ShardSource):
 
 
 def saved_tensors(
-    group: dist.ProcessGroup | None,
-    call: str,
-    tables: Sequence[Table],
-    make: Callable[[Table], Sequence[ShardSource]],
+    tables: Sequence[Table], call: str, make: Callable[[Table], Sequence[ShardSource]]
 ) -> list[dict[str, SavedTensor]]:
     """Returns the tensors of several sources, in the order of the tables. Collective.
 
     All sources of a table read it at one moment.
 
-    Args:
-        group: the ranks; None: this process alone.
-        call: table and method, the same on every rank.
-        tables: the tables, in the same order on all ranks.
-        make: function that returns the sources of one table.
+    `make` returns the sources of one table. The tables, in their order, and `call`, are the same on all
+    ranks.
     """
-    sources: list[ShardSource] = []
+    group, sources = tables[0].group, list[ShardSource]()
 
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
@@ -413,18 +398,13 @@ def saved_tensors(
     )
 
 
-def checksums(
-    group: dist.ProcessGroup | None, call: str, tables: Sequence[Table]
-) -> list[tuple[Tensor, Tensor]]:
+def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
     """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective.
 
     Reads the rows that were touched since the last call, in a table on the CPU that records its changes; else
     all rows.
 
-    Args:
-        group: the ranks; None: this process alone.
-        call: as of `saved_tensors`.
-        tables: the tables, in the same order on all ranks.
+    The tables, in their order, and `call`, are the same on all ranks.
     """
     of_tables: list[tuple[ShardSource, ShardSource]] = []
 
@@ -437,7 +417,7 @@ def checksums(
                 sums.append(_sums_of(model, optimizer))
         return sums
 
-    by_rank = gather_results(group, call, summed)
+    by_rank = gather_results(tables[0].group, call, summed)
 
     def words() -> list[tuple[Tensor, Tensor]]:
         found = []
@@ -449,7 +429,7 @@ def checksums(
             found.append((model, optimizer))
         return found
 
-    return run_together(group, call, words)
+    return run_together(tables[0].group, call, words)
 
 
 def _sums_of(model: ShardSource, optimizer: ShardSource) -> tuple[ShardSums, ShardSums] | None:

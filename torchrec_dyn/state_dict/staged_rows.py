@@ -121,11 +121,7 @@ class StagedRows:
     def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
         """Stages a chunk.
 
-        Args:
-            name: name of the tensor.
-            place: place of the chunk's first row.
-            column: column of the tensor at which the chunk begins.
-            values: [M, C] or [M].
+        values: [M, C] or [M], from the row at `place` and the column `column` of the tensor on.
 
         Raises:
             ValueError: if the chunk is damaged.
@@ -278,8 +274,7 @@ class StagedRows:
     def summed(self, is_first: bool) -> dict[str, int]:
         """Returns the content sums of the rows that belong here, by tensor.
 
-        Args:
-            is_first: True if the shard has the first column: only this shard sums ids, scores and "waiting".
+        Only the shard with the first column sums ids, scores and "waiting".
         """
         sums = self.sums if is_first else {}
         most = rows_summed(self.weights.row_bytes, self._device)
@@ -310,11 +305,6 @@ class StagedRows:
         return last
 
     @property
-    def all_are_kept(self) -> bool:
-        """True if all rows that were staged belong here."""
-        return not self.others
-
-    @property
     def has_scores(self) -> bool:
         """True if scores were received for the rows that were read; without rows, none lacks a score."""
         return not self.places.count or {"last_seen", "count"} <= self._received.keys()
@@ -331,12 +321,9 @@ def commit_rows(
 
     Optimizer state is zero until its own state dict is loaded. A second call directly after changes nothing.
 
-    Args:
-        table: one column shard of the table.
-        staged: the staged rows, checked and verified; do not use them afterwards.
-        clock: [2, K] int64 as saved, or None.
-        initializer: initializer of the checkpoint, for the rows of new ids; None: the table keeps its own.
-        step: the last training step recorded in the rows of any rank; used only if the table has a life.
+    The staged rows are checked and verified; do not use them afterwards. clock: [2, K] int64 as saved, or
+    None. `initializer`, of the checkpoint, is for the rows of new ids; None: the table keeps its own. `step`
+    is the last training step recorded in the rows of any rank; used only if the table has a life.
     """
     rows = staged.compact()
     staged.convert(table.dtype, rows)

@@ -90,10 +90,7 @@ class CanonicalRows:
 
     `cells`, `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
 
-    Args:
-        id_map: the map.
-        where: the table, for messages.
-        stamp: function that returns a value; it changes whenever the table changes.
+    `stamp` returns a value that changes whenever the table changes.
 
     Raises:
         RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.

@@ -22,8 +22,6 @@ from torchrec_dyn.whole_model.tables import (
     Collection,
     collections_of,
     drop_load,
-    saved_forms,
-    saved_sums,
     sharding_types,
     table_names,
     tables_in,

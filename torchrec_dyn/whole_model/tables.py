@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
-from torchrec_dyn.checkpoint_format import SavedTensor
 from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingBagCollection,
     ShardedDynamicEmbeddingCollection,
@@ -23,13 +21,7 @@ from torchrec_dyn.modules import (
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import (
-    ModelSource,
-    OptimizerSource,
-    checksums,
-    drop_awaited,
-    saved_tensors,
-)
+from torchrec_dyn.state_dict import drop_awaited
 from torchrec_dyn.storage import TableLock
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
@@ -181,32 +173,3 @@ def _collections(model: nn.Module, call: str) -> list[tuple[str, Collection]]:
         )
     modules = get_unwrapped_module(model).named_modules()
     return [(path, module) for path, module in modules if isinstance(module, Collection)]
-
-
-@dataclass(frozen=True)
-class SavedForm:
-    """The tensors of a checkpoint of a table, or of some of its rows.
-
-    Attributes:
-        model: tensors by name in the model's state dict.
-        optimizer: tensors by name in the optimizer's state dict.
-    """
-
-    model: dict[str, SavedTensor]
-    optimizer: dict[str, SavedTensor]
-
-
-def saved_forms(tables: Sequence[Table], call: str) -> list[SavedForm]:
-    """Returns the saved form of each of a model's tables, with its content sums. Collective."""
-    made = saved_tensors(
-        tables[0].group,
-        call,
-        tables,
-        lambda one: [ModelSource(one, None), OptimizerSource(one, None)],
-    )
-    return [SavedForm(*of_table) for of_table in zip(made[::2], made[1::2], strict=True)]
-
-
-def saved_sums(tables: Sequence[Table], call: str) -> list[tuple[Tensor, Tensor]]:
-    """Returns the words of the two checksums of each table: of the model, of the optimizer. Collective."""
-    return checksums(tables[0].group, call, tables)

@@ -9,17 +9,29 @@ Legend: M rows of a part, D columns.
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
-from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, content_sum
-from torchrec_dyn.checkpoint_format.saved_chain import Entry
-from torchrec_dyn.checkpoint_format.saved_table import SavedTable
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical
+from torchrec_dyn.checkpoint.row_sources import RowSource, TableFacts
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    OPTIMIZER,
+    ROW_TENSORS,
+    Entry,
+    SavedTable,
+    add_sums,
+    content_sum,
+    is_canonical,
+    mean_over_cuts,
+    open_table,
+    read_chain,
+)
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
@@ -27,24 +39,69 @@ _ID_BYTES = 8
 _NUMBERS = ("ids", "last_seen", "count")  # one int64 a row
 
 
-class MergedTable:
+def saved_rows(
+    path: str | os.PathLike[str], table: str | None, step: int | None, call: str
+) -> MergedTable:
+    """Returns a table of a checkpoint, or of a directory of `Checkpoints` at a step.
+
+    `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
+    newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
+
+    Raises:
+        ValueError: if there is no such table or step, or a save is missing, torn or damaged.
+    """
+    entry: Entry | None = None
+    chain = read_chain(path)
+    if chain.entries:
+        entry = chain.entries[-1] if step is None else chain.at(step)
+        if step is None and chain.highest > entry.sequence:
+            warnings.warn(
+                f"{call}: expected whole saves in {path}, got newer ones that are not: "
+                f"{'; '.join(chain.skipped)}. Step {entry.step} is read.",
+                stacklevel=4,
+            )
+        line = chain.line_of(entry)
+        if line is None:
+            raise ValueError(
+                f"{call}: expected the full save and all deltas before {entry.path}, got a line that is "
+                "not whole. Export another step, whose full save is there."
+            )
+        folders = [one.tables for one in line]
+    elif chain.skipped or step is not None:
+        why = f"; skipped {', '.join(chain.skipped)}" * bool(chain.skipped)
+        raise ValueError(
+            f"{call}: expected a directory of Checkpoints with a whole entry, got {path} without "
+            f"one{why}. Give a step of a directory of Checkpoints only."
+        )
+    else:
+        folders = [Path(path)]
+    saves = [open_table(folder, table, f"{call}({folder})") for folder in folders]
+    if saves[0].is_delta:
+        raise ValueError(
+            f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "
+            "Give the directory of Checkpoints that it is in."
+        )
+    return MergedTable(f"{call}(table='{saves[-1].name}', {folders[-1]})", saves, entry)
+
+
+class MergedTable(RowSource):
     """A table as it was at its last save.
 
-    Args:
-        where: the table and its directory, for messages.
-        saves: a full save and the deltas after it, in order; the full save alone, too.
-        entry: the entry of the last save, whose content sums the rows must have; None: of the full save.
+    `saves` are a full save and the deltas after it, in order; the full save alone, too. `entry` is the entry
+    of the last save, whose content sums the rows must have; None: of the full save.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
     """
 
     def __init__(self, where: str, saves: Sequence[SavedTable], entry: Entry | None = None) -> None:
-        self._where, self._saves = where, tuple(saves)
-        self.last = saves[-1]
-        self._sums: Mapping[str, int] = self.last.sums
+        self.where, self._saves = where, tuple(saves)
+        self.last = last = saves[-1]
+        step, seed = None if entry is None else entry.step, int(last.config["seed"])
+        self.facts = TableFacts(last.name, last.embedding_dim, last.dtype, seed, step)
+        self._sums: Mapping[str, int] = last.sums
         if entry is not None:
-            self._sums = _by_tensor(entry.sums_by_tensor().get(self.last.name, {}))
+            self._sums = _by_tensor(entry.sums_by_tensor().get(last.name, {}))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,10 +132,7 @@ class MergedTable:
         All ids are checked against their content sum, and all other tensors if all rows are read: do not rely
         on any part before the last.
 
-        Args:
-            names: names of tensors by row.
-            part_bytes: most bytes of a part; about twice as many are in memory.
-            ids: a range of ids with step 1; None: all ids.
+        A part has at most `part_bytes`; about twice as many are in memory.
 
         Returns:
             Parts, each with the same rows of all `names` and "ids": [M, columns] or [M].
@@ -89,7 +143,7 @@ class MergedTable:
         dtypes = sorted({str(save.dtype) for save in self._saves})
         if "weight" in names and len(dtypes) > 1:  # of a job that had converted its table
             raise ValueError(
-                f"{self._where}: expected saves with one dtype of rows, got {dtypes}. Call "
+                f"{self.where}: expected saves with one dtype of rows, got {dtypes}. Call "
                 "Checkpoints.restore in the training job, then save(..., full=True), and use that entry."
             )
         names = [name for name in names if name != "ids"]
@@ -116,7 +170,7 @@ class MergedTable:
         for name in ("ids", *(names if ids is None else ())):
             if self._has_sum_of(name) and summed.get(name, 0) != self._sums.get(name, 0):
                 raise ValueError(
-                    f"{self._where}: expected {name} with content sum {self._sums.get(name, 0):016x}, got "
+                    f"{self.where}: expected {name} with content sum {self._sums.get(name, 0):016x}, got "
                     f"{summed.get(name, 0):016x}. {DAMAGED}"
                 )
 
@@ -135,9 +189,15 @@ class MergedTable:
             yield rows
         if total % (1 << 64) != self.last.sums["waiting"]:
             raise ValueError(
-                f"{self._where}: expected waiting with content sum {self.last.sums['waiting']:016x}, got "
+                f"{self.where}: expected waiting with content sum {self.last.sums['waiting']:016x}, got "
                 f"{total % (1 << 64):016x}. {DAMAGED}"
             )
+
+    def clock(self) -> Tensor:
+        """Returns steps and the time that begins at each, [2, K] int64."""
+        if "clock" not in self.last.names:
+            return torch.empty(2, 0, dtype=torch.int64, device="cpu")
+        return self.last.read("clock")
 
     def _streams(self, rows: int) -> list[_Stream]:
         """Returns the ids and removed ids of all saves, newest first; together they hold about `rows` ids.
@@ -149,7 +209,7 @@ class MergedTable:
         counts = [save.rows_of(name) for save, name in named]
         total = max(1, sum(counts))
         return [
-            _Stream(self._where, save, name, count, 1 + rows * count // total)
+            _Stream(self.where, save, name, count, 1 + rows * count // total)
             for (save, name), count in zip(named, counts, strict=True)
             if count
         ]
