@@ -90,7 +90,10 @@ def test_four_ranks_on_two_nodes_and_uneven_batches(kinds: list[str]) -> None:
 
 @every_plan
 def test_a_batch_size_per_feature(kinds: list[str]) -> None:
-    case = Case(tables_of(kinds, 4, 2), weighted=True, exact=False, variable=True)
+    sizes = [3, 0, 5, 0]
+    case = Case(
+        tables_of(kinds, 4, 2), weighted=True, exact=False, variable=True, batch_sizes=sizes
+    )
     workers.run(train_processed, case, "collection", False, world_size=4, local_size=2)
 
 

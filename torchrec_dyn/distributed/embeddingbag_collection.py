@@ -39,13 +39,21 @@ from torchrec_dyn.sharding import (
     pooled_in_order,
     pooled_sharding,
     remove_stale_forwards,
+    with_an_example,
+    without_examples,
 )
 from torchrec_dyn.storage import host_numbers
 
 
 @dataclass
 class PooledContext(BatchContext, EmbeddingBagCollectionContext):
-    """State of one forward, from input dist to output dist."""
+    """State of one forward, from input dist to output dist.
+
+    Attributes:
+        has_examples: False if the batch has a size per feature and no examples, and was sent with one.
+    """
+
+    has_examples: bool = True
 
 
 class ShardedDynamicEmbeddingBagCollection(
@@ -140,6 +148,8 @@ class ShardedDynamicEmbeddingBagCollection(
     ) -> Awaitable[Awaitable[KJTList]]:
         """Sends the ids of a batch that `checked_batch` returned to their owners."""
         self._open(ctx, features.device())
+        if features.variable_stride_per_key() and not features.inverse_indices()[1].numel():
+            features, ctx.has_examples = with_an_example(features), False
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
@@ -215,4 +225,6 @@ class ShardedDynamicEmbeddingBagCollection(
             awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
         if self._output_names != self._embedding_names:
             awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+        if not ctx.has_examples:
+            awaitable.callbacks.append(without_examples)
         return awaitable

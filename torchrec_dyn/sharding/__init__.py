@@ -25,8 +25,13 @@ from torchrec_dyn.sharding.output_order import (
     pooled_in_order,
     sequences_in_order,
 )
+from torchrec_dyn.sharding.padded_batch import (
+    Restoration,
+    pad_batch,
+    with_an_example,
+    without_examples,
+)
 from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, pooled_sharding
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
 from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS
-from torchrec_dyn.sharding.sequence_batch import Restoration, pad_batch

@@ -1,8 +1,9 @@
-"""Padding of sequence batches that TorchRec's dists cannot send, and its removal from the outputs.
+"""Padding of batches that TorchRec's dists cannot send, and its removal from the outputs.
 
-TorchRec cannot send a batch without examples. It pads a batch with a size per feature, but restores the
-outputs by an op that has no gradient on CPU. Here empty bags are appended to such batches, and the outputs
-are restored by ops that have a gradient.
+TorchRec cannot send a sequence batch without examples, nor pool one with a size per feature and without
+examples. It pads a sequence batch with a size per feature, but restores the outputs by an op that has no
+gradient on CPU. Here empty bags are appended to such batches, and the outputs are restored by ops that have
+a gradient.
 
 Legend: F features, B examples.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.lookup import repeat_rows
 
@@ -95,3 +96,30 @@ def pad_batch(
         stride=even,
     )
     return padded, restoration
+
+
+def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Returns a batch with a size per feature, of one example more, whose bags are the first ones.
+
+    `features` has no examples and its `inverse_indices`; a feature without bags gets an empty one.
+    """
+    bags = features.stride_per_key()
+    lengths = [
+        torch.nn.functional.pad(of_feature, (0, int(not of_feature.numel())))
+        for of_feature in features.lengths().split(bags)
+    ]
+    names, inverse = features.inverse_indices()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=torch.cat(lengths),
+        stride_per_key_per_rank=[[max(1, number)] for number in bags],
+        length_per_key=features.length_per_key(),
+        inverse_indices=(names, inverse.new_zeros(len(names), 1)),
+    )
+
+
+def without_examples(pooled: KeyedTensor) -> KeyedTensor:
+    """Returns the outputs [0, D] of a batch that `with_an_example` has changed, with the backward of all."""
+    return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:0])
