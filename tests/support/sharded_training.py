@@ -173,7 +173,7 @@ def expanded(outputs: Any, features: KeyedJaggedTensor) -> dict[str, JaggedTenso
             torch.arange(int(ends[bag] - jagged.lengths()[bag]), int(ends[bag])) for bag in bags
         ]
         result[name] = JaggedTensor(
-            values=jagged.values()[torch.cat(picked)], lengths=jagged.lengths()[bags]
+            values=jagged.values()[torch.cat([bags[:0], *picked])], lengths=jagged.lengths()[bags]
         )
     return result
 
