@@ -1,5 +1,6 @@
 """`Checkpoints` after kills, full disks, damaged files and errors of one rank."""
 
+import errno
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from torchrec_dyn.checkpoint import (
     save_files,
 )
 from torchrec_dyn.checkpoint.pruning import outdated
-from torchrec_dyn.checkpoint_format import Entry, SavedChain, read_chain
+from torchrec_dyn.checkpoint_format import Entry, SavedChain, checkpoint_reader, read_chain
 
 
 class Killed(BaseException):
@@ -234,6 +235,58 @@ def test_a_damaged_full_save_is_not_counted(tmp_path: Path) -> None:
     again.save()
     assert names(kept) == ["full-00000004", "full-00000005"]
     again.checkpoints.close()
+
+
+def test_entries_that_cannot_be_removed_do_not_end_the_training(tmp_path: Path) -> None:
+    """Whatever the error: the entry is there."""
+    job = Job(tmp_path / "kept", keep=1)
+    job.save()
+    with (
+        failing(checkpoints, "outdated", error=AttributeError("sizes")),
+        pytest.warns(
+            UserWarning, match=r"can be removed, got AttributeError\('sizes'\)\. They are"
+        ),
+    ):
+        job.checkpoints.save(job.model, job.optimizer, step=2)
+    assert names(tmp_path / "kept") == ["full-00000001", "full-00000002"]
+    job.save()
+    assert names(tmp_path / "kept") == ["full-00000003"]
+    job.checkpoints.close()
+
+
+def test_an_index_without_memory_or_file_numbers_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older entry must not be loaded instead."""
+    job = Job(tmp_path / "kept")
+    job.save()
+    job.checkpoints.close()
+    numbers = OSError(errno.EMFILE, "Too many open files", "f")
+    with (
+        failing(checkpoint_reader.FileSystemReader, "read_metadata", error=numbers),
+        pytest.raises(RuntimeError, match=r"expected memory for .*full-00000001, got too little"),
+    ):
+        Job(tmp_path / "kept").restore()
+
+
+def test_deeply_nested_json_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "full-00000001").mkdir()
+    (tmp_path / "full-00000001" / "entry.json").write_text("[" * 100_000)
+    (line,) = read_chain(tmp_path).skipped
+    assert "expected JSON in entry.json, got maximum recursion" in line and "is damaged" in line
+
+
+def test_another_working_directory_is_no_other_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    job = Job(Path("kept"))
+    monkeypatch.chdir(tmp_path / "there")
+    job.save()
+    job.checkpoints.close()
+    assert names(tmp_path / "here" / "kept") == ["full-00000001"] and not [*Path().iterdir()]
 
 
 def test_long_chains_are_looked_through_once(

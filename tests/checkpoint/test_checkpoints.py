@@ -485,6 +485,14 @@ def test_the_first_step_at_which_two_runs_differ(
     assert "4 steps in both" in told and "step 2: the first with other contents" in told
     assert "rows differ" in told  # of the full saves of that step
     assert main(["diff", paths[0], paths[0]]) == 0
+    for entry, status in (("full-00000004", 1), ("full-00000003", 2)):
+        (tmp_path / "other" / entry / "entry.json").unlink()
+        capsys.readouterr()
+        assert main(["diff", *paths]) == status
+        told, error = capsys.readouterr()
+        assert f"not compared  {paths[1]}: {entry}: expected entry.json, got none" in told
+        assert "equal" not in told and ("differ" in told) == (status == 1)
+    assert "got 2 that cannot, and no difference at 2 steps. Compare single entries." in error
 
 
 def test_runs_are_compared_on_the_way_to_their_newest_entries(

@@ -171,3 +171,11 @@ def test_an_unfinished_file_does_not_show(tmp_path: Path) -> None:
     writer.drop()
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_bytes() == b"before"
+
+
+def test_a_pipe_or_a_zero_byte_is_no_file(tmp_path: Path) -> None:
+    """A pipe would be waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, got in (("pipe", "a pipe"), ("a\0b", "one with a zero byte")):
+        with pytest.raises(ValueError, match=rf"a \.safetensors file, got {got}\. Give a file"):
+            SafetensorsReader(tmp_path / name)

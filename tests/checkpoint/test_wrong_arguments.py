@@ -68,6 +68,8 @@ def test_no_path() -> None:
         ValueError, match=r"expected the path of a directory, got None\. Give a str"
     ):
         Checkpoints(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected the path of a directory, got 'a\\x00b'\. Give"):
+        Checkpoints("a\0b")
 
 
 def save_different_steps(path: str) -> list[str]:

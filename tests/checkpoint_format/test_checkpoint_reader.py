@@ -380,7 +380,7 @@ def test_files_outside_the_directory_are_not_read(copy, tmp_path, name):
         open_checkpoint(copy)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "/", "\0", 5])
+@pytest.mark.parametrize("name", ["", ".", "..", "/", "\0"])
 def test_what_is_no_name_of_a_file(copy, name):
     move_files(copy, name)
     with pytest.raises(ValueError, match=r"name of a file inside the directory, got .*damaged"):

@@ -133,10 +133,14 @@ def test_a_delta_on_a_bad_sector_is_told_and_what_is_sound_is_served(
         assert "delta-00000003: [Errno 5] Input/output error: '" in followed.skipped[1]
         assert job.follower.poll() is None and job.follower.skipped == followed.skipped
     full = OSError(errno.ENOSPC, "No space left on device", str(job.served / "rows-51ab20fe"))
-    with monkeypatch.context() as changed:
-        changed.setattr(follower_file, "apply_deltas", lambda *_: (_ for _ in ()).throw(full))
-        with pytest.raises(OSError, match="No space left"):  # no fault of an entry
-            job.new_follower().poll()
+    numbers = OSError(errno.EMFILE, "Too many open files", str(job.entry("delta", 3) / "f"))
+    for fault in (full, numbers):
+        with monkeypatch.context() as changed:
+            changed.setattr(
+                follower_file, "apply_deltas", lambda *_, e=fault: (_ for _ in ()).throw(e)
+            )
+            with pytest.raises(OSError, match=str(fault.strerror)):  # no fault of an entry
+                job.new_follower().poll()
     assert job.new_follower().poll().entry.step == 4 and job.serves(4)
 
 

@@ -41,11 +41,11 @@ class ArrowFile:
         """Writes the end of the file, and waits until all of it is on the disk."""
         self._writer.close()
         self._sink.file.commit()
-        self._sink.file.close()
 
     def publish(self) -> None:
-        """Renames the file to its path, after `finish`."""
-        os.replace(self._sink.file.path, self._path)
+        """Renames the file to its path, after `finish`, and closes it."""
+        os.replace(self._sink.file.path, self._path)  # while it is locked
+        self._sink.file.close()
         commit(self._path.parent)
 
     def drop(self) -> None:
@@ -96,7 +96,7 @@ class _Sink:
 
     @property
     def closed(self) -> bool:
-        return False  # Arrow closes its own object; `finish` and `drop` close the file
+        return False  # Arrow closes its own object; `publish` and `drop` close the file
 
     def write(self, data: Any) -> int:
         if not self._is_dropped:
@@ -111,7 +111,7 @@ class _Sink:
         """Does nothing: `FileWriter` has no buffer."""
 
     def close(self) -> None:
-        """Does nothing: the file is closed by `finish` or `drop`."""
+        """Does nothing: the file is closed by `publish` or `drop`."""
 
     def drop(self) -> None:
         self._is_dropped = True

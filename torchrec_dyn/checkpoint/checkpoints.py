@@ -77,20 +77,21 @@ class Checkpoints:
     One job writes at a time; any number of processes may read. Each rank makes an object of its own.
 
     Args:
-        path: the directory, on a file system that all ranks see. The first save makes it.
+        path: the directory, on a file system that all ranks see. The first save makes it. A relative path
+            stays that of the working directory of now.
         keep: number of full saves that are kept, with the deltas after them.
         full_every: every `full_every`-th save is full, the others are deltas. 1: all are full, and no changes
             of tables are recorded.
 
     Raises:
-        ValueError: a number is below 1, or the path is a URL, or no path.
+        ValueError: a number is below 1, or the path is a URL, has a zero byte, or is no path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, full_every: int = 1) -> None:
         for name, value in (("keep", keep), ("full_every", full_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Checkpoints: expected {name} of at least 1, got {value!r}.")
-        if not isinstance(path, (str, os.PathLike)):
+        if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
             raise ValueError(
                 f"Checkpoints: expected the path of a directory, got {path!r}. Give a str or a Path."
             )
@@ -99,7 +100,7 @@ class Checkpoints:
             raise ValueError(
                 f"Checkpoints: expected a directory of a file system, got {str(path)!r}. Mount it."
             )
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # os.chdir must not lead away from the lock
         self._keep, self._full_every = keep, full_every
         self._marker: Marker | None = None  # of the last entry, if the next may be a delta
         self._line: list[Entry] = []  # a full save and the deltas to the last entry

@@ -44,7 +44,8 @@ def print_difference(first: Path, second: Path) -> bool:
         True if all tables are equal, bit for bit.
 
     Raises:
-        ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not.
+        ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not; of
+            directories of `Checkpoints`, if entries cannot be read and the others are equal.
         OSError: if a file cannot be read.
     """
     chains = [read_chain(path) for path in (first, second)]
@@ -70,12 +71,17 @@ def print_difference(first: Path, second: Path) -> bool:
 def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
     """Prints the first step at which two runs differ; returns True if there is none.
 
-    Of each run it takes the branch that leads to the newest entry.
+    Of each run it takes the branch that leads to the newest entry, and prints which entries cannot be read.
+
+    Raises:
+        ValueError: if the runs are equal as far as entries can be read, and some cannot.
     """
     branches = [[*chain.backward(chain.entries[-1])][::-1] for chain in (one, other)]
     mine, theirs = ({entry.step: entry for entry in branch} for branch in branches)
     both = [(entry, theirs[step]) for step, entry in mine.items() if step in theirs]
     print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
+    unread = [f"{chain.path}: {line}" for chain in (one, other) for line in chain.skipped]
+    print("".join(f"not compared  {line}\n" for line in unread), end="")
     before: tuple[Entry, Entry] | None = None
     for pair in both:
         if found := _tables_that_differ(*pair):
@@ -84,6 +90,11 @@ def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
                 print_difference(pair[0].tables, pair[1].tables)
             return False
         before = pair
+    if unread:  # an entry in the middle takes those before it from the branch, too
+        raise ValueError(
+            f"diff: expected entries that can be read, got {len(unread)} that cannot, and no difference at "
+            f"{len(both)} steps. Compare single entries."
+        )
     print("all tables are equal at these steps")
     return bool(both)
 

@@ -105,9 +105,9 @@ class EntryWriter:
     def _prune(self, entry: Entry) -> None:
         try:
             self.prune(entry)
-        except OSError as error:  # the entry is saved: training goes on
+        except Exception as error:  # the entry is saved: training goes on
             warnings.warn(
-                f"{_CALL}: expected older entries that can be removed, got {error}. They are tried again "
+                f"{_CALL}: expected older entries that can be removed, got {error!r}. They are tried again "
                 "after the next save.",
                 stacklevel=2,
             )

@@ -66,11 +66,16 @@ class SafetensorsReader:
     bytes, None in a file without it.
 
     Raises:
-        ValueError: if the file is not a whole .safetensors file, or has tensors of other dtypes than int64,
-            float32, float16 and bfloat16.
+        ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
+            other dtypes than int64, float32, float16 and bfloat16.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "\0" in str(path) or Path(path).is_fifo():  # a pipe would be waited for
+            raise ValueError(
+                f"{str(path)!r}: expected the path of a .safetensors file, got "
+                f"{'a pipe' if Path(path).is_fifo() else 'one with a zero byte'}. Give a file."
+            )
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
         self._where = f"{Path(path)}"
         try:
@@ -194,8 +199,8 @@ class SafetensorsReader:
 class SafetensorsWriter:
     """A writer of a file. The file has a temporary name until it is complete and on the disk.
 
-    Then it replaces an existing file at PATH. If the process is killed before, PATH.<process id>.partial
-    remains, and the file at PATH is unchanged.
+    Then it replaces an existing file at PATH. If the process is killed before, the file at PATH is unchanged,
+    and the temporary file remains until the next export to PATH.
 
     `tensors` has dtype and shape by name, in the order of writing. Wider numbers are first, so that all are
     aligned. With `has_sum` the metadata get the sum of all bytes.
@@ -256,8 +261,8 @@ class SafetensorsWriter:
         if self._sums is not None:
             self._write_header(self._sums.sums().total)
         self._file.commit()
+        os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
-        os.replace(self._file.path, self._path)
         commit(self._path.parent)  # so that the name is on the disk too
 
     def drop(self) -> None:

@@ -27,6 +27,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     OPTIMIZER_TENSORS,
     OPTIMIZER_WORDS,
 )
+from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.name_lists import listed
@@ -68,6 +69,7 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
 
     Raises:
         ValueError: if the directory is no checkpoint, or it is torn, damaged or of another format.
+        OSError: if a file cannot be read.
     """
     folder = Path(path)
     reader, metadata = open_files(folder)
@@ -117,6 +119,8 @@ def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
 
     Raises:
         ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
+        OSError: if a file cannot be read.
+        MemoryError: if there is no memory for the metadata.
     """
     reader = FileSystemReader(folder)
     metadata = _read_metadata(folder, reader)
@@ -138,16 +142,53 @@ def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
             f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
             "Give the directory of a checkpoint."
         )
+    file = folder / ".metadata"
     try:
-        metadata = reader.read_metadata()
-        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, Mapping):
-            raise TypeError("no index of files")
+        with naming(file):
+            metadata = reader.read_metadata()
+        if not _is_index(metadata):
+            raise TypeError("no index of tensors and files")
+    except OSError:
+        raise
     # A damaged pickle may raise any exception, and so may DCP's reader for a file that DCP did not write.
     except Exception as error:
+        if isinstance(error, MemoryError):
+            # Of the flipped bits of an index some ask for gigabytes. A sound index needs less than this: the
+            # MemoryError that it raises here says that there is no memory.
+            bytearray((64 << 20) + 64 * file.stat().st_size)
         raise ValueError(
             f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
     return metadata
+
+
+def _is_index(metadata: Any) -> bool:
+    """Returns True if all that is read of an unpickled index has its type.
+
+    Raises:
+        AttributeError, TypeError: if a part is missing: a flipped bit may change the name of an attribute.
+    """
+    saved = metadata.state_dict_metadata
+    tensors = [one for one in saved.values() if isinstance(one, TensorStorageMetadata)]
+    sizes = [one.size for one in tensors]
+    for chunk in (chunk for one in tensors for chunk in one.chunks):
+        sizes += [chunk.offsets, chunk.sizes]
+    return (
+        isinstance(metadata, Metadata)
+        and all(isinstance(key, str) for key in saved)
+        and all(isinstance(one.properties.dtype, torch.dtype) for one in tensors)
+        and all(isinstance(one, tuple) and _are_counts(*one) for one in sizes)
+        and all(
+            isinstance(index.fqn, str)
+            and isinstance(entry.relative_path, str)
+            and _are_counts(entry.offset, entry.length)
+            for index, entry in metadata.storage_data.items()
+        )
+    )
+
+
+def _are_counts(*numbers: Any) -> bool:
+    return all(isinstance(one, int) and one >= 0 for one in numbers)
 
 
 def _check_files(folder: Path, metadata: Metadata) -> None:

@@ -8,9 +8,12 @@ an error nothing waits to be written again when the file is closed.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +106,38 @@ class FileWriter:
 
 
 def write_beside(path: str | os.PathLike[str]) -> FileWriter:
-    """Opens PATH.<process id>.partial, which gets the name of the path when it is complete.
+    """Opens PATH.<random digits>.partial, which gets the name of the path when it is complete.
+
+    It is locked until it is closed. Files for the same path that are not locked are removed: their processes
+    were killed.
 
     Raises:
         OSError: if the file cannot be opened; of a directory that is missing with the path itself.
     """
-    try:
-        return FileWriter(f"{os.fspath(path)}.{os.getpid()}.partial")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        error.filename = os.fspath(path)
-        raise
+    path = os.fspath(path)
+    _remove_left(path)
+    while True:
+        try:
+            file = FileWriter(f"{path}.{secrets.token_hex(8)}.partial")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            error.filename = path
+            raise
+        with suppress(OSError):  # a file system without locks: nobody removes the file
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process took it for one that is left
+
+
+def _remove_left(path: str) -> None:
+    """Removes the files of `write_beside` for this path whose processes have ended."""
+    name = re.compile(re.escape(os.path.basename(path)) + r"\.[0-9a-f]{16}\.partial")
+    with suppress(OSError):
+        for one in os.scandir(os.path.dirname(path) or "."):
+            if name.fullmatch(one.name):
+                with suppress(OSError), closing(FileWriter(one.path)) as file:
+                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(one.path)
 
 
 def commit(path: str | os.PathLike[str]) -> None:

@@ -193,7 +193,7 @@ def _read_entry(folder: Path) -> Entry:
         values = json.loads(file.read_text())
     except FileNotFoundError:
         raise ValueError(f"expected {ENTRY}, got none. The entry is torn or foreign.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON in {ENTRY}, got {error}. The entry is damaged.") from None
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:

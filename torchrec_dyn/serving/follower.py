@@ -32,6 +32,7 @@ from torchrec_dyn.serving.manifest import (
     with_current,
 )
 from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
+from torchrec_dyn.storage import lacks_memory
 
 # An entry that could not be used is read again after so many seconds, or when other rows are served.
 _RETRY_SECONDS = 600.0
@@ -354,10 +355,12 @@ def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _is_of_an_entry(error: Exception, group: Sequence[Entry]) -> bool:
-    """Returns False for an error of the disk, unless it is of a file of an entry."""
+    """Returns False for an error of the disk, unless it is of a file of an entry, and for lack of memory."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return True
-    return any(one.path in Path(str(error.filename)).parents for one in group)
+    return not lacks_memory(error) and any(
+        one.path in Path(str(error.filename)).parents for one in group
+    )
 
 
 def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
