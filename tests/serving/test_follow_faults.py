@@ -25,6 +25,7 @@ from torchrec_dyn import serving
 from torchrec_dyn.checkpoint_format import chunked_tensor, read_chain
 from torchrec_dyn.serving import builder, update
 from torchrec_dyn.serving import follower as follower_file
+from torchrec_dyn.serving import manifest as manifest_file
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
@@ -313,19 +314,19 @@ def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
     job.follower.poll()
     path = job.served / current_generation(job.served) / "manifest.json"
     good = json.loads(path.read_text())
-    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Build it again"
+    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Remove the dir"
     for entry, message in (
         ({"sequence": -1, "id": "a"}, with_field),
         ({"sequence": 1, "id": 5}, with_field),
-        ({"sequence": 1}, "got TypeError: .* Build it again"),
-        (None, "got TypeError: .* Build it again"),
+        ({"sequence": 1}, "got TypeError: .* Remove the directory, then build it"),
+        (None, "got TypeError: .* Remove the directory, then build it"),
     ):
         path.write_text(json.dumps({**good, "entry": entry}))
         with pytest.raises(ValueError, match=message):
-            job.follower.poll()
+            served_rows(job.served)
     path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
-    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Build it again"):
-        job.follower.poll()
+    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Remove the dir"):
+        served_rows(job.served)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +354,7 @@ def test_lag_beside_a_writer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The generation is removed after its name was read."""
     job.save()
     job.follower.poll()
-    read, calls = follower_file.read_manifest, itertools.count()
+    read, calls = manifest_file.read_manifest, itertools.count()
 
     def late(*given: Any) -> Any:
         if next(calls) == 0:
@@ -363,7 +364,7 @@ def test_lag_beside_a_writer(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
                 writer.poll()
         return read(*given)
 
-    monkeypatch.setattr(follower_file, "read_manifest", late)
+    monkeypatch.setattr(manifest_file, "read_manifest", late)
     assert job.follower.lag() < 60
 
 
