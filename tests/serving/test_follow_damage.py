@@ -1,5 +1,6 @@
 """Served tables whose manifest is damaged: a follower builds these anew, where it knows what they were."""
 
+import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -135,3 +136,21 @@ def test_a_later_version_is_no_damage(job: Job) -> None:
             ValueError, match=r"A later version wrote it: use that, or build elsewh"
         ):
             job.follower.poll()
+
+
+def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
+    path = job.generation / "manifest.json"
+    good = json.loads(path.read_text())
+    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Remove the dir"
+    for entry, message in (
+        ({"sequence": -1, "id": "a"}, with_field),
+        ({"sequence": 1, "id": 5}, with_field),
+        ({"sequence": 1}, "got TypeError: .* Remove the directory, then build it"),
+        (None, "got TypeError: .* Remove the directory, then build it"),
+    ):
+        path.write_text(json.dumps({**good, "entry": entry}))
+        with pytest.raises(ValueError, match=message):
+            served_rows(job.served)
+    path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
+    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Remove the dir"):
+        served_rows(job.served)
