@@ -154,3 +154,36 @@ def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
     path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
     with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Remove the dir"):
         served_rows(job.served)
+
+
+def test_relative_paths_are_those_of_the_first_directory(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower = serving.Follower("kept", "served")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert follower.poll().entry.step == 2
+    job.save(7)
+    assert follower.poll().entry.step == 3 and job.is_served() and follower.lag() is not None
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -> None:
+    link, full = tmp_path / "link", job.kept / "full-00000001" / "state"
+    link.symlink_to("volume/served")
+    before = sorted(tmp_path.iterdir())
+    message = (
+        r"link: expected .* or nothing, got a link to volume/served, where nothing is\. Give that"
+    )
+    for make in (
+        lambda: serving.Follower(job.kept, link),
+        lambda: serving.build(full, link),
+        lambda: next(serving.follow(job.kept, link)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert sorted(tmp_path.iterdir()) == before
+    serving.build(full, tmp_path / "volume" / "served")
+    assert serving.Follower(job.kept, link).poll().entry.step == 2 and link.is_symlink()
+    assert torch.equal(served_rows(link), job.trainer.rows())

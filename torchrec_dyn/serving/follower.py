@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_from, remove_unfinished
+from torchrec_dyn.serving.builder import build_from, check_link, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
@@ -118,7 +118,8 @@ class Follower:
             and why.
 
     Raises:
-        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables.
+        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
+            to nothing.
     """
 
     def __init__(
@@ -131,7 +132,11 @@ class Follower:
         since: str | None = None,
         follow_forks: bool = False,
     ) -> None:
-        self.path, self.to, self.since = Path(path), Path(to), since
+        self.path, self.to = (
+            Path(path).absolute(),
+            Path(to).absolute(),
+        )  # the process may change its own
+        self.since = since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         self._there: _Choice | None = None  # as last served
@@ -209,6 +214,7 @@ class Follower:
 
     def _read_served(self) -> tuple[str, Manifest] | None:
         """Returns the generation that is served and its manifest; None before the first build."""
+        check_link(self.to)
         if not self.to.exists():
             return None
         generation, manifest = served_manifest(self.to)

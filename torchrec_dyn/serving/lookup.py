@@ -63,7 +63,8 @@ class ServedLookup(nn.Module):
         super().__init__()
         if unseen not in ("zeros", "initial"):
             raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {unseen!r}.')
-        self.folder = Path(folder)
+        self._given = Path(folder)
+        self.folder = self._given.absolute()  # the process may change its working directory
         self._configs = list(configs)
         self._where = where
         self._verify = verify
@@ -230,12 +231,20 @@ class ServedLookup(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the generation: a copy would hold all rows in memory of its own.
+        # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
+        # relative one is one of the process that copies.
         modules = {name: one for name, one in self._modules.items() if name != "generation"}
-        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
+        return {
+            **self.__dict__,
+            "folder": self._given,
+            "_modules": modules,
+            "_served": (),
+            "_unseen": [],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._given, self.folder = self.folder, self.folder.absolute()
         self.refresh()
 
     def __prepare_scriptable__(self) -> NoReturn:
