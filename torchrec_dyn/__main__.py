@@ -159,6 +159,8 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
 
 def _follow(chosen: argparse.Namespace) -> int:
     rows = _SERVED.get(chosen.dtype)
+    warnings.filterwarnings("always", message="(serving.follow|Follower): ")
+    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
     if chosen.once:
         follower = serving.Follower(chosen.path, chosen.to, rows=rows, follow_forks=chosen.forks)
         follower.since = follower.served()
@@ -171,8 +173,6 @@ def _follow(chosen: argparse.Namespace) -> int:
         elif follower.skipped:
             print("skipped", *follower.skipped, sep="\n  ", file=sys.stderr)
         return int(bool(follower.skipped))
-    warnings.filterwarnings("always", message="serving.follow: ")
-    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
     for each in serving.follow(
         chosen.path, chosen.to, every=chosen.every, rows=rows, follow_forks=chosen.forks
     ):

@@ -111,6 +111,24 @@ def test_a_pickle_has_no_rows(checkpoint, tmp_path):
         pickle.loads(pickled)
 
 
+def test_a_relative_path_is_that_of_the_first_directory(checkpoint, tmp_path, monkeypatch):
+    serving.build(checkpoint, tmp_path / "served")
+    save_delta(tmp_path / "delta", [A, B], [A.with_random([1, 99], seed=3), B])
+    monkeypatch.chdir(tmp_path)
+    one = pooled("served")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    serving.apply_delta(tmp_path / "served", tmp_path / "delta")
+    assert one.refresh() and torch.equal(numbers(one), numbers(pooled(tmp_path / "served")))
+    for duplicate in COPIES.values():  # which is one of the process that copies
+        with pytest.raises(ValueError, match=r"other/served: expected"):
+            duplicate(one)
+    serving.build(checkpoint, "served")
+    for duplicate in COPIES.values():
+        twin = duplicate(duplicate(one))
+        assert torch.equal(numbers(twin), numbers(pooled("served")))
+
+
 def test_features_on_another_device_are_refused(checkpoint, tmp_path):
     serving.build(checkpoint, tmp_path / "served")
     features = batch(["f_a", "f_b"], IDS, 9, seed=1).to(torch.device("meta"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_cases import Plain, bag_configs, save, save_delta
+from serving_cases import Plain, bag_configs, save, save_delta, sequence_configs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
@@ -122,7 +122,8 @@ def test_every_field_with_any_value(folder, served, every):
 def test_a_manifest_that_is_none(served, folder, text):
     manifest_of(served).write_bytes(text)
     with pytest.raises(
-        ValueError, match=r"a manifest of a format in \(1, 2, 3\), got .* Build it again\."
+        ValueError,
+        match=r"a manifest of a format in \(1, 2, 3\), got .* damaged\. Remove the directory, then b",
     ):
         rows_of(served)
     check(folder, served, text)
@@ -153,7 +154,10 @@ def test_messages(folder, served, field, value, message):
     where = (field,) if field in good else ("tables", "b", field)
     path.write_text(changed(good, where, value))
     for call in (rows_of, lambda served: serving.apply_delta(served, folder / "delta")):
-        with pytest.raises(ValueError, match=message + r".*\. Build it again\.$"):
+        with pytest.raises(
+            ValueError,
+            match=message + r".*\. (B|Remove the directory, then b)uild it.*\.$",
+        ):
             call(served)
 
 
@@ -193,6 +197,30 @@ def test_a_delta_finds_maps_that_are_not_those_of_the_manifest(folder, served, f
     with pytest.raises(ValueError, match=message + r".*\. It is damaged\. Build it again\."):
         serving.apply_delta(served, folder / "delta")
     assert contents(served) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("row", [-6, 3000, 2**62])
+def test_a_lookup_names_the_table_whose_map_has_rows_of_no_file(folder, tmp_path, dtype, row):
+    served = tmp_path / "served"
+    serving.build(folder / "checkpoint", served, rows=dtype)
+    slots = manifest_of(served).with_name("slots")
+    pairs = torch.frombuffer(bytearray(slots.read_bytes()), dtype=torch.int64).view(-1, 2)
+    first = json.loads(manifest_of(served).read_text())["tables"]["b"]["first_slot"]
+    pairs[first + pairs[first:, 1].argmax(), 1] = row + 1
+    slots.write_bytes(pairs.numpy().tobytes())
+    ids = torch.arange(-10, 3)
+    lengths = torch.tensor([0] * len(ids) + [1] * len(ids))
+    features = KeyedJaggedTensor(["f_a", "f_b"], ids, lengths=lengths)
+    message = rf"\(table='b'\): expected rows in \[0, \d+\) in the id map {slots}, got {row}\. It"
+    with pytest.raises(ValueError, match=message) as raised:
+        serving.ServingEmbeddingBagCollection(served, bag_configs(A, B))(features)
+    assert isinstance(raised.value.__cause__, RuntimeError)  # of the op
+    sequences = serving.ServingEmbeddingCollection(served, sequence_configs(B))
+    with pytest.raises(ValueError, match=message):
+        sequences(KeyedJaggedTensor(["f_b"], ids, lengths=lengths[len(ids) :]))
+    sound = KeyedJaggedTensor(["f_a", "f_b"], ids[:0], lengths=lengths[:0])
+    serving.ServingEmbeddingBagCollection(served, bag_configs(A, B))(sound)
 
 
 def test_a_delta_removes_files_of_served_tables_only(folder, served):

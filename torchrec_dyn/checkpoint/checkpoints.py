@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -55,7 +54,7 @@ from torchrec_dyn.checkpoint.further_values import (
     saved_values,
 )
 from torchrec_dyn.checkpoint.pruning import WRITING, entry_folders, outdated, remove, remove_hidden
-from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, read_chain
+from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, new_id, read_chain
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
 from torchrec_dyn.state_dict import only_to_save
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
@@ -336,7 +335,7 @@ class Checkpoints:
         """Returns sequence, id and time of the next entry. On rank 0 only."""
         self._chain = chain = self._claim()
         sequence, now = chain.highest + 1, time.time()
-        identity = secrets.token_hex(16)
+        identity = new_id(self._line[-1].id if self._line else None)
         (self.path / f"{WRITING}{sequence:08}-{identity}").mkdir()
         return sequence, identity, now
 

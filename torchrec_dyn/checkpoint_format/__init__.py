@@ -46,7 +46,15 @@ from torchrec_dyn.checkpoint_format.file_writer import (
 )
 from torchrec_dyn.checkpoint_format.left_sums import LeftSums
 from torchrec_dyn.checkpoint_format.pace import Pace
-from torchrec_dyn.checkpoint_format.saved_chain import ENTRY, LOCK, Entry, SavedChain, read_chain
+from torchrec_dyn.checkpoint_format.saved_chain import (
+    ENTRY,
+    LOCK,
+    Entry,
+    SavedChain,
+    chain_of,
+    new_id,
+    read_chain,
+)
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
@@ -39,7 +40,7 @@ class Entry:
         path: folder of the entry.
         kind: "full" or "delta".
         sequence: number of the save; later saves have higher numbers.
-        id: 32 hexadecimal digits, random.
+        id: 32 hexadecimal digits, random; all entries of a chain have the first 16 in common (`new_id`).
         parent: id of the save before; None for the first of a chain.
         step: the step that the caller gave.
         time: seconds since 1970 when the save began; the rows are of this moment.
@@ -158,6 +159,29 @@ class SavedChain:
             if one.is_full:
                 return line[::-1]
         return None
+
+
+def new_id(before: str | None) -> str:
+    """Returns the id of an entry; `before` is that of the entry before, None for the first of a chain.
+
+    It begins with 16 digits of the chain, 8 random ones and their digest, so that each entry, and what is
+    served of it, tells its chain when the others are gone. A chain that an older version began has random
+    digits there.
+    """
+    if before is None:
+        number = secrets.token_hex(4)
+        return number + _digest_of_number(number) + secrets.token_hex(8)
+    return (chain_of(before) or secrets.token_hex(8)) + secrets.token_hex(8)
+
+
+def chain_of(identity: str) -> str | None:
+    """Returns the digits of the chain in the id of an entry; None if an older version began the chain."""
+    is_known = identity[8:16] == _digest_of_number(identity[:8])
+    return identity[:16] if is_known else None
+
+
+def _digest_of_number(number: str) -> str:
+    return hashlib.blake2b(number.encode(), digest_size=4).hexdigest()
 
 
 def read_chain(path: str | os.PathLike[str]) -> SavedChain:

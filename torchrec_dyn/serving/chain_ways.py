@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrec_dyn.checkpoint_format import Entry, SavedChain
+from torchrec_dyn.checkpoint_format import Entry, SavedChain, chain_of
 from torchrec_dyn.serving.manifest import ServedEntry
 
 
@@ -52,9 +52,11 @@ def way_to(chain: SavedChain, entry: Entry, served: ServedEntry | None) -> Way |
 def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
     """Returns True if what is served is not among the entries before an entry.
 
-    False if it cannot be told, since entries between the two were removed.
+    False if it cannot be told, since entries between the two were removed and both are of one chain, or
+    older versions began their chains.
     """
-    if is_replaced(chain, served):
+    chains = {chain_of(entry.id), chain_of(served.id)} - {None}
+    if len(chains) > 1 or is_replaced(chain, served):
         return True
     for one in chain.backward(entry):
         if one.sequence <= served.sequence:

@@ -1,14 +1,17 @@
 """Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
 
 What is served is known by its manifest, which names the entry; so nothing else is remembered, and a follower
-that is started again, or another one, goes on where the files are.
+that is started again, or another one, goes on where the files are. Where the manifest is lost, the tables are
+built anew from a full save; dtype and names are then those that the follower was given, or read before.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_from, remove_unfinished
+from torchrec_dyn.serving.builder import build_from, check_link, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
@@ -25,17 +28,22 @@ from torchrec_dyn.serving.chain_ways import (
 )
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.manifest import (
+    REMEDY,
+    LostManifest,
     Manifest,
     ServedEntry,
     current_generation,
-    read_manifest,
-    with_current,
+    served_manifest,
 )
 from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
 from torchrec_dyn.storage import lacks_memory
 
 # An entry that could not be used is read again after so many seconds, or when other rows are served.
 _RETRY_SECONDS = 600.0
+
+_Choice = tuple[
+    torch.dtype, Sequence[str] | None
+]  # dtype and names (None: all) of the served tables
 
 
 @dataclass(frozen=True)
@@ -72,12 +80,15 @@ class Followed:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The entries and the served tables as read together."""
+    """The entries and the served tables as read together.
+
+    `damage` is the error of served tables whose manifest is lost; None if it was read, or nothing is served.
+    """
 
     chain: SavedChain
     generation: str | None
-    manifest: Manifest | None
     served: ServedEntry | None
+    damage: LostManifest | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +119,8 @@ class Follower:
             and why.
 
     Raises:
-        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables.
+        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
+            to nothing.
     """
 
     def __init__(
@@ -121,13 +133,19 @@ class Follower:
         since: str | None = None,
         follow_forks: bool = False,
     ) -> None:
-        self.path, self.to, self.since = Path(path), Path(to), since
+        self.path, self.to = (
+            Path(path).absolute(),
+            Path(to).absolute(),
+        )  # the process may change its own
+        self.since = since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
+        self._there: _Choice | None = None  # as last served
         self._faults: dict[str, _Fault] = {}  # by id of the entry
         self._check_path()
         remove_unfinished(self.to)
-        self._read_served()
+        with suppress(LostManifest):  # for `poll` to mend
+            self._read_served()
 
     def _check_path(self) -> None:
         """Raises ValueError if the path is one checkpoint: it would have no entries for ever."""
@@ -145,7 +163,8 @@ class Follower:
 
         Deltas are applied together, or one by one if that fails. If a full save came after the served rows,
         they are built from the newest full save, in a new generation that readers change to like any other.
-        An entry older than what is served is never taken.
+        An entry older than what is served is never taken. If a damaged manifest does not say what is served,
+        the tables are built so, too, with a warning.
 
         Returns:
             What is served; None if it is of the entry `since`.
@@ -153,7 +172,8 @@ class Follower:
         Raises:
             ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
             SecondWriter: another follower writes to the served tables.
-            ValueError: nothing is served yet, and no entry can be.
+            ValueError: nothing is served yet, and no entry can be; or a damaged manifest does not say what
+                is served, and neither does `rows`, or no entry can be.
             OSError: the disk is full, or fails.
         """
         seen = self._look()
@@ -177,20 +197,28 @@ class Follower:
         return None if served is None else served.id
 
     def _look(self) -> _Seen:
-        found = self._read_served()
+        try:
+            found = self._read_served()
+        except LostManifest as damage:
+            return _Seen(read_chain(self.path), self._generation(), None, damage)
         chain = read_chain(self.path)  # after the tables: it has their entry then
         if found is None:
-            return _Seen(chain, None, None, None)
+            return _Seen(chain, None, None)
         generation, manifest = found
-        return _Seen(chain, generation, manifest, manifest.entry or _entry_by_sums(chain, manifest))
+        return _Seen(chain, generation, manifest.entry or _entry_by_sums(chain, manifest))
+
+    def _generation(self) -> str | None:
+        """Returns the name of the generation that is served; None if nothing is, or `current` is damaged."""
+        with suppress(LostManifest):
+            return current_generation(self.to) if self.to.exists() else None
+        return None
 
     def _read_served(self) -> tuple[str, Manifest] | None:
         """Returns the generation that is served and its manifest; None before the first build."""
+        check_link(self.to)
         if not self.to.exists():
             return None
-        generation, manifest = with_current(
-            self.to, lambda name: (name, read_manifest(self.to, name))
-        )
+        generation, manifest = served_manifest(self.to)
         there = {"rows": manifest.row_format.dtype, "tables": sorted(manifest.tables)}
         tables = None if self._tables is None else sorted(self._tables)
         for what, wanted in (("rows", self._rows), ("tables", tables)):
@@ -199,17 +227,19 @@ class Follower:
                     f"Follower: expected {self.to} with {what} {wanted}, got {there[what]}. Leave {what} "
                     "out, or serve from another directory."
                 )
+        self._there = manifest.row_format.dtype, [*manifest.tables]
         return generation, manifest
 
     def _has_moved(self, seen: _Seen) -> bool:
         """Returns True if entries were removed since, or another generation is served."""
         there = {entry.id for entry in read_chain(self.path).entries}
-        now = current_generation(self.to) if self.to.exists() else None
-        return now != seen.generation or any(one.id not in there for one in seen.chain.entries)
+        is_other = self._generation() != seen.generation
+        return is_other or any(one.id not in there for one in seen.chain.entries)
 
     def _to_newest(self, seen: _Seen) -> Followed | None:
         """Serves the newest entry that can be, and returns what is served for the caller."""
         chain, served = seen.chain, seen.served
+        lost = None if seen.damage is None else self._instead_of(seen.damage)
         ids = {entry.id for entry in chain.entries}
         self._faults = {one: fault for one, fault in self._faults.items() if one in ids}
         told: dict[str, Ids] = {}  # of the deltas that are applied, by id of the entry
@@ -226,13 +256,21 @@ class Follower:
             if way.is_fork and not self._follow_forks:
                 raise self._forked(entry)
             if last is None and self._fault_in(way) is None:
-                last, is_fork = self._go(way, seen, told), way.is_fork
+                last, is_fork = self._go(way, seen, told, lost), way.is_fork
                 least = least if last is None else last.sequence + 1
             if (reason := self._fault_in(way)) is not None:
                 skipped.append(f"{entry.path.name}: {reason}")
                 fault = True
         least = last.sequence if last is not None else served.sequence if served is not None else 0
         self.skipped = [line for line in skipped if _sequence_of(line) > least]
+        if seen.damage is not None:
+            if last is None:
+                raise ValueError(" ".join([str(seen.damage), *skipped])) from seen.damage
+            warnings.warn(
+                f"Follower: {str(seen.damage).removesuffix(REMEDY)}The tables were built anew from "
+                f"{self.path}, up to {last.path.name}.",
+                stacklevel=3,
+            )
         if fault and last is None and served is None:
             raise ValueError(
                 f"{self.path}: expected an entry that can be served, got none. {' '.join(skipped)}"
@@ -255,7 +293,24 @@ class Follower:
             "rows, follow with follow_forks=True (--forks)."
         )
 
-    def _go(self, way: Way, seen: _Seen, told: dict[str, Ids]) -> Entry | None:
+    def _instead_of(self, damage: LostManifest) -> _Choice:
+        """Returns what tables to build in the place of those whose manifest is lost."""
+        rows, names = self._there or (None, None)
+        rows = self._rows or rows
+        if rows is None:
+            raise ValueError(
+                f"{damage} To have it built at the next look, follow with the dtype of its rows, as "
+                "rows=torch.float32 (--dtype float32)."
+            ) from damage
+        return rows, self._tables or names
+
+    def _go(
+        self,
+        way: Way,
+        seen: _Seen,
+        told: dict[str, Ids],
+        lost: _Choice | None,
+    ) -> Entry | None:
         """Serves the entries of a way, as far as they are sound; returns the last that is served then."""
         fulls = [entry for entry in way.entries if entry.is_full]
         deltas = [entry for entry in way.entries if not entry.is_full]
@@ -263,7 +318,7 @@ class Follower:
         while groups:
             group = groups.pop(0)
             try:
-                self._take(group, told)
+                self._take(group, told, lost)
             except SecondWriter:
                 raise
             except (ValueError, OSError) as error:
@@ -280,24 +335,30 @@ class Follower:
                 groups = [[entry] for entry in group]
             else:
                 last = group[-1]
-                seen = replace(seen, generation=current_generation(self.to))
+                seen, lost = replace(seen, generation=current_generation(self.to)), None
         return last
 
-    def _take(self, group: Sequence[Entry], told: dict[str, Ids]) -> None:
+    def _take(
+        self,
+        group: Sequence[Entry],
+        told: dict[str, Ids],
+        lost: _Choice | None,
+    ) -> None:
         """Serves a full save, or applies deltas together."""
         entry = ServedEntry(group[-1].sequence, group[-1].id)
         if not group[0].is_full:
             found = apply_deltas(self.to, [one.tables for one in group], entry)
             told |= {one.id: ids for one, ids in zip(group, found, strict=True)}
         elif self.to.exists():
-            build_again_from(self.to, group[0].tables, entry)
+            build_again_from(self.to, group[0].tables, entry, lost)
         else:
             rows = torch.float32 if self._rows is None else self._rows
             build_from(group[0].tables, self.to, rows, self._tables, entry)
+            self._there = rows, self._tables
 
     def _fault_in(self, way: Way) -> str | None:
         """Returns why an entry of a way cannot be used; None if nothing is known against them."""
-        generation = current_generation(self.to) if self.to.exists() else None
+        generation = self._generation()
         for entry in way.entries:
             fault = self._faults.get(entry.id)
             if fault and fault.generation == generation and time.monotonic() < fault.until:

@@ -25,6 +25,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.serving.export import counts_between
 from torchrec_dyn.serving.generation import Generation, open_generation
 from torchrec_dyn.serving.given_tables import GivenTables
+from torchrec_dyn.serving.manifest import SLOTS
 from torchrec_dyn.serving.nbit import INT4, NBitPooling
 from torchrec_dyn.serving.unseen import UnseenRows
 
@@ -62,7 +63,8 @@ class ServedLookup(nn.Module):
         super().__init__()
         if unseen not in ("zeros", "initial"):
             raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {unseen!r}.')
-        self.folder = Path(folder)
+        self._given = Path(folder)
+        self.folder = self._given.absolute()  # the process may change its working directory
         self._configs = list(configs)
         self._where = where
         self._verify = verify
@@ -165,16 +167,21 @@ class ServedLookup(nn.Module):
         self._check_call(ids)
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
-        rows, absent = generation.find(ids, offsets[self._first_feature * batch])
-        if generation.nbit:
-            nbit = self._nbit[generation.nbit]
-            out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
-        else:
-            segments = self._fixed + self._by_batch * batch
-            out = ops.gather_pool(
-                rows, offsets, weights, generation.blocks(), generation.layout, segments,
-                self._all_mean, batch * self._width, torch.float32,
-            ).view(batch, self._width)  # fmt: skip
+        table_offsets = offsets[self._first_feature * batch]
+        rows, absent = generation.find(ids, table_offsets)
+        try:
+            if generation.nbit:
+                nbit = self._nbit[generation.nbit]
+                out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
+            else:
+                segments = self._fixed + self._by_batch * batch
+                out = ops.gather_pool(
+                    rows, offsets, weights, generation.blocks(), generation.layout, segments,
+                    self._all_mean, batch * self._width, torch.float32,
+                ).view(batch, self._width)  # fmt: skip
+        except RuntimeError as error:
+            self._check_rows(generation, rows, table_offsets, error)
+            raise
         lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
         if self._any_mean and not self._all_mean:
             assert lengths is not None
@@ -196,18 +203,22 @@ class ServedLookup(nn.Module):
         ids = ids.contiguous()
         rows, absent = generation.find(ids, table_offsets)
         width = self._columns[0]
-        if generation.nbit:
-            nbit = cast(NBitPooling, self._nbit[generation.nbit])
-            out = nbit.gather(generation.rows, rows)
-        else:
-            begins, counts = table_offsets[:-1], table_offsets.diff()
-            tables = torch.arange(len(self._configs), device="cpu")
-            columns = torch.full_like(tables, width)
-            segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
-            out = ops.gather_pool(
-                rows, None, None, generation.blocks(), generation.layout, segments, False,
-                ids.shape[0] * width, torch.float32,
-            ).view(-1, width)  # fmt: skip
+        try:
+            if generation.nbit:
+                nbit = cast(NBitPooling, self._nbit[generation.nbit])
+                out = nbit.gather(generation.rows, rows)
+            else:
+                begins, counts = table_offsets[:-1], table_offsets.diff()
+                tables = torch.arange(len(self._configs), device="cpu")
+                columns = torch.full_like(tables, width)
+                segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
+                out = ops.gather_pool(
+                    rows, None, None, generation.blocks(), generation.layout, segments, False,
+                    ids.shape[0] * width, torch.float32,
+                ).view(-1, width)  # fmt: skip
+        except RuntimeError as error:
+            self._check_rows(generation, rows, table_offsets, error)
+            raise
         if self.serves_initial and self._has_any(absent):
             absent_of = self._absent_positions(rows, table_offsets)
             initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
@@ -220,12 +231,20 @@ class ServedLookup(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the generation: a copy would hold all rows in memory of its own.
+        # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
+        # relative one is one of the process that copies.
         modules = {name: one for name, one in self._modules.items() if name != "generation"}
-        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
+        return {
+            **self.__dict__,
+            "folder": self._given,
+            "_modules": modules,
+            "_served": (),
+            "_unseen": [],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._given, self.folder = self.folder, self.folder.absolute()
         self.refresh()
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -241,6 +260,26 @@ class ServedLookup(nn.Module):
                 f"{self._where}: expected features on the CPU, where the served rows are, got {ids.device}. "
                 'Call features.to("cpu") before, and move the output.'
             )
+
+    def _check_rows(
+        self, found: Generation, rows: Tensor, table_offsets: Tensor, error: RuntimeError
+    ) -> None:
+        """Raises ValueError if the id map of a table has row numbers that the rows file does not have.
+
+        It is called after an error of the op that reads rows [N] int64, -1 for an absent id.
+        """
+        if torch.compiler.is_compiling():
+            return
+        of_tables = rows.split(table_offsets.diff().tolist())
+        for config, some, layout in zip(self._configs, of_tables, found.layout, strict=True):
+            _, blocks, shift, _ = layout.tolist()
+            wrong = some[(some < -1) | (some >= blocks << shift)]
+            if len(wrong):
+                raise ValueError(
+                    f"{self._where}(table='{config.name}'): expected rows in [0, {blocks << shift}) in the "
+                    f"id map {self.folder / found.name / SLOTS}, got {wrong[0].item()}. It is damaged. Build "
+                    "it again."
+                ) from error
 
     def _refuse(self, exporter: str) -> NoReturn:
         raise ValueError(

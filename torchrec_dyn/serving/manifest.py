@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,10 +51,15 @@ T = TypeVar("T")
 _FORMATS = (1, 2, 3)
 SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
 GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patterns of names
-_DAMAGED = "It is damaged. Build it again."
+REMEDY = "Remove the directory, then build it."
+_DAMAGED = f"It is damaged. {REMEDY}"
 _ROWS = [str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES]
 _TRAINED_AS = ["float32", "float16", "bfloat16"]
 _ATTEMPTS = 100  # to open a current generation, while deltas replace and remove generations
+
+
+class LostManifest(ValueError):
+    """A directory that `build` made does not say what it serves: a file is damaged or gone."""
 
 
 @dataclass(frozen=True)
@@ -178,15 +184,27 @@ def new_rows_file() -> str:
     return f"rows-{secrets.token_hex(4)}"
 
 
+def last_generation(folder: Path) -> str | None:
+    """Returns the name of the generation with the highest number, whatever is in it; None without one."""
+    names = [one.name for one in folder.iterdir() if re.fullmatch(GENERATION, one.name)]
+    return max(names, key=lambda name: int(name.partition("-")[0]), default=None)
+
+
 def current_generation(folder: Path) -> str:
     """Returns the name of the served generation, as read from `current`.
 
     Raises:
+        LostManifest: if `current` is damaged or gone.
         ValueError: if `serving.build` did not make the directory.
     """
     try:
         return file_inside(folder, (folder / CURRENT).read_text().strip(), "", GENERATION).name
     except (FileNotFoundError, NotADirectoryError, ValueError):
+        if folder.is_dir() and last_generation(folder) is not None:
+            raise LostManifest(
+                f"{folder}: expected served tables, got some without the name of a generation in {CURRENT}. "
+                f"{_DAMAGED}"
+            ) from None
         raise ValueError(
             f"{folder}: expected a directory made by serving.build, got one without the name of a "
             f"generation in {CURRENT}. Build it first, at a path that does not exist, such as "
@@ -200,8 +218,8 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
     `read` opens the files of a generation, and raises FileNotFoundError if one is missing.
 
     Raises:
-        ValueError: if `serving.build` did not make the directory, or files of the current generation are
-            missing.
+        LostManifest: if files of the current generation are missing.
+        ValueError: if `serving.build` did not make the directory.
     """
     for _ in range(_ATTEMPTS):
         name = current_generation(folder)
@@ -217,10 +235,15 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
     )
 
 
-def without_files(folder: Path, generation: str) -> ValueError:
+def served_manifest(folder: Path) -> tuple[str, Manifest]:
+    """Returns the name of the current generation, and its manifest; raises as `with_current`."""
+    return with_current(folder, lambda name: (name, read_manifest(folder, name)))
+
+
+def without_files(folder: Path, generation: str) -> LostManifest:
     """Returns the error of a generation that is current but lacks files."""
-    return ValueError(
-        f"{folder}: expected all files of generation {generation}, got only some. Build it again."
+    return LostManifest(
+        f"{folder}: expected all files of generation {generation}, got only some. {REMEDY}"
     )
 
 
@@ -228,16 +251,18 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
     """Reads the manifest of a generation.
 
     Raises:
-        ValueError: if the manifest is damaged, or of another format; a field has a value that `build` and
-            `apply_delta` never write.
+        LostManifest: if the manifest is damaged: a field has a value that `build` and `apply_delta` never
+            write.
+        ValueError: if a later version wrote it.
         FileNotFoundError: if the generation was removed after its name was read.
     """
     path = folder / generation / MANIFEST
-    text = path.read_bytes()
+    text, is_later = path.read_bytes(), False
     try:
         found = json.loads(text)
         version = found.pop("format")
         if version not in _FORMATS:
+            is_later = type(version) is int and version > _FORMATS[-1]
             raise ValueError(f"format {version!r}, this version reads {_FORMATS}")
         # What an older format does not have.
         without: dict[str, Any] = {"key": 0} if version == 1 else {}
@@ -248,22 +273,26 @@ def read_manifest(folder: Path, generation: str) -> Manifest:
         entry = ServedEntry(**found.pop("entry")) if version == _FORMATS[-1] else None
         manifest = Manifest(tables=tables, entry=entry, **found)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
+        kind = ValueError if is_later else LostManifest
+        raise kind(
             f"{path}: expected a manifest of a format in {_FORMATS}, got {type(error).__name__}: {error}. "
-            f"{_DAMAGED}"
+            + ("A later version wrote it: use that, or build elsewhere." if is_later else _DAMAGED)
         ) from error
     _check(folder, path, manifest)
     return manifest
 
 
 def _check(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Raises ValueError if a manifest has a value that `build` and `apply_delta` never write."""
+    """Raises LostManifest if a manifest has a value that `build` and `apply_delta` never write."""
 
     def expect(is_right: bool, rule: str, got: Any) -> None:
         if not is_right:
-            raise ValueError(f"{path}: expected {rule}, got {got!r:.100}. {_DAMAGED}")
+            raise LostManifest(f"{path}: expected {rule}, got {got!r:.100}. {_DAMAGED}")
 
-    file_inside(folder, manifest.rows_file, f"{path} is damaged. Build it again.", ROWS_FILE)
+    try:
+        file_inside(folder, manifest.rows_file, f"{path} is damaged. {REMEDY}", ROWS_FILE)
+    except ValueError as error:
+        raise LostManifest(str(error)) from None
     rows, used = manifest.rows, manifest.rows_bytes
     expect(rows in _ROWS, f"rows among {_ROWS}", rows)
     expect(_is_integer(used), "rows_bytes in [0, 2^63)", used)

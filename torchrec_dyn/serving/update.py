@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,14 +57,17 @@ from torchrec_dyn.serving.manifest import (
     MANIFEST,
     ROWS_FILE,
     SLOTS,
+    LostManifest,
     Manifest,
     ServedEntry,
     ServedTable,
     current_generation,
     laid_out,
+    last_generation,
     new_generation,
     new_rows_file,
     read_manifest,
+    served_manifest,
     without_files,
 )
 from torchrec_dyn.serving.row_format import RowFormat
@@ -144,7 +147,7 @@ def apply_deltas(
                 with suppress(OSError):  # readers may have mapped `length` bytes, but no more
                     os.truncate(path / manifest.rows_file, length)
             raise
-        _remove_all_but(path, {before: manifest, generation: after})
+        _remove_all_but(path, _names_of({before: manifest, generation: after}))
         return told
 
 
@@ -158,31 +161,44 @@ def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[st
         checkpoint: directory of a full checkpoint.
 
     Raises:
-        ValueError: if the checkpoint is a delta, is damaged or lacks a table, or another process writes. What
-            was served still is.
+        ValueError: if the checkpoint is a delta, is damaged or lacks a table, or another process writes, or
+            the manifest is damaged, which has dtype and names. What was served still is.
         OSError: if the disk is full, or fails. What was served still is.
     """
     build_again_from(Path(folder), checkpoint)
 
 
 def build_again_from(
-    path: Path, checkpoint: str | os.PathLike[str], entry: ServedEntry | None = None
+    path: Path,
+    checkpoint: str | os.PathLike[str],
+    entry: ServedEntry | None = None,
+    lost: tuple[torch.dtype, Sequence[str] | None] | None = None,
 ) -> None:
-    """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint."""
-    current_generation(path)
+    """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint.
+
+    `lost` are dtype and names (None: all) of the tables where no manifest says so.
+    """
+    if lost is None:
+        current_generation(path)
     with only_writer(path):
-        before = current_generation(path)
-        manifest = read_manifest(path, before)
+        before = last_generation(path)
+        if lost is None:
+            before, manifest = served_manifest(path)
+            lost = manifest.row_format.dtype, tuple(manifest.tables)
         where = f"serving.build_again({checkpoint})"
-        saved = chosen_tables(open_checkpoint(checkpoint).tables, tuple(manifest.tables), where)
+        saved = chosen_tables(open_checkpoint(checkpoint).tables, lost[1], where)
         for name, table in saved.items():
             if table.is_delta:
                 raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
+        there = {one.name for one in path.iterdir()}
         try:
-            write_tables(path, saved, manifest.row_format, before, entry)
+            write_tables(path, saved, RowFormat(lost[0]), before, entry)
         finally:  # the former rows and ids go at once: some of them may have been forgotten
-            now = current_generation(path)
-            _remove_all_but(path, {now: read_manifest(path, now)})
+            try:
+                kept = _names_of(dict([served_manifest(path)]))
+            except LostManifest:  # nothing was published
+                kept = there
+            _remove_all_but(path, kept)
 
 
 def check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
@@ -471,9 +487,13 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_all_but(folder: Path, kept: Mapping[str, Manifest]) -> None:
-    """Removes old and unfinished generations and rows files: all that are not in `kept`."""
-    names = {*kept, *(manifest.rows_file for manifest in kept.values())}
+def _names_of(kept: Mapping[str, Manifest]) -> set[str]:
+    """Returns the names of generations and of their rows files."""
+    return {*kept, *(manifest.rows_file for manifest in kept.values())}
+
+
+def _remove_all_but(folder: Path, names: Set[str]) -> None:
+    """Removes old and unfinished generations and rows files: all that do not have one of these names."""
     for path in folder.iterdir():
         if path.name not in names and re.fullmatch(f"{GENERATION}|{ROWS_FILE}", path.name):
             _remove(path)

@@ -1,0 +1,189 @@
+"""Served tables whose manifest is damaged: a follower builds these anew, where it knows what they were."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from follow_cases import TABLES, Trainer, rows_of, served_rows
+from full_disk import file_limit
+
+from torchrec_dyn import __main__ as command_line
+from torchrec_dyn import serving
+from torchrec_dyn.serving.manifest import current_generation
+
+
+class Job:
+    """A trainer that saved a full save and a delta, which a follower serves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.kept, self.served = folder / "kept", folder / "served"
+        self.trainer = Trainer(self.kept, full_every=8)
+        self.follower = serving.Follower(self.kept, self.served)
+        for step in range(2):
+            self.save(step)
+            self.follower.poll()
+        self.generation = self.served / current_generation(self.served)
+
+    def save(self, *ids: int) -> None:
+        self.trainer.train(*ids, 50)
+        self.trainer.save()
+
+    def damage(self, what: str) -> None:
+        manifest, current = self.generation / "manifest.json", self.served / "current"
+        if what == "manifest is cut":
+            manifest.write_bytes(manifest.read_bytes()[:200])
+        elif what == "no manifest":
+            manifest.unlink()
+        elif what == "no generation":
+            shutil.rmtree(self.generation)
+        elif what == "current is empty":
+            current.write_text("")
+        elif what == "no current":
+            current.unlink()
+
+    def is_served(self) -> bool:
+        return torch.equal(served_rows(self.served), self.trainer.rows())
+
+    def files(self) -> set[str]:
+        return {str(one.relative_to(self.served)) for one in self.served.rglob("*")}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.trainer.checkpoints.close()
+
+
+@pytest.mark.parametrize(
+    "what", ["manifest is cut", "no manifest", "no generation", "current is empty", "no current"]
+)
+def test_served_tables_without_a_manifest_are_built_anew(job: Job, what: str) -> None:
+    reader = serving.ServingEmbeddingBagCollection(job.served, TABLES)
+    before = rows_of(reader)
+    job.damage(what)
+    with pytest.raises(ValueError, match=r"Remove the directory, then build it\.$"):
+        served_rows(job.served)
+    with pytest.raises(ValueError, match=r"Remove the directory, then build it\.$"):
+        serving.build_again(job.served, job.kept / "full-00000001" / "state")
+    job.save(7)
+    assert job.follower.served() is None and job.follower.lag() is None
+    with pytest.warns(UserWarning, match=r"^Follower: .* The tables were built anew") as seen:
+        followed = job.follower.poll()
+    assert len(seen) == 1 and "Remove" not in str(seen[0].message)
+    assert followed.entry.step == 3 and not followed.is_fork and followed.skipped == []
+    assert torch.equal(rows_of(reader), before)  # an open reader keeps its generation
+    assert reader.refresh() and torch.equal(rows_of(reader), job.trainer.rows())
+    assert serving.verify(job.served) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert job.follower.poll() is None
+        job.save(8)
+        assert job.follower.poll().entry.step == 4 and job.is_served()
+
+
+def test_a_follower_that_does_not_know_the_rows_says_so(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.damage("manifest is cut")
+    follower, before = serving.Follower(job.kept, job.served), job.files()
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"then build it\. To have .* rows=torch\.float32 \(--"
+        ):
+            follower.poll()
+        assert job.files() == before
+    command = ["follow", str(job.kept), "--to", str(job.served), "--once"]
+    assert command_line.main(command) == 1 and "--dtype float32" in capsys.readouterr().err
+    assert command_line.main([*command, "--dtype", "float16"]) == 0
+    assert "The tables were built anew" in capsys.readouterr().err
+    assert follower.poll().entry.step == 2
+    job.generation = job.served / current_generation(job.served)
+    job.damage("manifest is cut")
+    with pytest.warns(UserWarning, match="built anew"):  # the follower has read what was served
+        assert follower.poll() is None
+    assert serving.Follower(job.kept, job.served, rows=torch.float16).poll().entry.step == 2
+    shutil.rmtree(job.served)  # the other remedy
+    assert serving.Follower(job.kept, job.served).poll().entry.step == 2 and job.is_served()
+
+
+def test_nothing_is_left_of_a_build_that_failed(job: Job) -> None:
+    job.damage("manifest is cut")
+    before = job.files()
+    with file_limit(100), pytest.raises(OSError, match="File too large"):
+        job.follower.poll()
+    assert job.files() == before
+    full = job.kept / "full-00000001"
+    shutil.move(full, full.with_name("aside"))
+    with pytest.raises(
+        ValueError, match=r"damaged\. .*delta-00000002: an entry before it is missing"
+    ):
+        job.follower.poll()
+    shutil.move(full.with_name("aside"), full)
+    with pytest.warns(UserWarning, match="built anew"):
+        assert job.follower.poll() is None and job.is_served()
+
+
+def test_a_later_version_is_no_damage(job: Job) -> None:
+    path = job.generation / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"A later version wrote it: use that, or build elsewh"
+        ):
+            job.follower.poll()
+
+
+def test_a_manifest_with_another_entry_is_damaged(job: Job) -> None:
+    path = job.generation / "manifest.json"
+    good = json.loads(path.read_text())
+    with_field = r"expected entry with a sequence in \[0, 2\^63\) and an id, got .* Remove the dir"
+    for entry, message in (
+        ({"sequence": -1, "id": "a"}, with_field),
+        ({"sequence": 1, "id": 5}, with_field),
+        ({"sequence": 1}, "got TypeError: .* Remove the directory, then build it"),
+        (None, "got TypeError: .* Remove the directory, then build it"),
+    ):
+        path.write_text(json.dumps({**good, "entry": entry}))
+        with pytest.raises(ValueError, match=message):
+            served_rows(job.served)
+    path.write_text(json.dumps({key: one for key, one in good.items() if key != "entry"}))
+    with pytest.raises(ValueError, match=r"got KeyError: 'entry'\. It is damaged\. Remove the dir"):
+        served_rows(job.served)
+
+
+def test_relative_paths_are_those_of_the_first_directory(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower = serving.Follower("kept", "served")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert follower.poll().entry.step == 2
+    job.save(7)
+    assert follower.poll().entry.step == 3 and job.is_served() and follower.lag() is not None
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -> None:
+    link, full = tmp_path / "link", job.kept / "full-00000001" / "state"
+    link.symlink_to("volume/served")
+    before = sorted(tmp_path.iterdir())
+    message = (
+        r"link: expected .* or nothing, got a link to volume/served, where nothing is\. Give that"
+    )
+    for make in (
+        lambda: serving.Follower(job.kept, link),
+        lambda: serving.build(full, link),
+        lambda: next(serving.follow(job.kept, link)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    assert sorted(tmp_path.iterdir()) == before
+    serving.build(full, tmp_path / "volume" / "served")
+    assert serving.Follower(job.kept, link).poll().entry.step == 2 and link.is_symlink()
+    assert torch.equal(served_rows(link), job.trainer.rows())
