@@ -41,9 +41,8 @@ from torchrec_dyn.storage import lacks_memory
 # An entry that could not be used is read again after so many seconds, or when other rows are served.
 _RETRY_SECONDS = 600.0
 
-_Choice = tuple[
-    torch.dtype, Sequence[str] | None
-]  # dtype and names (None: all) of the served tables
+# dtype and names (None: all) of the served tables.
+_Choice = tuple[torch.dtype, Sequence[str] | None]
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,8 @@ class Follower:
         since: str | None = None,
         follow_forks: bool = False,
     ) -> None:
-        self.path, self.to = (
-            Path(path).absolute(),
-            Path(to).absolute(),
-        )  # the process may change its own
-        self.since = since
+        # The process may change its working directory.
+        self.path, self.to, self.since = Path(path).absolute(), Path(to).absolute(), since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         self._there: _Choice | None = None  # as last served
@@ -305,11 +301,7 @@ class Follower:
         return rows, self._tables or names
 
     def _go(
-        self,
-        way: Way,
-        seen: _Seen,
-        told: dict[str, Ids],
-        lost: _Choice | None,
+        self, way: Way, seen: _Seen, told: dict[str, Ids], lost: _Choice | None
     ) -> Entry | None:
         """Serves the entries of a way, as far as they are sound; returns the last that is served then."""
         fulls = [entry for entry in way.entries if entry.is_full]
@@ -338,13 +330,8 @@ class Follower:
                 seen, lost = replace(seen, generation=current_generation(self.to)), None
         return last
 
-    def _take(
-        self,
-        group: Sequence[Entry],
-        told: dict[str, Ids],
-        lost: _Choice | None,
-    ) -> None:
-        """Serves a full save, or applies deltas together."""
+    def _take(self, group: Sequence[Entry], told: dict[str, Ids], lost: _Choice | None) -> None:
+        """Serves a full save, or applies deltas together; `lost` as `_instead_of` returns it."""
         entry = ServedEntry(group[-1].sequence, group[-1].id)
         if not group[0].is_full:
             found = apply_deltas(self.to, [one.tables for one in group], entry)

@@ -234,13 +234,8 @@ class ServedLookup(nn.Module):
         # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
         # relative one is one of the process that copies.
         modules = {name: one for name, one in self._modules.items() if name != "generation"}
-        return {
-            **self.__dict__,
-            "folder": self._given,
-            "_modules": modules,
-            "_served": (),
-            "_unseen": [],
-        }
+        without = {"folder": self._given, "_modules": modules, "_served": (), "_unseen": []}
+        return {**self.__dict__, **without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
