@@ -195,7 +195,7 @@ class RowOptimizer:
         return tuple(map(self.is_rowwise, self.state_names))
 
     def is_rowwise(self, name: str) -> bool:
-        """Returns True if the state of a name has one number per row."""
+        """Returns True for a state with one number per row; False for any other name, as "weight"."""
         return name in self._rule.rowwise
 
     @property

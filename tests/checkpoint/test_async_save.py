@@ -14,7 +14,7 @@ import workers
 from checkpoint_cases import Setup, differences, held
 from checkpoint_jobs import ONE, TWO, Job, failing, names
 
-from torchrec_dyn.checkpoint import checkpoints, entry_writing, save_files
+from torchrec_dyn.checkpoint import checkpoints, dcp_files, entry_writing
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path) -> None:
     job.checkpoints.close()
 
 
-@pytest.mark.parametrize("place", [(entry_writing, "publish"), (save_files.FileWriter, "write")])
+@pytest.mark.parametrize("place", [(entry_writing, "publish"), (dcp_files.FileWriter, "write")])
 def test_an_error_does_not_hold_the_copies(
     place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

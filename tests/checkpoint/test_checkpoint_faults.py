@@ -19,11 +19,11 @@ from checkpoint_jobs import TWO, Job, failing, flip, names
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     checkpoints,
+    dcp_files,
     entry_files,
     entry_load,
     export_delta,
     mark,
-    save_files,
 )
 from torchrec_dyn.checkpoint.pruning import outdated
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, checkpoint_reader, read_chain
@@ -69,7 +69,7 @@ def test_an_interrupt_is_no_damage(tmp_path: Path) -> None:
         (LoadPlanner, "finish_plan", 1),  # the tables of the full save
         (LoadPlanner, "finish_plan", 2),  # the dense part
         (LoadPlanner, "finish_plan", 3),  # the delta
-        (save_files.TableWriter, "write_data", 1),
+        (dcp_files.TableWriter, "write_data", 1),
     ):
         with failing(place, name, number, SystemExit(15)), pytest.raises(SystemExit):
             job.restore() if place is LoadPlanner else job.save()
@@ -392,7 +392,7 @@ def saves_on_own_disks(path: str) -> list[str]:
     own = Path(path) / f"disk{dist.get_rank()}"
     job = Job(str(own / "kept"), TWO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_files, "_SEEN_WITHIN", 0.3)
+        patch.setattr(dcp_files, "_SEEN_WITHIN", 0.3)
         with pytest.raises(ValueError) as of_save:
             job.save()
         job.checkpoints.close()

@@ -72,7 +72,6 @@ def mixed_forms(run: Run, varying: list[int]) -> None:
 @pytest.mark.parametrize("name", [name for name, (run, _, _) in RUNS.items() if not run.variable])
 def test_one_rank_with_a_size_per_feature(name: str) -> None:
     run, world, local = RUNS[name]
-    run = replace(run, pooled=[kind for kind in run.pooled if kind != "grid_shard"])
     for varying in ([0], [1]):
         workers.run(mixed_forms, run, varying, world_size=world, local_size=local)
 

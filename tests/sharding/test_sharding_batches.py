@@ -86,11 +86,16 @@ def test_a_batch_size_per_rank(plans: str, sizes: list[int]) -> None:
     run(case_of_plans(plans, batch_sizes=sizes))
 
 
+@every_plan
+def test_a_batch_size_per_rank_and_feature(plans: str) -> None:
+    run(case_of_plans(plans, batch_sizes=[5, 9, 3, 4], variable=True))
+
+
 @pytest.mark.everyday(3)
 @every_plan
-@pytest.mark.parametrize("sizes", [[5, 9, 3, 4], [0, 5, 0, 2], [0] * 4])
-def test_a_batch_size_per_rank_and_feature(plans: str, sizes: list[int]) -> None:
-    run(case_of_plans(plans, batch_sizes=sizes, variable=True))
+@pytest.mark.parametrize("sizes", [[0, 5, 0, 2], [0] * 4])
+def test_ranks_without_examples_and_sizes_per_feature(plans: str, sizes: list[int]) -> None:
+    run(case_of_plans(plans, batch_sizes=sizes, variable=True, steps=1))
 
 
 @every_plan

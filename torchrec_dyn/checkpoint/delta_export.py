@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint.save_files import save_files
+from torchrec_dyn.checkpoint.dcp_files import save_files
 from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_TENSORS,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.save_files import load_files
+from torchrec_dyn.checkpoint.dcp_files import load_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_TENSORS,

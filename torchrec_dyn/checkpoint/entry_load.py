@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_dyn.checkpoint.dcp_files import load_files
 from torchrec_dyn.checkpoint.delta_apply import SumsOfTable, apply_changes
 from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
@@ -21,7 +22,6 @@ from torchrec_dyn.checkpoint.entry_fit import (
     misfit_of_dense,
 )
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
-from torchrec_dyn.checkpoint.save_files import load_files
 from torchrec_dyn.checkpoint_format import Entry, open_files, read_chain
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load

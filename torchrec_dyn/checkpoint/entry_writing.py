@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from torchrec_dyn.checkpoint.dcp_files import save_files
 from torchrec_dyn.checkpoint.delta_export import Marker
 from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, sums_in
 from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
-from torchrec_dyn.checkpoint.save_files import save_files
 from torchrec_dyn.checkpoint_format import Entry
 from torchrec_dyn.ranks import gather_results
 

@@ -27,8 +27,7 @@ class LiveRows(RowSource):
 
     A rank's share are the ids that it holds with the first columns.
 
-    The collection must not be trained or edited while it is read. `table` may be None if it
-    has only one.
+    The collection must not be trained or edited while it is read. `table` is None for its only table.
 
     Raises:
         ValueError: if there is no such table.

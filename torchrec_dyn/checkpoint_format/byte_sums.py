@@ -38,7 +38,7 @@ class FileSums:
 
 
 def chunk_sum(number: int, chunk: Tensor) -> int:
-    """Returns the sum, in [0, 2^64), of the chunk of a number in its file.
+    """Returns the sum, in [0, 2^64), of chunk `number` of a file.
 
     chunk: [SUMMED_BYTES] uint8, zeros after the last byte of the file.
     """

@@ -42,8 +42,8 @@ def rows_summed(row_bytes: int, device: torch.device) -> int:
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
     """Returns the content sum of rows of one tensor, in [0, 2^64) (formula: csrc/storage/content_sum.h).
 
-    ids [M] int64 have the rows values [M, D] or [M]; `first_column` is the number of the first column of
-    these in the whole tensor.
+    values [M, D] or [M] are the rows of ids [M] int64; their first column is `first_column` of the whole
+    tensor.
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
@@ -82,9 +82,9 @@ def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
 
 
 def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Returns the content sums in a saved "checksum", by tensor: of words [W] int64 that `as_words` returned.
+    """Returns the content sums in a saved "checksum", by tensor.
 
-    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
+    words: [W] int64, as `as_words` returns them; `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
     """
     saved = words.tolist()
     if order == OPTIMIZER_TENSORS and words.shape in OPTIMIZER_WORDS:

@@ -50,7 +50,8 @@ class PooledContext(BatchContext, EmbeddingBagCollectionContext):
     """State of one forward, from input dist to output dist.
 
     Attributes:
-        has_examples: False if the batch has a size per feature and no examples, and was sent with one.
+        has_examples: False if the batch has a size per feature and no examples; one was added to it
+            (`with_an_example`).
     """
 
     has_examples: bool = True

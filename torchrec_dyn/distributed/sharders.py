@@ -1,4 +1,7 @@
-"""The sharders: DistributedModelParallel and the planner use them to shard the collections."""
+"""The sharders: DistributedModelParallel and the planner use them to shard the collections.
+
+Those of TorchRec's own collections, for static tables, check `fused_params` too.
+"""
 
 from __future__ import annotations
 

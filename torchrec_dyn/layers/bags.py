@@ -66,7 +66,7 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
 
 
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
-    """Returns ids [K] int64 as a feature of one bag, for sequences: ranks have equally many bags."""
+    """Returns ids [K] int64 as a feature of one bag: sequence collections need as many bags on every rank."""
     lengths = torch.full((1,), ids.numel(), device=ids.device)
     return KeyedJaggedTensor([name], ids, lengths=lengths, stride=1)
 

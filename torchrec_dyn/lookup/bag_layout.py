@@ -149,7 +149,7 @@ class BagLayout:
         follow each other: those of the joined batch are not in the order of a large one. For sequences the
         outputs are in the order of the ids.
 
-        begins: `begins_of_features` of each batch.
+        batches: k descriptions; begins: `begins_of_features` of each.
 
         Returns:
             The description, whose shape is that of all outputs one after another, and [N] int64.

@@ -57,7 +57,7 @@ def trainer_of(
 ) -> Trainer | None:
     """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
 
-    weight: [N, D], the parameter. The optimizer is a plain, keyed, wrapped or combined one, or None.
+    weight: [N, D], the parameter. `optimizer` may be plain, keyed, wrapped or combined, or None.
 
     Returns:
         The optimizer; None if `optimizer` is None or the parameter needs no gradient.

@@ -110,8 +110,8 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
 class FeatureReader:
     """Reads the features of a collection's tables, in table order.
 
-    A feature may belong to several tables. `weighted` bags have weights; `scored`: some table scores its ids
-    by the weights of a batch. `where` is the name of each table, for messages.
+    A feature may belong to several tables. With `weighted`, bags have weights; with `scored`, some table
+    scores its ids by the weights of a batch. `where` is the name of each table, for messages.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ def checked_features(
 ) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
 
-    `weighted` bags have weights; if `scored`, weights are checked also where bags have none.
+    With `weighted`, bags have weights; with `scored`, weights are checked also where bags have none.
 
     Raises:
         ValueError: if a dtype, a shape or a length is wrong.

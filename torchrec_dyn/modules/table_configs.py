@@ -236,7 +236,8 @@ def dynamic_config_by_table(
 ) -> dict[str, DynamicTableConfig]:
     """Returns the DynamicTableConfig of each table.
 
-    `dynamic` is one config for all tables, or a mapping by table name; others get the default, as by None.
+    `dynamic` is one config for all tables, or a mapping by table name; other tables get the default, and
+    so do all with None.
 
     Raises:
         ValueError: if a name is not a table of the collection, or a value is not a DynamicTableConfig.

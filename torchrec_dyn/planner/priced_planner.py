@@ -1,4 +1,4 @@
-"""TorchRec's planner, with storage priced by the allocations of dynamic tables."""
+"""TorchRec's planner, with storage priced by the allocations of dynamic tables, and its partitioner."""
 
 from __future__ import annotations
 
@@ -138,10 +138,10 @@ class _QuickPartitioner(GreedyPerfPartitioner):
 
     @classmethod
     def _cohost_partition(cls, group: Any, hosts: list[list[DeviceHardware]]) -> None:
-        super()._cohost_partition(group, [_Host(devices) for devices in hosts])
+        super()._cohost_partition(group, [_HostDevices(devices) for devices in hosts])
 
 
-class _Host(list[DeviceHardware]):
+class _HostDevices(list[DeviceHardware]):
     """The devices of a host. A copy has the same storages and perfs: no code writes to these."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[DeviceHardware]:

@@ -69,7 +69,7 @@ class Checksums:
 def write_checksums(
     generation: Path, manifest: str, slots: Tensor, rows_file: str, rows: FileSums
 ) -> None:
-    """Writes the checksums of a generation, a directory.
+    """Writes the checksums of a generation into its directory.
 
     slots: [bytes] uint8, its id maps; `manifest` is the text of its manifest, `rows` the sums of its rows
     file.
@@ -82,7 +82,7 @@ def write_checksums(
 
 
 def read_checksums(generation: Path, rows_file: str) -> Checksums | None:
-    """Reads the sums of a generation, a directory; None if it has none.
+    """Reads the sums from the directory of a generation; None if it has none.
 
     Raises:
         ValueError: if the file is damaged.
@@ -112,7 +112,7 @@ def check_last_chunk(generation: Path, path: Path, rows: Tensor) -> None:
 
     It shows an earlier copy of the file, which lacks the rows of the last delta, without a read of all rows.
 
-    rows: [bytes] uint8, the bytes in use of the rows file at `path`; `generation` is a directory.
+    rows: [bytes] uint8, the bytes in use of the rows file at `path`; `generation` is the directory of one.
 
     Raises:
         FileNotFoundError: if the generation was removed.

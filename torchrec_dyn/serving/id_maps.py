@@ -52,7 +52,7 @@ class ServedMap:
         self._at_rest = torch.tensor([[-1, key]], device="cpu")
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns the rows of ids [M] int64, [M] int64, -1 where the id is absent."""
+        """Returns rows [M] int64 of ids [M] int64, -1 where absent."""
         return ops.lookup(
             ids, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
         )[0]

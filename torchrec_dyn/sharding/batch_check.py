@@ -23,8 +23,8 @@ class BatchCheck:
 
     TorchRec computes the positions of features from the first batch and uses them for all batches.
 
-    `weighted` bags have weights. `pooled` outputs are one row per example. `scored`: some table scores its
-    ids by the weights of a batch (LowestScore).
+    With `weighted`, bags have weights; with `pooled`, outputs are one row per example; with `scored`, some
+    table scores its ids by the weights of a batch (LowestScore).
 
     Attributes:
         features: those that the collection reads, each once, in the order of its tables.

@@ -2,8 +2,8 @@
 
 TorchRec cannot send a sequence batch without examples, nor pool one with a size per feature and without
 examples. It pads a sequence batch with a size per feature, but restores the outputs by an op that has no
-gradient on CPU. Here empty bags are appended to such batches, and the outputs are restored by ops that have
-a gradient.
+gradient on CPU. Here empty bags are appended to sequence batches, and the outputs are restored by ops that
+have a gradient; a pooled batch is sent with one example, which is cut from the output.
 
 Legend: F features, B examples.
 """
@@ -99,9 +99,9 @@ def pad_batch(
 
 
 def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch with a size per feature, of one example more, whose bags are the first ones.
+    """Adds one example to a batch without examples: its bag of each feature is the first.
 
-    `features` has no examples and its `inverse_indices`; a feature without bags gets an empty one.
+    `features` has a size per feature, and `inverse_indices` [F, 0]; a feature without bags gets an empty one.
     """
     bags = features.stride_per_key()
     lengths = [
@@ -121,5 +121,8 @@ def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def without_examples(pooled: KeyedTensor) -> KeyedTensor:
-    """Returns the outputs [0, D] of a batch that `with_an_example` has changed, with the backward of all."""
+    """Cuts the example of `with_an_example` from the outputs: [0, D].
+
+    Their backward has no effect on rows, and takes part in that of the other ranks.
+    """
     return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:0])

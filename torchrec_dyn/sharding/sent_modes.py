@@ -6,13 +6,13 @@ its mode and its form, and a difference is an error on every rank, before any ta
 
 TorchRec first exchanges how many numbers of each tensor follow: a row of numbers for each tensor, which the
 host reads. A `SentBatch` adds a row of four times the number of its ids, plus 2 with a size per feature, plus
-1 in training: so there is no further exchange and no further wait. The row has the label of the ids,
-"values": of rows with one label TorchRec writes the last one received into the context of a sharding, where
-`check_modes` reads it.
+1 in training: so there is no further exchange. The row has the label of the ids, "values": of rows with one
+label TorchRec writes the last one received into the context of a sharding, where `check_modes` reads it.
 
 Batches of both forms send as many rows and as many tensors, so no rank waits for what another does not send.
 TorchRec sends the sizes of a batch with a size per feature as a further tensor; here each feature's lengths
-are followed by `_END` instead. And TorchRec adds a last row with the size of a batch with one size; where the
+are followed by `_END` instead. On a GPU the host waits for the places of the ends, as TorchRec does for the
+sizes. And TorchRec adds a last row with the size of a batch with one size; where the
 batch has none, the row is of zeros.
 """
 
@@ -56,7 +56,7 @@ class SentBatch(KeyedJaggedTensor):
         return [with_mode(part, self.trains) for part in super().split(segments)]
 
     def dist_labels(self) -> list[str]:
-        """Returns the labels of the rows of `dist_splits`; those after the tensors' have no tensor."""
+        """Returns the labels of the rows of `dist_splits`: of the tensors, the mode, and the zeros if any."""
         labels = super().dist_labels()
         if _SIZES not in labels:
             return [*labels, _IDS]
@@ -122,7 +122,7 @@ def _with_ends(lengths: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | None:
-    """Returns the lengths and the sizes of `_with_ends`; None if fewer features have an end."""
+    """Returns the lengths and the sizes of `_with_ends`; None if ends are missing: two forms were sent."""
     is_end = marked == _END
     ends = places_of(is_end, num_features)
     if num_features and int(ends[-1]) < 0:

@@ -55,7 +55,7 @@ class TableEntry(ABC):
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
-    source: ClassVar[type[ShardSource]]
+    source: ClassVar[type[ShardSource]]  # reads the table for a state dict
 
     def __init__(self, table: Table) -> None:
         self.table = table

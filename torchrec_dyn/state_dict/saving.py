@@ -372,10 +372,11 @@ def saved_tensors(
 
     All sources of a table read it at one moment.
 
-    `make` returns the sources of one table. The tables, in their order, and `call`, are the same on all
-    ranks.
+    `make` returns the sources of one table. The tables, at least one, in their order, and `call`, are the
+    same on all ranks.
     """
-    group, sources = tables[0].group, list[ShardSource]()
+    group = tables[0].group
+    sources: list[ShardSource] = []
 
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []

@@ -80,7 +80,11 @@ def load_files(
     planner: LoadPlanner,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Loads a state dict from a directory. Collective, unless `group` is None."""
+    """Loads a state dict from a directory. Collective, unless `group` is None.
+
+    Raises:
+        CheckpointException: on every rank, if it fails on one. An interrupt is raised as it is.
+    """
     with _interrupts_raised():
         dcp.load(
             state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
