@@ -19,6 +19,7 @@ batch has none, the row is of zeros.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,9 +76,8 @@ class SentBatch(KeyedJaggedTensor):
     def dist_tensors(self) -> list[Tensor]:
         """Returns the tensors of the rows."""
         tensors = dict(zip(super().dist_labels(), super().dist_tensors(), strict=True))
-        sizes = tensors.pop(_SIZES, None)
-        if sizes is not None:
-            tensors[_LENGTHS] = _with_ends(tensors[_LENGTHS], sizes)
+        if tensors.pop(_SIZES, None) is not None:
+            tensors[_LENGTHS] = _with_ends(tensors[_LENGTHS], self.stride_per_key())
         return [*tensors.values()]
 
     @staticmethod
@@ -111,24 +111,22 @@ class SentBatch(KeyedJaggedTensor):
         )
 
 
-def _with_ends(lengths: Tensor, sizes: Tensor) -> Tensor:
-    """Returns lengths [L] of features of sizes [F], each feature's followed by `_END`: [L + F]."""
-    num_lengths, num_features = lengths.numel(), sizes.numel()
-    feature = torch.arange(num_features, device=sizes.device)
-    ends_before = feature.repeat_interleave(sizes, output_size=num_lengths)
-    marked = lengths.new_full((num_lengths + num_features,), _END)
-    marked[torch.arange(num_lengths, device=sizes.device) + ends_before] = lengths
-    return marked
+def _with_ends(lengths: Tensor, sizes: list[int]) -> Tensor:
+    """Returns lengths [L] of F features of these sizes, each feature's followed by `_END`: [L + F]."""
+    end = lengths.new_full((1,), _END)
+    return torch.cat([part for of_feature in lengths.split(sizes) for part in (of_feature, end)])
 
 
 def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | None:
     """Returns the lengths and the sizes of `_with_ends`; None if ends are missing: two forms were sent."""
-    is_end = marked == _END
-    ends = places_of(is_end, num_features)
-    if num_features and int(ends[-1]) < 0:
+    if not num_features:
+        return marked, marked  # both are empty
+    ends = places_of(marked == _END, num_features)
+    at = ends.tolist()
+    if at[-1] < 0:
         return None
-    lengths = marked.index_select(0, places_of(~is_end, marked.numel() - num_features))
-    return lengths, ends.diff(prepend=ends.new_full((1,), -1)) - 1
+    lengths = [marked[begin + 1 : end] for begin, end in pairwise([-1, *at])]
+    return torch.cat(lengths), ends.diff(prepend=ends.new_full((1,), -1)) - 1
 
 
 def with_mode(features: KeyedJaggedTensor, trains: bool) -> SentBatch:
