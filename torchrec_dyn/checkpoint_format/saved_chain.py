@@ -14,7 +14,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+from torchrec_dyn.storage import lacks_memory
 
 FORMAT = 1
 LOCK = "writer.lock"
@@ -109,6 +110,7 @@ class SavedChain:
         skipped: for each folder that is no whole entry a line that says why.
         highest: the highest sequence of a folder, 0 without one.
         torn: by sequence the folders that are torn or damaged.
+        unread: sequences of folders that the file system failed to read: each may be whole.
     """
 
     path: Path
@@ -116,6 +118,7 @@ class SavedChain:
     skipped: list[str]
     highest: int
     torn: Mapping[int, Path] = field(default_factory=dict)
+    unread: Collection[int] = ()
 
     @cached_property
     def _by_id(self) -> dict[str, Entry]:
@@ -188,22 +191,27 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none.
 
     Raises:
-        OSError: if the directory cannot be read.
+        OSError: if the directory cannot be read, or if there is no memory or file number to read an entry.
     """
     folder = Path(path)
     entries, skipped, highest = [], [], 0
     torn: dict[int, Path] = {}
+    unread: list[int] = []
     for one in sorted(folder.iterdir()) if folder.is_dir() else []:
         if name := _NAME.fullmatch(one.name):
             highest = max(highest, int(name[2]))
             try:
                 entries.append(_read_entry(one))
             except (OSError, ValueError) as error:
+                if lacks_memory(error):  # else an older entry would be taken for the newest
+                    raise
                 skipped.append(f"{one.name}: {error}")
-                if not isinstance(error, _OtherFormat):
+                if isinstance(error, OSError):
+                    unread.append(int(name[2]))
+                elif not isinstance(error, _OtherFormat):
                     torn[int(name[2])] = one
     entries.sort(key=lambda entry: entry.sequence)
-    return SavedChain(folder, entries, skipped, highest, torn)
+    return SavedChain(folder, entries, skipped, highest, torn, unread)
 
 
 class _OtherFormat(ValueError):
