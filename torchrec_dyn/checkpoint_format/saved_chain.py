@@ -41,7 +41,8 @@ class Entry:
         path: folder of the entry.
         kind: "full" or "delta".
         sequence: number of the save; later saves have higher numbers.
-        id: 32 hexadecimal digits, random; all entries of a chain have the first 16 in common (`new_id`).
+        id: 32 hexadecimal digits, random; the first 16 are those of the chain, unless an older version wrote
+            the entry (`new_id`).
         parent: id of the save before; None for the first of a chain.
         step: the step that the caller gave.
         time: seconds since 1970 when the save began; the rows are of this moment.
@@ -168,17 +169,17 @@ def new_id(before: str | None) -> str:
     """Returns the id of an entry; `before` is that of the entry before, None for the first of a chain.
 
     It begins with 16 digits of the chain, 8 random ones and their digest, so that each entry, and what is
-    served of it, tells its chain when the others are gone. A chain that an older version began has random
-    digits there.
+    served of it, tells its chain when the others are gone. Entries of older versions have random digits
+    there: the chain gets its digits with the next entry, and others if an older version writes in between.
+    Copies of a directory have the same.
     """
-    if before is None:
-        number = secrets.token_hex(4)
-        return number + _digest_of_number(number) + secrets.token_hex(8)
-    return (chain_of(before) or secrets.token_hex(8)) + secrets.token_hex(8)
+    number = secrets.token_hex(4)
+    known = None if before is None else chain_of(before)
+    return (known or number + _digest_of_number(number)) + secrets.token_hex(8)
 
 
 def chain_of(identity: str) -> str | None:
-    """Returns the digits of the chain in the id of an entry; None if an older version began the chain."""
+    """Returns the digits of the chain in the id of an entry; None if an older version wrote the entry."""
     is_known = identity[8:16] == _digest_of_number(identity[:8])
     return identity[:16] if is_known else None
 
