@@ -1,6 +1,5 @@
 """`Checkpoints` after kills, full disks, damaged files and errors of one rank."""
 
-import errno
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from torchrec_dyn.checkpoint import (
     mark,
 )
 from torchrec_dyn.checkpoint.pruning import outdated
-from torchrec_dyn.checkpoint_format import Entry, SavedChain, checkpoint_reader, read_chain
+from torchrec_dyn.checkpoint_format import Entry, SavedChain, read_chain
 
 
 class Killed(BaseException):
@@ -252,21 +251,6 @@ def test_entries_that_cannot_be_removed_do_not_end_the_training(tmp_path: Path) 
     job.save()
     assert names(tmp_path / "kept") == ["full-00000003"]
     job.checkpoints.close()
-
-
-def test_an_index_without_memory_or_file_numbers_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An older entry must not be loaded instead."""
-    job = Job(tmp_path / "kept")
-    job.save()
-    job.checkpoints.close()
-    numbers = OSError(errno.EMFILE, "Too many open files", "f")
-    with (
-        failing(checkpoint_reader.FileSystemReader, "read_metadata", error=numbers),
-        pytest.raises(RuntimeError, match=r"expected memory for .*full-00000001, got too little"),
-    ):
-        Job(tmp_path / "kept").restore()
 
 
 def test_deeply_nested_json_is_damage(tmp_path: Path) -> None:

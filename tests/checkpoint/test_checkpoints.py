@@ -492,7 +492,8 @@ def test_the_first_step_at_which_two_runs_differ(
         told, error = capsys.readouterr()
         assert f"not compared  {paths[1]}: {entry}: expected entry.json, got none" in told
         assert "equal" not in told and ("differ" in told) == (status == 1)
-    assert "got 2 that cannot, and no difference at 2 steps. Compare single entries." in error
+    assert "got 2 that cannot, and no difference at 2 steps. Compare single full saves: " in error
+    assert f"diff {paths[0]}/full-NUMBER/state {paths[1]}/full-NUMBER/state." in error
 
 
 def test_runs_are_compared_on_the_way_to_their_newest_entries(

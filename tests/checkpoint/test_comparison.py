@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from checkpoint_cases import Setup, new, run_on, save, train
+from checkpoint_jobs import Job
 from saved_cases import model_state, optimizer_state, save_table
 
 from torchrec_dyn import __main__ as command_line
@@ -133,3 +134,25 @@ def test_what_cannot_be_compared(tmp_path, capsys, first):
     file.write_bytes(file.read_bytes()[:-9000])
     status, _, error = told(capsys, first, first)
     assert status == 2 and "truncated" in error
+
+
+def test_steps_before_an_entry_that_cannot_be_read_are_not_called_equal(tmp_path, capsys):
+    """The runs differ from step 1 on; entries after the damaged one lead to it only."""
+    for name in ("one", "other"):
+        job = Job(tmp_path / name, keep=9)
+        if name == "other":
+            train(job.model, job.setup, [7])
+        for _ in range(4):
+            job.save()
+        job.checkpoints.close()
+    paths = tmp_path / "one", tmp_path / "other"
+    status, text, _ = told(capsys, *paths)
+    assert status == 1 and "step 1: the first with other contents, in" in text
+    (paths[1] / "full-00000003" / "entry.json").unlink()
+    status, text, _ = told(capsys, *paths)
+    assert status == 1 and "1 steps in both" in text
+    assert "step 4: the first compared (none before 4 is) with other contents, in" in text
+    for number in (1, 2, 4):
+        (paths[1] / f"full-0000000{number}" / "entry.json").unlink()
+    status, _, error = told(capsys, *paths)
+    assert status == 2 and f"an entry that can be read, got {paths[1]} without one: full-" in error

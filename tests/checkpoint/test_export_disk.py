@@ -1,5 +1,6 @@
 """Exports, deltas and pictures on disks that are full, limited or failing: an OSError that names a file."""
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -32,6 +33,8 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
+from torchrec_dyn.checkpoint.arrow_file import ArrowFile
+from torchrec_dyn.checkpoint.safetensors_file import SafetensorsWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -193,3 +196,40 @@ def test_a_link_is_not_written_through(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"symbolic links: '.*\.partial'"):
         export_rows(filled(3), "t", tmp_path / "rows")
     assert victim.read_bytes() == b"\1" * 99 and not (tmp_path / "rows").exists()
+
+
+def publish_safetensors(path: Path) -> None:
+    writer = SafetensorsWriter(path, {"ids": (torch.int64, (1,))}, {})
+    writer.write(torch.tensor([1]))
+    writer.finish()
+
+
+def publish_arrow(path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    batch = arrow.record_batch({"ids": [1]})
+    file = ArrowFile(arrow, path, batch.schema, "arrow")
+    file.write(batch)
+    file.finish()
+    file.publish()
+
+
+@pytest.mark.parametrize("publish", [publish_safetensors, publish_arrow])
+def test_a_file_is_locked_until_it_has_its_name(tmp_path, monkeypatch, publish):
+    """An unlocked one is taken for one that a killed process left, and removed."""
+    replace, seen = os.replace, []
+
+    def is_locked(path):
+        with open(path, "rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def replace_seen(source, to):
+        seen.append(is_locked(source))
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", replace_seen)
+    publish(tmp_path / "f")
+    assert seen == [True] and os.listdir(tmp_path) == ["f"] and not is_locked(tmp_path / "f")

@@ -77,7 +77,7 @@ class Checkpoints:
 
     Args:
         path: the directory, on a file system that all ranks see. The first save makes it. A relative path
-            stays that of the working directory of now.
+            is resolved here, once.
         keep: number of full saves that are kept, with the deltas after them.
         full_every: every `full_every`-th save is full, the others are deltas. 1: all are full, and no changes
             of tables are recorded.
@@ -400,6 +400,7 @@ class Checkpoints:
                 ranks and are not left out, or if the newest whole entry is of another model: no older one is
                 loaded instead then.
             RuntimeError: on every rank, if a rank has no memory for the load.
+            OSError: on every rank, if the directory cannot be read, or there is no file number for it.
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
@@ -524,7 +525,7 @@ class Checkpoints:
 
         The newest `keep` full saves stay, and what they lead to; those that could not be loaded, or whose
         files are too short, are not counted. These, deltas without their full save and torn folders stay
-        until they are older than all that is kept.
+        until they are older than all that is kept. What the file system fails to read stays.
 
         Returns:
             The folders that were removed.

@@ -45,12 +45,18 @@ def print_difference(first: Path, second: Path) -> bool:
 
     Raises:
         ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not; of
-            directories of `Checkpoints`, if entries cannot be read and the others are equal.
+            directories of `Checkpoints`, if no entry can be read, or some cannot and the others are equal.
         OSError: if a file cannot be read.
     """
     chains = [read_chain(path) for path in (first, second)]
     if all(chain.entries for chain in chains):
         return _print_first_difference(*chains)
+    for chain in chains:
+        if chain.skipped and not chain.entries:
+            raise ValueError(
+                f"diff: expected an entry that can be read, got {chain.path} without one: "
+                f"{'; '.join(chain.skipped)} Give another directory."
+            )
     one, other = open_checkpoint(first), open_checkpoint(second)
     if one.is_delta != other.is_delta:
         kinds = ("a checkpoint", "a delta")
@@ -82,18 +88,27 @@ def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
     print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in (one, other) for line in chain.skipped]
     print("".join(f"not compared  {line}\n" for line in unread), end="")
+    # An entry in the middle that cannot be read takes those before it from the branch, too.
+    is_cut = any(
+        chain.skipped and branch[0].parent is not None
+        for chain, branch in zip((one, other), branches, strict=True)
+    )
     before: tuple[Entry, Entry] | None = None
     for pair in both:
         if found := _tables_that_differ(*pair):
-            print(f"step {pair[0].step}: the first with other contents, in {', '.join(found)}")
+            which = "first with other contents"
+            if is_cut:
+                which = f"first compared (none before {both[0][0].step} is) with other contents"
+            print(f"step {pair[0].step}: the {which}, in {', '.join(found)}")
             if _are_of_one_kind(pair, before):
                 print_difference(pair[0].tables, pair[1].tables)
             return False
         before = pair
-    if unread:  # an entry in the middle takes those before it from the branch, too
+    if unread:
         raise ValueError(
             f"diff: expected entries that can be read, got {len(unread)} that cannot, and no difference at "
-            f"{len(both)} steps. Compare single entries."
+            f"{len(both)} steps. Compare single full saves: python -m torchrec_dyn diff "
+            f"{one.path}/full-NUMBER/state {other.path}/full-NUMBER/state."
         )
     print("all tables are equal at these steps")
     return bool(both)

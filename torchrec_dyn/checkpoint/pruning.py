@@ -21,41 +21,41 @@ def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) 
 
     Kept are the newest full saves that are whole, and all that they lead to. A delta without its full save,
     and a folder that is torn or damaged, stay until they are older than the oldest full save that is kept.
+    What the file system fails to read may be whole: it is not removed and not counted, nor is what it may
+    lead to removed.
 
     `keep` full saves are kept, and in any case the one with the id `root`, if it is not None. `damaged` are
     ids of full saves that could not be loaded.
     """
     fulls = [entry for entry in chain.entries if entry.is_full]
     sound: list[Entry] = []
-    broken = set(damaged)
+    broken, unread = set(damaged), set[str]()
     for one in reversed(fulls):
         # The one at `root` was saved or loaded by this job. Nothing is removed while there are few.
         if one.id not in broken and len(sound) < keep:
-            if one.id == root or len(fulls) <= keep or _is_whole(one):
-                sound.append(one)
-            else:
+            try:
+                if one.id != root and len(fulls) > keep:
+                    open_files(one.tables)
+            except ValueError:
                 broken.add(one.id)
+            except (OSError, MemoryError):
+                unread.add(one.id)
+            else:
+                sound.append(one)
     kept = {one.id: one for one in fulls if one in sound or one.id == root}
     oldest = min((one.sequence for one in kept.values()), default=0)
     removed = {sequence: path for sequence, path in chain.torn.items() if sequence < oldest}
     for entry in chain.entries:
         full = chain.fulls.get(entry.id)
-        if full is None or full.id in broken:
+        if full is None:
+            is_outdated = entry.sequence < min([oldest, *chain.unread])
+        elif full.id in broken:
             is_outdated = entry.sequence < oldest
         else:
-            is_outdated = full.id not in kept
+            is_outdated = full.id not in kept and full.id not in unread
         if is_outdated:
             removed[entry.sequence] = entry.path
     return [removed[sequence] for sequence in sorted(removed, reverse=True)]
-
-
-def _is_whole(entry: Entry) -> bool:
-    """Returns True if the files of a full save have their lengths."""
-    try:
-        open_files(entry.tables)
-    except (ValueError, OSError):
-        return False
-    return True
 
 
 def entry_folders(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+from torchrec_dyn.storage import lacks_memory
 
 FORMAT = 1
 LOCK = "writer.lock"
@@ -40,7 +41,8 @@ class Entry:
         path: folder of the entry.
         kind: "full" or "delta".
         sequence: number of the save; later saves have higher numbers.
-        id: 32 hexadecimal digits, random; all entries of a chain have the first 16 in common (`new_id`).
+        id: 32 hexadecimal digits, random; the first 16 are those of the chain, unless an older version wrote
+            the entry (`new_id`).
         parent: id of the save before; None for the first of a chain.
         step: the step that the caller gave.
         time: seconds since 1970 when the save began; the rows are of this moment.
@@ -109,6 +111,7 @@ class SavedChain:
         skipped: for each folder that is no whole entry a line that says why.
         highest: the highest sequence of a folder, 0 without one.
         torn: by sequence the folders that are torn or damaged.
+        unread: sequences of folders that the file system failed to read: each may be whole.
     """
 
     path: Path
@@ -116,6 +119,7 @@ class SavedChain:
     skipped: list[str]
     highest: int
     torn: Mapping[int, Path] = field(default_factory=dict)
+    unread: Collection[int] = ()
 
     @cached_property
     def _by_id(self) -> dict[str, Entry]:
@@ -165,17 +169,17 @@ def new_id(before: str | None) -> str:
     """Returns the id of an entry; `before` is that of the entry before, None for the first of a chain.
 
     It begins with 16 digits of the chain, 8 random ones and their digest, so that each entry, and what is
-    served of it, tells its chain when the others are gone. A chain that an older version began has random
-    digits there.
+    served of it, tells its chain when the others are gone. Entries of older versions have random digits
+    there: the chain gets its digits with the next entry, and others if an older version writes in between.
+    Copies of a directory have the same.
     """
-    if before is None:
-        number = secrets.token_hex(4)
-        return number + _digest_of_number(number) + secrets.token_hex(8)
-    return (chain_of(before) or secrets.token_hex(8)) + secrets.token_hex(8)
+    number = secrets.token_hex(4)
+    known = None if before is None else chain_of(before)
+    return (known or number + _digest_of_number(number)) + secrets.token_hex(8)
 
 
 def chain_of(identity: str) -> str | None:
-    """Returns the digits of the chain in the id of an entry; None if an older version began the chain."""
+    """Returns the digits of the chain in the id of an entry; None if an older version wrote the entry."""
     is_known = identity[8:16] == _digest_of_number(identity[:8])
     return identity[:16] if is_known else None
 
@@ -188,22 +192,27 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none.
 
     Raises:
-        OSError: if the directory cannot be read.
+        OSError: if the directory cannot be read, or if there is no memory or file number to read an entry.
     """
     folder = Path(path)
     entries, skipped, highest = [], [], 0
     torn: dict[int, Path] = {}
+    unread: list[int] = []
     for one in sorted(folder.iterdir()) if folder.is_dir() else []:
         if name := _NAME.fullmatch(one.name):
             highest = max(highest, int(name[2]))
             try:
                 entries.append(_read_entry(one))
             except (OSError, ValueError) as error:
+                if lacks_memory(error):  # else an older entry would be taken for the newest
+                    raise
                 skipped.append(f"{one.name}: {error}")
-                if not isinstance(error, _OtherFormat):
+                if isinstance(error, OSError):
+                    unread.append(int(name[2]))
+                elif not isinstance(error, _OtherFormat):
                     torn[int(name[2])] = one
     entries.sort(key=lambda entry: entry.sequence)
-    return SavedChain(folder, entries, skipped, highest, torn)
+    return SavedChain(folder, entries, skipped, highest, torn, unread)
 
 
 class _OtherFormat(ValueError):
