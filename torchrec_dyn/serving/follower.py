@@ -171,6 +171,7 @@ class Follower:
             ValueError: nothing is served yet, and no entry can be; or a damaged manifest does not say what
                 is served, and neither does `rows`, or no entry can be.
             OSError: the disk is full, or fails.
+            MemoryError: there is too little memory (torch: RuntimeError). What is served is whole.
         """
         seen = self._look()
         try:
