@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from full_disk import file_limit
 
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
+from torchrec_dyn.serving import follower as follower_file
 from torchrec_dyn.serving.manifest import current_generation
 
 
@@ -84,6 +86,38 @@ def test_served_tables_without_a_manifest_are_built_anew(job: Job, what: str) ->
         assert job.follower.poll() is None
         job.save(8)
         assert job.follower.poll().entry.step == 4 and job.is_served()
+
+
+def test_numbers_of_generations_do_not_go_back(job: Job) -> None:
+    for what, number in (("no generation", 4), ("no manifest", 6), ("no current", 8)):
+        job.damage(what)
+        with pytest.warns(UserWarning, match="built anew"):
+            job.follower.poll()
+        name = current_generation(job.served)  # of the delta; the full save before it has one, too
+        assert name.startswith(f"{number:06}-") and job.is_served()
+        job.generation = job.served / name
+
+
+def test_another_follower_built_the_tables_meanwhile(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.save(7)
+    job.damage("manifest is cut")
+    build, generations = follower_file.build_again_from, []
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(follower_file, "build_again_from", build)
+        with pytest.warns(UserWarning, match="built anew"):
+            other = serving.Follower(job.kept, job.served, rows=torch.float32)
+            assert other.poll().entry.step == 3
+        generations.append(current_generation(job.served))
+        build(*given)
+
+    monkeypatch.setattr(follower_file, "build_again_from", late)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # this one builds nothing
+        assert job.follower.poll().entry.step == 3 and job.is_served()
+    assert generations == [current_generation(job.served)]
 
 
 def test_a_follower_that_does_not_know_the_rows_says_so(

@@ -34,6 +34,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -185,9 +186,12 @@ def new_rows_file() -> str:
 
 
 def last_generation(folder: Path) -> str | None:
-    """Returns the name of the generation with the highest number, whatever is in it; None without one."""
-    names = [one.name for one in folder.iterdir() if re.fullmatch(GENERATION, one.name)]
-    return max(names, key=lambda name: int(name.partition("-")[0]), default=None)
+    """Returns the name of the generation with the highest number, there or in `current`; None without one."""
+    names = [one.name for one in folder.iterdir()]
+    with suppress(OSError, ValueError):  # `current` is gone, or no text
+        names.append((folder / CURRENT).read_text().strip())
+    found = [name for name in names if re.fullmatch(GENERATION, name)]
+    return max(found, key=lambda name: int(name.partition("-")[0]), default=None)
 
 
 def current_generation(folder: Path) -> str:
