@@ -1,9 +1,9 @@
 """Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
 
 What is served is known by its manifest, which names the entry: a follower that is started again, or another
-one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save; dtype
-and names are then those that the follower was given, or those of the manifest that it read last, whose entry
-is not gone behind.
+one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save. Their
+dtype and names are then those that the follower was given, or those of the last manifest that it read; no
+entry older than that manifest's is served.
 """
 
 from __future__ import annotations

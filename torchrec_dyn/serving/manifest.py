@@ -60,7 +60,7 @@ _ATTEMPTS = 100  # to open a current generation, while deltas replace and remove
 
 
 class LostManifest(ValueError):
-    """A directory that `build` made does not say what it serves: a file is damaged or gone."""
+    """A directory that `build` made does not say what it serves: `current` or the manifest is damaged or gone."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,9 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
     `read` opens the files of a generation, and raises FileNotFoundError if one is missing.
 
     Raises:
-        LostManifest: if files of the current generation are missing.
-        ValueError: if `serving.build` did not make the directory.
+        LostManifest: if `current` is damaged or gone, or the manifest of the current generation is gone.
+        ValueError: if other files of the current generation are missing, or `serving.build` did not make the
+            directory.
     """
     for _ in range(_ATTEMPTS):
         name = current_generation(folder)
@@ -244,10 +245,12 @@ def served_manifest(folder: Path) -> tuple[str, Manifest]:
     return with_current(folder, lambda name: (name, read_manifest(folder, name)))
 
 
-def without_files(folder: Path, generation: str) -> LostManifest:
-    """Returns the error of a generation that is current but lacks files."""
-    return LostManifest(
-        f"{folder}: expected all files of generation {generation}, got only some. {REMEDY}"
+def without_files(folder: Path, generation: str) -> ValueError:
+    """Returns the error of a generation that is current but lacks files; LostManifest if the manifest is one."""
+    is_lost = not (folder / generation / MANIFEST).exists()
+    return (LostManifest if is_lost else ValueError)(
+        f"{folder}: expected all files of generation {generation}, got only some. "
+        + (REMEDY if is_lost else "Build it again.")
     )
 
 
