@@ -291,7 +291,7 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     link.symlink_to("volume/served")
     before = sorted(tmp_path.iterdir())
     message = (
-        r"link: expected .* or nothing, got a link to volume/served, where nothing is\. Give that"
+        rf"link: expected .* or nothing, got .* {tmp_path}/volume/served, where nothing is\. Give"
     )
     for make in (
         lambda: serving.Follower(job.kept, link),
@@ -304,3 +304,18 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     serving.build(full, tmp_path / "volume" / "served")
     assert serving.Follower(job.kept, link).poll().entry.step == 2 and link.is_symlink()
     assert torch.equal(served_rows(link), job.trainer.rows())
+
+
+def test_a_path_with_a_zero_byte_is_refused(job: Job, tmp_path: Path) -> None:
+    full, before = job.kept / "full-00000001" / "state", sorted(tmp_path.iterdir())
+    path = tmp_path / "a\0b"
+    with pytest.raises(
+        ValueError, match=r"^Follower: .*, got '.*/a\\x00b'\. Give a path without a zero byte\.$"
+    ):
+        serving.Follower(path, job.served)
+    for make in (lambda: serving.Follower(job.kept, path), lambda: serving.build(full, path)):
+        with pytest.raises(
+            ValueError, match=r"^'.*/a\\x00b': expected .* got one with a zero byte\. G"
+        ):
+            make()
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,9 +1,9 @@
 """Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
 
 What is served is known by its manifest, which names the entry: a follower that is started again, or another
-one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save. Their
-dtype and names are then those that the follower was given, or those of the last manifest that it read; no
-entry older than that manifest's is served.
+one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save, with
+dtype and names that the follower was given, or those of the last manifest that it read; no entry older than
+that manifest's is served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_from, check_link, remove_unfinished
+from torchrec_dyn.serving.builder import build_from, check_target, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
@@ -120,7 +120,7 @@ class Follower:
 
     Raises:
         ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
-            to nothing.
+            to nothing, or a path has a zero byte.
     """
 
     def __init__(
@@ -147,7 +147,12 @@ class Follower:
             self._read_served()
 
     def _check_path(self) -> None:
-        """Raises ValueError if the path is one checkpoint: it would have no entries for ever."""
+        """Raises ValueError for a zero byte or one checkpoint: there would be no entries for ever."""
+        if "\0" in str(self.path):
+            raise ValueError(
+                f"Follower: expected a directory of Checkpoints, got {str(self.path)!r}. Give a path without "
+                "a zero byte."
+            )
         if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
             raise ValueError(
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
@@ -217,7 +222,7 @@ class Follower:
 
     def _read_served(self) -> tuple[str, Manifest] | None:
         """Returns the generation that is served and its manifest; None before the first build."""
-        check_link(self.to)
+        check_target(self.to)
         if not self.to.exists():
             return None
         generation, manifest = served_manifest(self.to)

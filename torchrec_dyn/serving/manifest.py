@@ -60,7 +60,7 @@ _ATTEMPTS = 100  # to open a current generation, while deltas replace and remove
 
 
 class LostManifest(ValueError):
-    """A directory that `build` made does not say what it serves: `current` or the manifest is damaged or gone."""
+    """The manifest of served tables, or the file `current` that names it, is damaged or gone."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def served_manifest(folder: Path) -> tuple[str, Manifest]:
 
 
 def without_files(folder: Path, generation: str) -> ValueError:
-    """Returns the error of a generation that is current but lacks files; LostManifest if the manifest is one."""
+    """Returns the error of a current generation that lacks files: LostManifest if the manifest is one."""
     is_lost = not (folder / generation / MANIFEST).exists()
     return (LostManifest if is_lost else ValueError)(
         f"{folder}: expected all files of generation {generation}, got only some. "
