@@ -25,6 +25,7 @@ from torchrec_dyn.checkpoint_format import Pace
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
+from torchrec_dyn.storage import lacks_memory
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
@@ -49,7 +50,7 @@ def _arguments() -> argparse.ArgumentParser:
         epilog="\n  ".join(["examples:", *(f"{program} {example}" for example in EXAMPLES)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(metavar="command")
+    commands = parser.add_subparsers(metavar="command", dest="command")
     inspect = commands.add_parser(
         "inspect",
         help="print the contents of a checkpoint or a delta",
@@ -327,6 +328,12 @@ def _count(text: str) -> int:
     return number
 
 
+def _failed(options: argparse.Namespace, text: str) -> int:
+    """Prints an error in one line, and returns the exit status."""
+    print(" ".join(text.split()), file=sys.stderr)
+    return int(getattr(options, "failed", _FAILED))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -351,8 +358,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return getattr(options, "failed", _FAILED)
+        return _failed(options, str(error))
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        kind = type(error).__name__
+        return _failed(
+            options,
+            f"{options.command}: expected memory for what it reads, got {kind}: {error}. Give the process "
+            "more memory, or end others.",
+        )
     return int(status or 0)
 
 

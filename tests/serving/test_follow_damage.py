@@ -5,15 +5,18 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoint_cases import quietly
 from follow_cases import TABLES, Trainer, rows_of, served_rows
 from full_disk import file_limit
 
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
-from torchrec_dyn.serving.manifest import current_generation
+from torchrec_dyn.serving import follower as follower_file
+from torchrec_dyn.serving.manifest import current_generation, served_manifest
 
 
 class Job:
@@ -86,6 +89,38 @@ def test_served_tables_without_a_manifest_are_built_anew(job: Job, what: str) ->
         assert job.follower.poll().entry.step == 4 and job.is_served()
 
 
+def test_numbers_of_generations_do_not_go_back(job: Job) -> None:
+    for what, number in (("no generation", 4), ("no manifest", 6), ("no current", 8)):
+        job.damage(what)
+        with pytest.warns(UserWarning, match="built anew"):
+            job.follower.poll()
+        name = current_generation(job.served)  # of the delta; the full save before it has one, too
+        assert name.startswith(f"{number:06}-") and job.is_served()
+        job.generation = job.served / name
+
+
+def test_another_follower_built_the_tables_meanwhile(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.save(7)
+    job.damage("manifest is cut")
+    build, generations = follower_file.build_again_from, []
+
+    def late(*given: Any) -> None:
+        monkeypatch.setattr(follower_file, "build_again_from", build)
+        with pytest.warns(UserWarning, match="built anew"):
+            other = serving.Follower(job.kept, job.served, rows=torch.float32)
+            assert other.poll().entry.step == 3
+        generations.append(current_generation(job.served))
+        build(*given)
+
+    monkeypatch.setattr(follower_file, "build_again_from", late)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # this one builds nothing
+        assert job.follower.poll().entry.step == 3 and job.is_served()
+    assert generations == [current_generation(job.served)]
+
+
 def test_a_follower_that_does_not_know_the_rows_says_so(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +128,8 @@ def test_a_follower_that_does_not_know_the_rows_says_so(
     follower, before = serving.Follower(job.kept, job.served), job.files()
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"then build it\. To have .* rows=torch\.float32 \(--"
+            ValueError,
+            match=r"then build it\. To have .* rows=torch\.float32 \(--.*\), and tables= if not",
         ):
             follower.poll()
         assert job.files() == before
@@ -109,6 +145,87 @@ def test_a_follower_that_does_not_know_the_rows_says_so(
     assert serving.Follower(job.kept, job.served, rows=torch.float16).poll().entry.step == 2
     shutil.rmtree(job.served)  # the other remedy
     assert serving.Follower(job.kept, job.served).poll().entry.step == 2 and job.is_served()
+
+
+def test_a_follower_knows_the_tables_that_it_built_or_read(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "kept", full_every=8)
+    trainer.train(1, 2)
+    trainer.save()
+    maker = serving.Follower(
+        tmp_path / "kept", tmp_path / "served", tables=["user"], rows=torch.float16
+    )
+    maker.poll()  # which has read no manifest
+    reader = serving.Follower(tmp_path / "kept", tmp_path / "served")  # which was given no names
+    both = serving.Follower(tmp_path / "kept", tmp_path / "both")
+    both.poll()
+    trainer.checkpoints.close()
+
+    def cut(served: Path) -> None:
+        path = served / current_generation(served) / "manifest.json"
+        path.write_bytes(path.read_bytes()[:100])
+
+    for follower, dtype, names in (
+        (maker, "float16", ["user"]),
+        (reader, "float16", ["user"]),
+        (both, "float32", ["item", "user"]),
+    ):
+        cut(follower.to)
+        with pytest.warns(UserWarning, match="built anew"):
+            follower.poll()
+        manifest = served_manifest(follower.to)[1]
+        assert (manifest.rows, sorted(manifest.tables)) == (dtype, names)
+
+
+def test_a_build_is_told_though_deltas_after_it_fail(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.damage("manifest is cut")
+    full = OSError(28, "No space left on device", str(job.served / "rows-51ab20fe"))
+    with monkeypatch.context() as changed:
+        changed.setattr(follower_file, "apply_deltas", lambda *_: (_ for _ in ()).throw(full))
+        with (
+            pytest.warns(UserWarning, match=r"built anew from .*/kept/full-00000001\.$") as seen,
+            pytest.raises(OSError, match="No space left"),
+        ):
+            job.follower.poll()
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert job.follower.poll() is None and job.is_served()
+
+
+@pytest.mark.parametrize("is_cut_first", [False, True])
+def test_a_running_follower_refuses_a_fork_also_without_a_manifest(
+    job: Job, tmp_path: Path, is_cut_first: bool
+) -> None:
+    job.save(7)
+    job.follower.poll()
+    job.trainer.checkpoints.close()
+    rest = Trainer(job.kept, full_every=8)
+    quietly(rest.checkpoints.restore, rest.model, rest.optimizer, step=2)
+    job.trainer, rest.step = rest, 2
+    job.generation = job.served / current_generation(job.served)
+    if is_cut_first:
+        job.damage("manifest is cut")
+    job.save(9)
+    for _ in range(2):
+        with pytest.raises(serving.ForkedChain):
+            job.follower.poll()
+        job.damage("manifest is cut")
+    follower = serving.Follower(job.kept, job.served, rows=torch.float32, follow_forks=True)
+    with pytest.warns(UserWarning, match="built anew"):
+        assert follower.poll().entry.step == 3 and job.is_served()
+
+
+def test_a_running_follower_serves_no_older_entry_without_a_manifest(job: Job) -> None:
+    job.damage("manifest is cut")
+    delta, before = job.kept / "delta-00000002" / "entry.json", job.files()
+    text = delta.read_text()
+    delta.unlink()
+    with pytest.raises(ValueError, match=r"damaged\. Remove .* delta-00000002: expected entry"):
+        job.follower.poll()
+    assert job.files() == before
+    delta.write_text(text)
+    with pytest.warns(UserWarning, match="built anew"):
+        assert job.follower.poll() is None and job.is_served()
 
 
 def test_nothing_is_left_of_a_build_that_failed(job: Job) -> None:
@@ -174,7 +291,7 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     link.symlink_to("volume/served")
     before = sorted(tmp_path.iterdir())
     message = (
-        r"link: expected .* or nothing, got a link to volume/served, where nothing is\. Give that"
+        rf"link: expected .* or nothing, got .* {tmp_path}/volume/served, where nothing is\. Give"
     )
     for make in (
         lambda: serving.Follower(job.kept, link),
@@ -187,3 +304,18 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     serving.build(full, tmp_path / "volume" / "served")
     assert serving.Follower(job.kept, link).poll().entry.step == 2 and link.is_symlink()
     assert torch.equal(served_rows(link), job.trainer.rows())
+
+
+def test_a_path_with_a_zero_byte_is_refused(job: Job, tmp_path: Path) -> None:
+    full, before = job.kept / "full-00000001" / "state", sorted(tmp_path.iterdir())
+    path = tmp_path / "a\0b"
+    with pytest.raises(
+        ValueError, match=r"^Follower: .*, got '.*/a\\x00b'\. Give a path without a zero byte\.$"
+    ):
+        serving.Follower(path, job.served)
+    for make in (lambda: serving.Follower(job.kept, path), lambda: serving.build(full, path)):
+        with pytest.raises(
+            ValueError, match=r"^'.*/a\\x00b': expected .* got one with a zero byte\. G"
+        ):
+            make()
+    assert sorted(tmp_path.iterdir()) == before

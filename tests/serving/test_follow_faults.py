@@ -424,6 +424,46 @@ def test_errors_are_tried_again_in_longer_intervals(
     assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
 
 
+def test_lack_of_memory_is_told_once_and_tried_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.save(2)
+    faults: list[Exception] = [MemoryError(), MemoryError(), KeyError("a bug")]
+    apply = follower_file.apply_deltas
+
+    def failing(*given: Any) -> Any:
+        if faults:
+            raise faults.pop(0)
+        return apply(*given)
+
+    monkeypatch.setattr(follower_file, "apply_deltas", failing)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with (
+        pytest.warns(UserWarning, match=r"follow: expected memory .*, got MemoryError: ") as seen,
+        pytest.raises(KeyError, match="a bug"),  # no lack of memory
+    ):
+        next(serving.follow(job.kept, job.served))
+    assert len(seen) == 1
+    assert next(serving.follow(job.kept, job.served)).entry.step == 2 and job.serves(2)
+    job.save()
+    text = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+    )
+    command = ["follow", str(job.kept), "--to", str(job.served), "--once"]
+    for fault in (MemoryError(), RuntimeError(f"{text}:\nyou tried")):
+        faults.append(fault)
+        assert command_line.main(command) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            f"follow: expected memory for what it reads, got {type(fault).__name__}: "
+        )
+    for name, module in (("inspect", "inspect_checkpoint"), ("verify", "verify_checkpoint")):
+        monkeypatch.setattr(command_line, module, lambda *_: (_ for _ in ()).throw(MemoryError()))
+        assert command_line.main([name, str(job.entry("full", 1) / "state")]) == 1
+        assert capsys.readouterr().err.startswith(f"{name}: expected memory for what it reads, got")
+    assert command_line.main(command) == 0 and job.serves(3)
+
+
 def test_deltas_that_have_no_room_together_are_applied_one_by_one(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from torchrec_dyn.checkpoint_format import SUMMED_BYTES, pace, sums_of
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving import verification
 from torchrec_dyn.serving.checksums import CHECKSUMS, read_checksums
-from torchrec_dyn.serving.manifest import current_generation, read_manifest
+from torchrec_dyn.serving.manifest import LostManifest, current_generation, read_manifest
 
 # 1.3 MB of rows: two chunks.
 A = Plain("a", 64).with_random(range(5000))
@@ -29,7 +29,7 @@ NOTE = (
     r"expected checksums.* Run `python -m torchrec_dyn verify --add .*/served`, or build it again\."
 )
 
-REMEDY = r"(Build it again|Remove the directory, then build it)\."
+AGAIN = r"\. Build it again\.$"
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,15 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(place)
         file.write(bytes([byte ^ (1 << bit)]))
+
+
+def remedy(served: Path) -> str:
+    """What the error of a damaged file says: `build_again` needs a manifest that can be read."""
+    try:
+        read_manifest(served, current_generation(served))
+    except LostManifest:
+        return r"\. Remove the directory, then build it\.$"
+    return AGAIN
 
 
 def contents(served: Path) -> dict[str, bytes]:
@@ -128,7 +137,8 @@ def test_every_flipped_bit_is_seen(served, what):
     for place in places:
         bit = chance.randrange(8)
         flip(path, place, bit)
-        with pytest.raises(ValueError, match=REMEDY) as raised:
+        expected = remedy(served) if what == "manifest" else AGAIN
+        with pytest.raises(ValueError, match=expected) as raised:
             serving.verify(served)
         if what in ("rows", "slots"):
             first = place // SUMMED_BYTES * SUMMED_BYTES
@@ -146,19 +156,29 @@ def test_files_that_are_cut_or_exchanged(served, saved, tmp_path):
         whole = files[name].read_bytes()
         for damaged in (whole[:-1], whole[: len(whole) // 2], b"", others[name].read_bytes()):
             files[name].write_bytes(damaged)
-            with pytest.raises(ValueError, match=REMEDY):
+            expected = remedy(served) if name == "manifest" else AGAIN
+            with pytest.raises(ValueError, match=expected):
                 serving.verify(served)
         for end in (b" ", b"\0"):
             files[name].write_bytes(whole + end)
             if name != "rows":  # bytes after the last row are of a delta that was not finished
-                with pytest.raises(ValueError, match=REMEDY):
+                expected = remedy(served) if name == "manifest" else AGAIN
+                with pytest.raises(ValueError, match=expected):
                     serving.verify(served)
         files[name].write_bytes(whole)
     files["slots"].rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=r"got only some\. Remove the directory, then build it\."):
+    with pytest.raises(ValueError, match=r"got only some\. Build it again\.$"):
         serving.verify(served)
     files["slots"].symlink_to(tmp_path / "moved")  # the same bytes at another place
     assert serving.verify(served) > 0
+    files["slots"].unlink()
+    serving.build_again(served, saved / "checkpoint")
+    assert serving.verify(served) > 0
+    files_of(served)["manifest"].unlink()
+    with pytest.raises(
+        LostManifest, match=r"got only some\. Remove the directory, then build it\.$"
+    ):
+        serving.verify(served)
 
 
 @pytest.mark.parametrize("what", ["read rows", "slots", "manifest", "checksums"])

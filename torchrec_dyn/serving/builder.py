@@ -68,8 +68,8 @@ def build(
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:
-        ValueError: if `out` exists or is a link to nothing, the checkpoint is a delta, is damaged or lacks a
-            table, or rows do not fit the dtype. No new directory is left then.
+        ValueError: if `out` exists, is a link to nothing or has a zero byte, the checkpoint is a delta, is
+            damaged or lacks a table, or rows do not fit the dtype. No new directory is left then.
         OSError: if the disk is full, or fails. No new directory is left then.
     """
     build_from(checkpoint, Path(out), rows, tables)
@@ -84,7 +84,7 @@ def build_from(
 ) -> None:
     """Builds as `build` does; `entry` is the entry of `Checkpoints` whose rows the checkpoint has."""
     row_format = RowFormat(rows)
-    check_link(target)
+    check_target(target)
     if target.exists():
         raise ValueError(
             f"serving.build: expected nothing at {target}, got something. "
@@ -113,12 +113,18 @@ def build_from(
     commit(target.parent)
 
 
-def check_link(target: Path) -> None:
-    """Raises ValueError if a path is a link to nothing: a directory cannot be renamed to it."""
+def check_target(target: Path) -> None:
+    """Raises ValueError for a zero byte or a link to nothing: no directory can be renamed to such a path."""
+    if "\0" in str(target):
+        raise ValueError(
+            f"{str(target)!r}: expected the path of a directory of served tables or of nothing, got one with "
+            "a zero byte. Give a path without it."
+        )
     if target.is_symlink() and not target.exists():
         raise ValueError(
             f"{target}: expected a directory of served tables or nothing, got a link to "
-            f"{os.readlink(target)}, where nothing is. Give that path instead: the build makes the directory."
+            f"{os.path.realpath(target)}, where nothing is. Give that path instead: the build makes the "
+            "directory."
         )
 
 

@@ -31,20 +31,24 @@ class Way:
     is_fork: bool
 
 
-def way_to(chain: SavedChain, entry: Entry, served: ServedEntry | None) -> Way | None:
+def way_to(
+    chain: SavedChain, entry: Entry, served: ServedEntry | None, is_lost: bool = False
+) -> Way | None:
     """Returns the shortest way to an entry; None if an entry of it is missing.
 
     Deltas do not lead across a full save. So the way begins at what is served or at the newest full save, and
-    is the one with the fewest bytes.
+    is the one with the fewest bytes. With `is_lost` no delta can be applied to what is served: the way begins
+    at the full save.
     """
     way: list[Entry] = []
+    begin = None if is_lost else served
     for one in chain.backward(entry):
-        if served is not None and one.id == served.id:
+        if begin is not None and one.id == begin.id:
             return Way(way[::-1], False)
         way.append(one)
         if one.is_full:
             return Way(way[::-1], served is not None and is_fork(chain, entry, served))
-        if served is not None and one.parent == served.id:
+        if begin is not None and one.parent == begin.id:
             return Way(way[::-1], False)
     return None
 
@@ -53,7 +57,7 @@ def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
     """Returns True if what is served is not among the entries before an entry.
 
     False if it cannot be told, since entries between the two were removed and both are of one chain, or
-    older versions began their chains.
+    older versions wrote them.
     """
     chains = {chain_of(entry.id), chain_of(served.id)} - {None}
     if len(chains) > 1 or is_replaced(chain, served):

@@ -11,6 +11,7 @@ from numbers import Real
 import torch
 
 from torchrec_dyn.serving.follower import Followed, Follower
+from torchrec_dyn.storage import lacks_memory
 
 # The longest time between two looks while errors last, if `every` is shorter.
 _LONGEST_WAIT = 60.0
@@ -29,8 +30,8 @@ def follow(
 ) -> Iterator[Followed]:
     """Yields what is served, then each newer entry, without end; a `Follower` that looks every few seconds.
 
-    An entry that cannot be used, a fork, or a full disk, is a warning, once, and is tried again, in longer
-    intervals while it lasts.
+    An entry that cannot be used, a fork, a full disk, or too little memory, is a warning, once, and is tried
+    again, in longer intervals while it lasts.
 
     Args:
         path: the directory of `Checkpoints`.
@@ -60,10 +61,12 @@ def _looks(follower: Follower, every: float) -> Iterator[Followed]:
         try:
             followed, wait = follower.poll(), every
             faults = {line: line for line in follower.skipped}
-        except (ValueError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, (ValueError, OSError)) and not lacks_memory(error):
+                raise
             followed, wait = None, min(2 * wait, max(every, _LONGEST_WAIT))
-            # The text of an OSError has the name of a new file each time.
-            faults = {str(getattr(error, "errno", None) or error): str(error)}
+            fault, text = _told(error)
+            faults = {fault: text}
         for fault in sorted(faults.keys() - told) if followed is None else ():
             warnings.warn(f"serving.follow: {faults[fault]}", stacklevel=2)
         told = set(faults)
@@ -71,3 +74,13 @@ def _looks(follower: Follower, every: float) -> Iterator[Followed]:
             yield followed
         else:
             time.sleep(wait)
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Returns what is the same each time that an error is raised again, and its text."""
+    if isinstance(error, OSError):  # its text has the name of a new file each time
+        return str(error.errno or error), str(error)
+    if isinstance(error, ValueError):
+        return str(error), str(error)
+    kind = type(error).__name__
+    return kind, f"expected memory to serve an entry, got {kind}: {error}. It is tried again."

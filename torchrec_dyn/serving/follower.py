@@ -1,8 +1,9 @@
 """Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
 
-What is served is known by its manifest, which names the entry; so nothing else is remembered, and a follower
-that is started again, or another one, goes on where the files are. Where the manifest is lost, the tables are
-built anew from a full save; dtype and names are then those that the follower was given, or read before.
+What is served is known by its manifest, which names the entry: a follower that is started again, or another
+one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save, with
+dtype and names that the follower was given, or those of the last manifest that it read; no entry older than
+that manifest's is served.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_from, check_link, remove_unfinished
+from torchrec_dyn.serving.builder import build_from, check_target, remove_unfinished
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
@@ -119,7 +120,7 @@ class Follower:
 
     Raises:
         ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
-            to nothing.
+            to nothing, or a path has a zero byte.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class Follower:
         self.path, self.to, self.since = Path(path).absolute(), Path(to).absolute(), since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
-        self._there: _Choice | None = None  # as last served
+        # As last served, for when the manifest is lost.
+        self._there: _Choice | None = None
+        self._entry: ServedEntry | None = None
         self._faults: dict[str, _Fault] = {}  # by id of the entry
         self._check_path()
         remove_unfinished(self.to)
@@ -144,7 +147,12 @@ class Follower:
             self._read_served()
 
     def _check_path(self) -> None:
-        """Raises ValueError if the path is one checkpoint: it would have no entries for ever."""
+        """Raises ValueError for a zero byte or one checkpoint: there would be no entries for ever."""
+        if "\0" in str(self.path):
+            raise ValueError(
+                f"Follower: expected a directory of Checkpoints, got {str(self.path)!r}. Give a path without "
+                "a zero byte."
+            )
         if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
             raise ValueError(
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
@@ -166,11 +174,13 @@ class Follower:
             What is served; None if it is of the entry `since`.
 
         Raises:
-            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
+            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it. If a
+                damaged manifest does not say what is served, what this follower read or served last counts.
             SecondWriter: another follower writes to the served tables.
             ValueError: nothing is served yet, and no entry can be; or a damaged manifest does not say what
                 is served, and neither does `rows`, or no entry can be.
             OSError: the disk is full, or fails.
+            MemoryError: there is too little memory (torch: RuntimeError). What is served is whole.
         """
         seen = self._look()
         try:
@@ -201,7 +211,8 @@ class Follower:
         if found is None:
             return _Seen(chain, None, None)
         generation, manifest = found
-        return _Seen(chain, generation, manifest.entry or _entry_by_sums(chain, manifest))
+        self._entry = manifest.entry or _entry_by_sums(chain, manifest)
+        return _Seen(chain, generation, self._entry)
 
     def _generation(self) -> str | None:
         """Returns the name of the generation that is served; None if nothing is, or `current` is damaged."""
@@ -211,7 +222,7 @@ class Follower:
 
     def _read_served(self) -> tuple[str, Manifest] | None:
         """Returns the generation that is served and its manifest; None before the first build."""
-        check_link(self.to)
+        check_target(self.to)
         if not self.to.exists():
             return None
         generation, manifest = served_manifest(self.to)
@@ -234,18 +245,21 @@ class Follower:
 
     def _to_newest(self, seen: _Seen) -> Followed | None:
         """Serves the newest entry that can be, and returns what is served for the caller."""
-        chain, served = seen.chain, seen.served
-        lost = None if seen.damage is None else self._instead_of(seen.damage)
+        chain, served, lost = seen.chain, seen.served, None
+        if seen.damage is not None:
+            served, lost = self._entry, self._instead_of(seen.damage)
         ids = {entry.id for entry in chain.entries}
         self._faults = {one: fault for one, fault in self._faults.items() if one in ids}
         told: dict[str, Ids] = {}  # of the deltas that are applied, by id of the entry
         skipped, fault = list(chain.skipped), False
         last, is_fork = None, False
-        least = 0 if served is None or is_replaced(chain, served) else served.sequence + 1
+        least = 0
+        if served is not None and not is_replaced(chain, served):
+            least = served.sequence + (lost is None)
         for entry in reversed(chain.entries):
             if entry.sequence < least:
                 break
-            way = way_to(chain, entry, served)
+            way = way_to(chain, entry, served, lost is not None)
             if way is None:
                 skipped.append(f"{entry.path.name}: an entry before it is missing")
                 continue
@@ -259,14 +273,8 @@ class Follower:
                 fault = True
         least = last.sequence if last is not None else served.sequence if served is not None else 0
         self.skipped = [line for line in skipped if _sequence_of(line) > least]
-        if seen.damage is not None:
-            if last is None:
-                raise ValueError(" ".join([str(seen.damage), *skipped])) from seen.damage
-            warnings.warn(
-                f"Follower: {str(seen.damage).removesuffix(REMEDY)}The tables were built anew from "
-                f"{self.path}, up to {last.path.name}.",
-                stacklevel=3,
-            )
+        if seen.damage is not None and last is None:
+            raise ValueError(" ".join([str(seen.damage), *skipped])) from seen.damage
         if fault and last is None and served is None:
             raise ValueError(
                 f"{self.path}: expected an entry that can be served, got none. {' '.join(skipped)}"
@@ -296,7 +304,7 @@ class Follower:
         if rows is None:
             raise ValueError(
                 f"{damage} To have it built at the next look, follow with the dtype of its rows, as "
-                "rows=torch.float32 (--dtype float32)."
+                "rows=torch.float32 (--dtype float32), and tables= if not all were served."
             ) from damage
         return rows, self._tables or names
 
@@ -327,6 +335,12 @@ class Follower:
                 groups = [[entry] for entry in group]
             else:
                 last = group[-1]
+                if lost is not None:  # here, since the deltas after it may fail
+                    warnings.warn(
+                        f"Follower: {str(seen.damage).removesuffix(REMEDY)}The tables were built anew from "
+                        f"{last.path}.",
+                        stacklevel=4,
+                    )
                 seen, lost = replace(seen, generation=current_generation(self.to)), None
         return last
 
@@ -342,6 +356,7 @@ class Follower:
             rows = torch.float32 if self._rows is None else self._rows
             build_from(group[0].tables, self.to, rows, self._tables, entry)
             self._there = rows, self._tables
+        self._entry = entry
 
     def _fault_in(self, way: Way) -> str | None:
         """Returns why an entry of a way cannot be used; None if nothing is known against them."""

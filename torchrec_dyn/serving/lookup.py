@@ -9,6 +9,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -232,7 +233,7 @@ class ServedLookup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
-        # relative one is one of the process that copies.
+        # relative one is one of the process that unpickles.
         modules = {name: one for name, one in self._modules.items() if name != "generation"}
         without = {"folder": self._given, "_modules": modules, "_served": (), "_unseen": []}
         return {**self.__dict__, **without}
@@ -241,6 +242,13 @@ class ServedLookup(nn.Module):
         super().__setstate__(state)
         self._given, self.folder = self.folder, self.folder.absolute()
         self.refresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServedLookup:
+        # A copy in the same process serves the directory of the original, also after os.chdir.
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__({**copy.deepcopy(self.__getstate__(), memo), "folder": self.folder})
+        twin._given = self._given
+        return twin
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises ValueError: torch.jit.script calls it for each module of a model."""

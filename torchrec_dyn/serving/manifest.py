@@ -34,6 +34,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -59,7 +60,7 @@ _ATTEMPTS = 100  # to open a current generation, while deltas replace and remove
 
 
 class LostManifest(ValueError):
-    """A directory that `build` made does not say what it serves: a file is damaged or gone."""
+    """The manifest of served tables, or the file `current` that names it, is damaged or gone."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,12 @@ def new_rows_file() -> str:
 
 
 def last_generation(folder: Path) -> str | None:
-    """Returns the name of the generation with the highest number, whatever is in it; None without one."""
-    names = [one.name for one in folder.iterdir() if re.fullmatch(GENERATION, one.name)]
-    return max(names, key=lambda name: int(name.partition("-")[0]), default=None)
+    """Returns the name of the generation with the highest number, there or in `current`; None without one."""
+    names = [one.name for one in folder.iterdir()]
+    with suppress(OSError, ValueError):  # `current` is gone, or no text
+        names.append((folder / CURRENT).read_text().strip())
+    found = [name for name in names if re.fullmatch(GENERATION, name)]
+    return max(found, key=lambda name: int(name.partition("-")[0]), default=None)
 
 
 def current_generation(folder: Path) -> str:
@@ -218,8 +222,9 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
     `read` opens the files of a generation, and raises FileNotFoundError if one is missing.
 
     Raises:
-        LostManifest: if files of the current generation are missing.
-        ValueError: if `serving.build` did not make the directory.
+        LostManifest: if `current` is damaged or gone, or the manifest of the current generation is gone.
+        ValueError: if other files of the current generation are missing, or `serving.build` did not make the
+            directory.
     """
     for _ in range(_ATTEMPTS):
         name = current_generation(folder)
@@ -240,10 +245,12 @@ def served_manifest(folder: Path) -> tuple[str, Manifest]:
     return with_current(folder, lambda name: (name, read_manifest(folder, name)))
 
 
-def without_files(folder: Path, generation: str) -> LostManifest:
-    """Returns the error of a generation that is current but lacks files."""
-    return LostManifest(
-        f"{folder}: expected all files of generation {generation}, got only some. {REMEDY}"
+def without_files(folder: Path, generation: str) -> ValueError:
+    """Returns the error of a current generation that lacks files: LostManifest if the manifest is one."""
+    is_lost = not (folder / generation / MANIFEST).exists()
+    return (LostManifest if is_lost else ValueError)(
+        f"{folder}: expected all files of generation {generation}, got only some. "
+        + (REMEDY if is_lost else "Build it again.")
     )
 
 

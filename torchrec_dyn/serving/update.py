@@ -43,7 +43,7 @@ from torchrec_dyn.serving.checksums import (
     warn_of_no_checksums,
     write_checksums,
 )
-from torchrec_dyn.serving.files import Appender, extend, mapped, only_writer
+from torchrec_dyn.serving.files import Appender, SecondWriter, extend, mapped, only_writer
 from torchrec_dyn.serving.id_maps import (
     SLOT_BYTES,
     ServedMap,
@@ -177,14 +177,26 @@ def build_again_from(
     """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint.
 
     `lost` are dtype and names (None: all) of the tables where no manifest says so.
+
+    Raises:
+        SecondWriter: with `lost`, if a manifest says so now: another writer built the tables meanwhile.
     """
     if lost is None:
         current_generation(path)
     with only_writer(path):
-        before = last_generation(path)
-        if lost is None:
+        try:
             before, manifest = served_manifest(path)
-            lost = manifest.row_format.dtype, tuple(manifest.tables)
+        except LostManifest:
+            if lost is None:
+                raise
+            latest = last_generation(path)
+        else:
+            if lost is not None:
+                raise SecondWriter(
+                    f"{path}: expected served tables without a manifest, got generation {before}, which "
+                    "another writer built meanwhile. Look again."
+                )
+            latest, lost = before, (manifest.row_format.dtype, tuple(manifest.tables))
         where = f"serving.build_again({checkpoint})"
         saved = chosen_tables(open_checkpoint(checkpoint).tables, lost[1], where)
         for name, table in saved.items():
@@ -192,7 +204,7 @@ def build_again_from(
                 raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
         there = {one.name for one in path.iterdir()}
         try:
-            write_tables(path, saved, RowFormat(lost[0]), before, entry)
+            write_tables(path, saved, RowFormat(lost[0]), latest, entry)
         finally:  # the former rows and ids go at once: some of them may have been forgotten
             try:
                 kept = _names_of(dict([served_manifest(path)]))
