@@ -78,7 +78,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 
 
 def remedy(served: Path) -> str:
-    """What the error of a damaged file says: `build_again` needs a manifest that can be read."""
+    """Returns the remedy in the error of a damaged file: `build_again` needs a manifest that can be read."""
     try:
         read_manifest(served, current_generation(served))
     except LostManifest:

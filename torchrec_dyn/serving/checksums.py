@@ -112,7 +112,8 @@ def check_last_chunk(generation: Path, path: Path, rows: Tensor) -> None:
 
     It shows an earlier copy of the file, which lacks the rows of the last delta, without a read of all rows.
 
-    rows: [bytes] uint8, the bytes in use of the rows file at `path`; `generation` is the directory of one.
+    rows: [bytes] uint8, the bytes in use of the rows file at `path`. The sum is that in the directory
+    `generation`.
 
     Raises:
         FileNotFoundError: if the generation was removed.

@@ -36,14 +36,11 @@ from torchrec_dyn.serving.manifest import (
     current_generation,
     served_manifest,
 )
-from torchrec_dyn.serving.update import Ids, apply_deltas, build_again_from
+from torchrec_dyn.serving.update import Choice, Ids, apply_deltas, build_again_from
 from torchrec_dyn.storage import lacks_memory
 
 # An entry that could not be used is read again after so many seconds, or when other rows are served.
 _RETRY_SECONDS = 600.0
-
-# dtype and names (None: all) of the served tables.
-_Choice = tuple[torch.dtype, Sequence[str] | None]
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class Follower:
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         # As last served, for when the manifest is lost.
-        self._there: _Choice | None = None
+        self._there: Choice | None = None
         self._entry: ServedEntry | None = None
         self._faults: dict[str, _Fault] = {}  # by id of the entry
         self._check_path()
@@ -297,7 +294,7 @@ class Follower:
             "rows, follow with follow_forks=True (--forks)."
         )
 
-    def _instead_of(self, damage: LostManifest) -> _Choice:
+    def _instead_of(self, damage: LostManifest) -> Choice:
         """Returns what tables to build in the place of those whose manifest is lost."""
         rows, names = self._there or (None, None)
         rows = self._rows or rows
@@ -308,9 +305,7 @@ class Follower:
             ) from damage
         return rows, self._tables or names
 
-    def _go(
-        self, way: Way, seen: _Seen, told: dict[str, Ids], lost: _Choice | None
-    ) -> Entry | None:
+    def _go(self, way: Way, seen: _Seen, told: dict[str, Ids], lost: Choice | None) -> Entry | None:
         """Serves the entries of a way, as far as they are sound; returns the last that is served then."""
         fulls = [entry for entry in way.entries if entry.is_full]
         deltas = [entry for entry in way.entries if not entry.is_full]
@@ -344,7 +339,7 @@ class Follower:
                 seen, lost = replace(seen, generation=current_generation(self.to)), None
         return last
 
-    def _take(self, group: Sequence[Entry], told: dict[str, Ids], lost: _Choice | None) -> None:
+    def _take(self, group: Sequence[Entry], told: dict[str, Ids], lost: Choice | None) -> None:
         """Serves a full save, or applies deltas together; `lost` as `_instead_of` returns it."""
         entry = ServedEntry(group[-1].sequence, group[-1].id)
         if not group[0].is_full:

@@ -74,6 +74,7 @@ from torchrec_dyn.serving.row_format import RowFormat
 from torchrec_dyn.storage import new_key
 
 Ids = dict[str, tuple[Tensor, Tensor]]  # by table: the changed and the removed ids, [M] int64 each
+Choice = tuple[torch.dtype, Sequence[str] | None]  # dtype and names (None: all) of served tables
 
 # A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
 _WASTE_BYTES = 1 << 20
@@ -172,11 +173,11 @@ def build_again_from(
     path: Path,
     checkpoint: str | os.PathLike[str],
     entry: ServedEntry | None = None,
-    lost: tuple[torch.dtype, Sequence[str] | None] | None = None,
+    lost: Choice | None = None,
 ) -> None:
     """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint.
 
-    `lost` are dtype and names (None: all) of the tables where no manifest says so.
+    `lost` is the choice of the tables where no manifest says it.
 
     Raises:
         SecondWriter: with `lost`, if a manifest says so now: another writer built the tables meanwhile.

@@ -12,8 +12,8 @@ label TorchRec writes the last one received into the context of a sharding, wher
 Batches of both forms send as many rows and as many tensors, so no rank waits for what another does not send.
 TorchRec sends the sizes of a batch with a size per feature as a further tensor; here each feature's lengths
 are followed by `_END` instead. On a GPU the host waits for the places of the ends, as TorchRec does for the
-sizes. And TorchRec adds a last row with the size of a batch with one size; where the
-batch has none, the row is of zeros.
+sizes. And TorchRec adds a last row with the size of a batch with one size; where the batch has none, the row
+is of zeros.
 """
 
 from __future__ import annotations
