@@ -135,6 +135,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["needs_cuda"] = "no CUDA device, or no CUDA kernels in torchrec_dyn._C"
     if os.environ.get("TORCHREC_DYN_REAL_DEVICE"):
         reasons["mock_only"] = "a GPU in place of the mock device notes nothing"
+    else:
+        reasons["real_only"] = "for a GPU in place of the mock device: TORCHREC_DYN_REAL_DEVICE=1"
     if not config.getoption("--simt"):
         _draw_cases(items)
     chosen = list(items)

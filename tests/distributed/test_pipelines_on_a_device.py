@@ -163,6 +163,7 @@ RUNS = {
     "plain": (PLAIN, 2),
     "with policies": (FULL, 2),
     "one rank": (dataclasses.replace(FULL, without_ids=1), 1),  # nothing is sent
+    "static tables": (dataclasses.replace(PLAIN, beside=True), 2),
     "processed": (
         dataclasses.replace(FULL, variable=True, processed=True, dedup=False, without_ids=2), 2,
     ),
@@ -187,9 +188,19 @@ BY_RUN = {
     "one rank": ["sparse_dist", "fused", "semi_sync", "prefetch"],
     # Not SemiSync: the optimizer changes the position weights between their forward and their backward.
     "processed": ["sparse_dist", "fused", "prefetch"],
+    "static tables": ["sparse_dist", "fused", "semi_sync", "prefetch"],
 }
+
+
+def marks_of(name: str, run: str) -> list[pytest.MarkDecorator]:
+    """Returns the marks of a case of `test_trains_as_a_plain_loop_on_the_cpu`."""
+    if run == "static tables":
+        return [pytest.mark.real_only]  # FBGEMM's libraries for the CPU have no tables for GPUs
+    return [] if (name, run) in EVERYDAY else [pytest.mark.deep]
+
+
 CASES = [
-    pytest.param(name, run, marks=[] if (name, run) in EVERYDAY else [pytest.mark.deep])
+    pytest.param(name, run, marks=marks_of(name, run))
     for run, names in BY_RUN.items()
     for name in names
 ]
@@ -211,7 +222,7 @@ def test_trains_as_a_plain_loop_on_the_cpu(pipeline: str, run: str) -> None:
         assert got["users"] == USERS.get(pipeline, 2) or not MockDevice.is_mock
     # Step i + 1 removes rows before backward i.
     is_ahead = pipeline in ("prefetch", "prefetch_ems", "semi_sync")
-    assert (late > 0) == (run != "plain" and is_ahead)
+    assert (late > 0) == (run not in ("plain", "static tables") and is_ahead)
 
 
 EVALUATION = [
