@@ -15,6 +15,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, usual_plan
 from torch import Tensor, nn
+from torch.distributed.remote_device import _remote_device
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -217,9 +218,15 @@ def sharded_model(run: Run, **options: Any) -> Any:
         }
         for name in ("pooled", "sequences")
     }
-    if run.beside:
-        plan["beside"] = {"beside_0": usual_plan("table_wise", DIM, world, local)}
     options.setdefault("device", torch.device("cpu"))
+    if run.beside:
+        beside = usual_plan("table_wise", DIM, world, local)
+        if options["device"].type != "cpu":  # TorchRec's tables read the devices of the plan
+            for shard in beside.sharding_spec.shards:
+                shard.placement = _remote_device(
+                    f"rank:{shard.placement.rank()}/{options['device']}"
+                )
+        plan["beside"] = {"beside_0": beside}
     model = DistributedModelParallel(
         ClickModel(run, run.dynamic),
         plan=ShardingPlan(plan),
