@@ -152,7 +152,7 @@ def export_table(
         if file is None:
             return 0
         file.finish()
-        if not _is_first(rows):
+        if folder is not None:  # no reader sees the folder before all files are in it
             file.publish()
         return file.rows
 
@@ -240,7 +240,7 @@ def _new_folder(path: Path, rows: RowSource) -> Path:
     """Makes the folder in which all ranks write, and returns it. Collective."""
 
     def begin() -> str:
-        if _is_first(rows):
+        if rows.share is not None and rows.share[0] == 0:
             _remove_left(path)
         return f".{path.name}.{uuid.uuid4().hex}"
 
@@ -251,9 +251,9 @@ def _new_folder(path: Path, rows: RowSource) -> Path:
 
 
 def _remove_left(path: Path) -> None:
-    """Removes the folders that killed exports to a path left beside it, if the first file in them was begun.
+    """Removes the folders beside a path whose exports were killed while they wrote the first file.
 
-    That file of an export that runs is locked.
+    That file of an export that runs is locked, or has its name.
     """
     name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     with suppress(OSError):
@@ -262,17 +262,11 @@ def _remove_left(path: Path) -> None:
                 remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
 
 
-def _is_first(rows: RowSource) -> bool:
-    """Returns True on the rank with the first share, which gives the folder its name."""
-    return rows.share is not None and rows.share[0] == 0
-
-
 def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:
-    if not _is_first(rows):
-        return
-    assert file is not None and rows.share is not None
-    file.publish()  # last: while it is locked, nobody removes the folder
-    if folder is not None:
+    if folder is None:
+        assert file is not None
+        file.publish()
+    elif rows.share is not None and rows.share[0] == 0:
         inside = [one for one in folder.iterdir() if re.fullmatch(r"part-.*", one.name)]
         if len(inside) != rows.share[1]:
             raise RuntimeError(
