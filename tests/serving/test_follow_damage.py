@@ -99,22 +99,23 @@ def test_numbers_of_generations_do_not_go_back(job: Job) -> None:
         job.generation = job.served / name
 
 
+@pytest.mark.parametrize("before", ["build_again_from", "read_chain"])
 def test_another_follower_built_the_tables_meanwhile(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     job.save(7)
     job.damage("manifest is cut")
-    build, generations = follower_file.build_again_from, []
+    call, generations = getattr(follower_file, before), []
 
-    def late(*given: Any) -> None:
-        monkeypatch.setattr(follower_file, "build_again_from", build)
+    def late(*given: Any) -> Any:
+        monkeypatch.setattr(follower_file, before, call)
         with pytest.warns(UserWarning, match="built anew"):
             other = serving.Follower(job.kept, job.served, rows=torch.float32)
             assert other.poll().entry.step == 3
         generations.append(current_generation(job.served))
-        build(*given)
+        return call(*given)
 
-    monkeypatch.setattr(follower_file, "build_again_from", late)
+    monkeypatch.setattr(follower_file, before, late)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # this one builds nothing
         assert job.follower.poll().entry.step == 3 and job.is_served()

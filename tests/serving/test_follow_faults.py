@@ -221,6 +221,38 @@ def test_another_follower_served_meanwhile(job: Job, monkeypatch: pytest.MonkeyP
     assert sorted_ids(followed.changed)["user"] == [1, 2, 50]
 
 
+@pytest.mark.parametrize("call", ["build_again_from", "apply_deltas"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rows_do_not_go_back_when_another_follower_serves_meanwhile(
+    job: Job, monkeypatch: pytest.MonkeyPatch, call: str, is_late: bool
+) -> None:
+    """The other one serves a newer entry between two writes of this one, to which the deltas fit, too."""
+    job.save()
+    job.follower.poll()
+    job.trainer.checkpoints._marker = None  # the next save is full
+    job.save()
+    if call == "apply_deltas":
+        job.follower.poll()
+    job.trainer.save()  # a delta without a change
+    taken, other = getattr(follower_file, call), job.new_follower()
+
+    def serve_newer() -> None:
+        monkeypatch.setattr(follower_file, call, taken)
+        job.trainer.save()
+        assert other.poll().entry.step == 4
+
+    def between(*given: Any) -> Any:
+        if not is_late:
+            serve_newer()
+        told = taken(*given)
+        serve_newer()
+        return told
+
+    monkeypatch.setattr(follower_file, call, between)
+    assert job.follower.poll().entry.step == (3 if is_late and call == "apply_deltas" else 4)
+    assert job.follower.served() == other.since and job.serves(2)
+
+
 def test_entries_that_are_removed_while_they_are_read(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:

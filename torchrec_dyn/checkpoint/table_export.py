@@ -10,6 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchrec_dyn.checkpoint.arrow_file import FORMATS, ArrowFile
 from torchrec_dyn.checkpoint.live_rows import LiveRows
 from torchrec_dyn.checkpoint.merged_table import saved_rows
 from torchrec_dyn.checkpoint.row_sources import RowSource
-from torchrec_dyn.checkpoint_format import commit
+from torchrec_dyn.checkpoint_format import commit, remove_left
 from torchrec_dyn.ranks import gather_results, run_together
 
 BATCH_BYTES = 32 << 20
@@ -237,10 +238,28 @@ def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
 
 def _new_folder(path: Path, rows: RowSource) -> Path:
     """Makes the folder in which all ranks write, and returns it. Collective."""
-    name = gather_results(rows.group, rows.where, lambda: f".{path.name}.{uuid.uuid4().hex}")[0]
+
+    def begin() -> str:
+        if rows.share is not None and rows.share[0] == 0:
+            _remove_left(path)
+        return f".{path.name}.{uuid.uuid4().hex}"
+
+    name = gather_results(rows.group, rows.where, begin)[0]
     folder = path.with_name(name)
     run_together(rows.group, rows.where, lambda: folder.mkdir(exist_ok=True))
     return folder
+
+
+def _remove_left(path: Path) -> None:
+    """Removes the folders beside a path whose exports were killed while they wrote the first file.
+
+    That file of an export that runs is locked, or has its name.
+    """
+    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
+    with suppress(OSError):
+        for one in path.parent.iterdir():
+            for first in one.glob("part-00000-of-*.partial") if name.fullmatch(one.name) else ():
+                remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
 
 
 def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:

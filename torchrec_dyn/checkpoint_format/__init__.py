@@ -41,6 +41,7 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     FileWriter,
     commit,
     naming,
+    remove_left,
     replace_file,
     write_beside,
 )

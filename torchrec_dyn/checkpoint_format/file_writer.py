@@ -12,14 +12,16 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 # Errors of a file system that cannot reserve room: it gets zeros instead.
 _CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _ZEROS = bytes(1 << 20)
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 @contextmanager
@@ -46,8 +48,7 @@ class FileWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        self._file = os.open(self.path, flags, 0o666)
+        self._file = os.open(self.path, _FLAGS | os.O_CREAT, 0o666)
 
     def write(self, place: int, data: Any) -> None:
         """Writes data, bytes or a buffer of uint8 with one dimension, from byte `place` of the file on."""
@@ -135,9 +136,21 @@ def _remove_left(path: str) -> None:
     with suppress(OSError):
         for one in os.scandir(os.path.dirname(path) or "."):
             if name.fullmatch(one.name):
-                with suppress(OSError), closing(FileWriter(one.path)) as file:
-                    fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(one.path)
+                remove_left(one.path, partial(os.unlink, one.path))
+
+
+def remove_left(path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
+    """Calls `remove` if a file of `write_beside` is there and its process has ended."""
+    with suppress(OSError):
+        file = os.open(path, _FLAGS)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.exists(
+                path
+            ):  # it may have got its name, and lost its lock, since it was opened
+                remove()
+        finally:
+            os.close(file)
 
 
 def commit(path: str | os.PathLike[str]) -> None:

@@ -81,8 +81,8 @@ def build_from(
     rows: torch.dtype,
     tables: Sequence[str] | None,
     entry: ServedEntry | None = None,
-) -> None:
-    """Builds as `build` does; `entry` is the entry of `Checkpoints` whose rows the checkpoint has."""
+) -> str:
+    """Builds as `build` does, and returns the generation; `entry` is the entry of the checkpoint."""
     row_format = RowFormat(rows)
     check_target(target)
     if target.exists():
@@ -105,12 +105,13 @@ def build_from(
     try:
         beside.chmod(0o755)
         with only_writer(beside):  # so that `remove_unfinished` sees that the folder is in use
-            write_tables(beside, saved, row_format, entry=entry)
+            generation = write_tables(beside, saved, row_format, entry=entry)
             os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     commit(target.parent)
+    return generation
 
 
 def check_target(target: Path) -> None:
@@ -175,8 +176,8 @@ def write_tables(
     row_format: RowFormat,
     after: str | None = None,
     entry: ServedEntry | None = None,
-) -> None:
-    """Writes a generation with these tables, and publishes it; `after` is the generation before."""
+) -> str:
+    """Writes a generation with these tables, publishes and returns it; `after` is the generation before."""
     tables = laid_out(
         {
             name: ServedTable(
@@ -211,6 +212,7 @@ def write_tables(
     extend(folder / rows_file, manifest.file_bytes())
     write_checksums(folder / generation, manifest.to_json(), slots, rows_file, rows_sums.sums())
     publish(folder, generation, manifest)
+    return generation
 
 
 def new_slots(

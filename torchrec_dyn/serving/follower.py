@@ -34,6 +34,7 @@ from torchrec_dyn.serving.manifest import (
     Manifest,
     ServedEntry,
     current_generation,
+    known_generation,
     served_manifest,
 )
 from torchrec_dyn.serving.update import Choice, Ids, apply_deltas, build_again_from
@@ -200,22 +201,19 @@ class Follower:
         return None if served is None else served.id
 
     def _look(self) -> _Seen:
+        before = known_generation(
+            self.to
+        )  # first: what another writer builds is not what is damaged
         try:
             found = self._read_served()
         except LostManifest as damage:
-            return _Seen(read_chain(self.path), self._generation(), None, damage)
+            return _Seen(read_chain(self.path), before, None, damage)
         chain = read_chain(self.path)  # after the tables: it has their entry then
         if found is None:
             return _Seen(chain, None, None)
         generation, manifest = found
         self._entry = manifest.entry or _entry_by_sums(chain, manifest)
         return _Seen(chain, generation, self._entry)
-
-    def _generation(self) -> str | None:
-        """Returns the name of the generation that is served; None if nothing is, or `current` is damaged."""
-        with suppress(LostManifest):
-            return current_generation(self.to) if self.to.exists() else None
-        return None
 
     def _read_served(self) -> tuple[str, Manifest] | None:
         """Returns the generation that is served and its manifest; None before the first build."""
@@ -237,7 +235,7 @@ class Follower:
     def _has_moved(self, seen: _Seen) -> bool:
         """Returns True if entries were removed since, or another generation is served."""
         there = {entry.id for entry in read_chain(self.path).entries}
-        is_other = self._generation() != seen.generation
+        is_other = known_generation(self.to) != seen.generation
         return is_other or any(one.id not in there for one in seen.chain.entries)
 
     def _to_newest(self, seen: _Seen) -> Followed | None:
@@ -313,7 +311,7 @@ class Follower:
         while groups:
             group = groups.pop(0)
             try:
-                self._take(group, told, lost)
+                generation = self._take(group, seen.generation, told, lost)
             except SecondWriter:
                 raise
             except (ValueError, OSError) as error:
@@ -336,26 +334,33 @@ class Follower:
                         f"{last.path}.",
                         stacklevel=4,
                     )
-                seen, lost = replace(seen, generation=current_generation(self.to)), None
+                seen, lost = replace(seen, generation=generation), None
         return last
 
-    def _take(self, group: Sequence[Entry], told: dict[str, Ids], lost: Choice | None) -> None:
-        """Serves a full save, or applies deltas together; `lost` as `_instead_of` returns it."""
+    def _take(
+        self, group: Sequence[Entry], before: str | None, told: dict[str, Ids], lost: Choice | None
+    ) -> str:
+        """Serves a full save, or applies deltas together, after generation `before`; returns the new one.
+
+        `lost` is as `_instead_of` returns it.
+        """
         entry = ServedEntry(group[-1].sequence, group[-1].id)
         if not group[0].is_full:
-            found = apply_deltas(self.to, [one.tables for one in group], entry)
+            assert before is not None
+            before, found = apply_deltas(self.to, [one.tables for one in group], before, entry)
             told |= {one.id: ids for one, ids in zip(group, found, strict=True)}
         elif self.to.exists():
-            build_again_from(self.to, group[0].tables, entry, lost)
+            before = build_again_from(self.to, group[0].tables, before, entry, lost)
         else:
             rows = torch.float32 if self._rows is None else self._rows
-            build_from(group[0].tables, self.to, rows, self._tables, entry)
+            before = build_from(group[0].tables, self.to, rows, self._tables, entry)
             self._there = rows, self._tables
         self._entry = entry
+        return before
 
     def _fault_in(self, way: Way) -> str | None:
         """Returns why an entry of a way cannot be used; None if nothing is known against them."""
-        generation = self._generation()
+        generation = known_generation(self.to)
         for entry in way.entries:
             fault = self._faults.get(entry.id)
             if fault and fault.generation == generation and time.monotonic() < fault.until:

@@ -216,6 +216,13 @@ def current_generation(folder: Path) -> str:
         ) from None
 
 
+def known_generation(folder: Path) -> str | None:
+    """Returns the name of the generation that is served; None if nothing is, or `current` is damaged."""
+    with suppress(LostManifest):
+        return current_generation(folder) if folder.exists() else None
+    return None
+
+
 def with_current(folder: Path, read: Callable[[str], T]) -> T:
     """Calls `read` with the name of the current generation, and again if its files were removed meanwhile.
 

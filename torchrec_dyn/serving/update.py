@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +62,7 @@ from torchrec_dyn.serving.manifest import (
     ServedEntry,
     ServedTable,
     current_generation,
+    known_generation,
     laid_out,
     last_generation,
     new_generation,
@@ -96,24 +97,26 @@ def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -
             or another process is applying a delta. Nothing has changed then.
         OSError: if the disk is full, or fails. Nothing has changed then.
     """
-    apply_deltas(Path(folder), [delta])
+    apply_deltas(Path(folder), [delta], current_generation(Path(folder)))
 
 
 def apply_deltas(
-    path: Path, deltas: Sequence[str | os.PathLike[str]], entry: ServedEntry | None = None
-) -> list[Ids]:
+    path: Path,
+    deltas: Sequence[str | os.PathLike[str]],
+    before: str,
+    entry: ServedEntry | None = None,
+) -> tuple[str, list[Ids]]:
     """Applies deltas as `apply_delta` does, all of them in one new generation.
 
     Each delta begins where the one before it ends; `entry` is the entry of `Checkpoints` of the last.
+    `before` is the generation that the caller saw.
 
     Returns:
-        The changed and the removed ids of each delta.
+        The new generation, and the changed and the removed ids of each delta.
     """
-    current_generation(path)  # before the lock: no lock file in a directory that build did not make
-    with only_writer(path):
-        before = current_generation(path)
+    with _writer_after(path, before):
         try:
-            manifest = read_manifest(path, before)
+            manifest = replace(read_manifest(path, before), entry=entry)
             slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
             rows = mapped(path / manifest.rows_file, manifest.rows_bytes)
             length = (path / manifest.rows_file).stat().st_size
@@ -129,16 +132,7 @@ def apply_deltas(
         told: list[Ids] = []
         try:
             after = _write_generation(
-                path,
-                generation,
-                slots,
-                maps,
-                rows,
-                replace(manifest, entry=entry),
-                sums,
-                saved,
-                created,
-                told,
+                path, generation, slots, maps, rows, manifest, sums, saved, created, told
             )
             publish(path, generation, after)
         except BaseException:
@@ -149,7 +143,7 @@ def apply_deltas(
                     os.truncate(path / manifest.rows_file, length)
             raise
         _remove_all_but(path, _names_of({before: manifest, generation: after}))
-        return told
+        return generation, told
 
 
 def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[str]) -> None:
@@ -166,38 +160,25 @@ def build_again(folder: str | os.PathLike[str], checkpoint: str | os.PathLike[st
             the manifest is damaged, which has dtype and names. What was served still is.
         OSError: if the disk is full, or fails. What was served still is.
     """
-    build_again_from(Path(folder), checkpoint)
+    build_again_from(Path(folder), checkpoint, current_generation(Path(folder)))
 
 
 def build_again_from(
     path: Path,
     checkpoint: str | os.PathLike[str],
+    before: str | None,
     entry: ServedEntry | None = None,
     lost: Choice | None = None,
-) -> None:
-    """Replaces served tables as `build_again` does; `entry` is the entry of the checkpoint.
+) -> str:
+    """Replaces served tables as `build_again` does, and returns the new generation.
 
-    `lost` is the choice of the tables where no manifest says it.
-
-    Raises:
-        SecondWriter: with `lost`, if a manifest says so now: another writer built the tables meanwhile.
+    `before` is the generation that the caller saw, `entry` the entry of the checkpoint, `lost` the choice of
+    the tables where no manifest says it.
     """
-    if lost is None:
-        current_generation(path)
-    with only_writer(path):
-        try:
-            before, manifest = served_manifest(path)
-        except LostManifest:
-            if lost is None:
-                raise
-            latest = last_generation(path)
-        else:
-            if lost is not None:
-                raise SecondWriter(
-                    f"{path}: expected served tables without a manifest, got generation {before}, which "
-                    "another writer built meanwhile. Look again."
-                )
-            latest, lost = before, (manifest.row_format.dtype, tuple(manifest.tables))
+    with _writer_after(path, before):
+        if lost is None:
+            manifest = served_manifest(path)[1]
+            lost = manifest.row_format.dtype, tuple(manifest.tables)
         where = f"serving.build_again({checkpoint})"
         saved = chosen_tables(open_checkpoint(checkpoint).tables, lost[1], where)
         for name, table in saved.items():
@@ -205,13 +186,24 @@ def build_again_from(
                 raise ValueError(f"{where}: expected a checkpoint, got a delta of table '{name}'.")
         there = {one.name for one in path.iterdir()}
         try:
-            write_tables(path, saved, RowFormat(lost[0]), latest, entry)
+            return write_tables(path, saved, RowFormat(lost[0]), last_generation(path), entry)
         finally:  # the former rows and ids go at once: some of them may have been forgotten
             try:
                 kept = _names_of(dict([served_manifest(path)]))
             except LostManifest:  # nothing was published
                 kept = there
             _remove_all_but(path, kept)
+
+
+@contextmanager
+def _writer_after(path: Path, before: str | None) -> Iterator[None]:
+    """Holds the lock as `only_writer`; raises SecondWriter, too, if another generation is served by now."""
+    with only_writer(path):
+        if (now := known_generation(path)) != before:
+            raise SecondWriter(
+                f"{path}: expected generation {before} as before, got {now} of another writer. Try again."
+            )
+        yield
 
 
 def check_map(where: Path, name: str, table: ServedTable, served: ServedMap, rows: int) -> None:
