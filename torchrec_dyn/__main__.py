@@ -362,11 +362,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not lacks_memory(error):
             raise
-        kind = type(error).__name__
+        told = f"{type(error).__name__}: {str(error) or 'out of memory'}"
         return _failed(
             options,
-            f"{options.command}: expected memory for what it reads, got {kind}: {error}. Give the process "
-            "more memory, or end others.",
+            f"{options.command}: expected memory for what it reads, got {told}. Give the process more "
+            "memory, or end others.",
         )
     return int(status or 0)
 

@@ -136,23 +136,35 @@ def test_what_cannot_be_compared(tmp_path, capsys, first):
     assert status == 2 and "truncated" in error
 
 
+def test_a_lack_of_memory_without_a_text(tmp_path, capsys, monkeypatch):
+    def no_memory(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(command_line, "print_difference", no_memory)
+    status, _, error = told(capsys, tmp_path, tmp_path)
+    assert status == 2 and "got MemoryError: out of memory. Give the process more memory" in error
+
+
 def test_steps_before_an_entry_that_cannot_be_read_are_not_called_equal(tmp_path, capsys):
-    """The runs differ from step 1 on; entries after the damaged one lead to it only."""
-    for name in ("one", "other"):
-        job = Job(tmp_path / name, keep=9)
+    """The runs differ from step 1 on; entries after the damaged one lead to it only. One keeps two."""
+    for name in ("one", "other", "pruned"):
+        job = Job(tmp_path / name, keep=2 if name == "pruned" else 9)
         if name == "other":
             train(job.model, job.setup, [7])
         for _ in range(4):
             job.save()
         job.checkpoints.close()
     paths = tmp_path / "one", tmp_path / "other"
+    status, text, _ = told(capsys, paths[1], tmp_path / "pruned")
+    assert status == 1 and "step 3: the first in both has other contents, in" in text
     status, text, _ = told(capsys, *paths)
-    assert status == 1 and "step 1: the first with other contents, in" in text
+    assert status == 1 and "step 1: the first in both has other contents, in" in text
     (paths[1] / "full-00000003" / "entry.json").unlink()
     status, text, _ = told(capsys, *paths)
     assert status == 1 and "1 steps in both" in text
-    assert "step 4: the first compared (none before 4 is) with other contents, in" in text
+    assert "step 4: the first in both has other contents, in" in text
     for number in (1, 2, 4):
         (paths[1] / f"full-0000000{number}" / "entry.json").unlink()
     status, _, error = told(capsys, *paths)
     assert status == 2 and f"an entry that can be read, got {paths[1]} without one: full-" in error
+    assert error.endswith("The entry is torn or foreign. Try again, or give another directory.\n")

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_an_entry_without_memory_or_file_numbers_is_no_damage(
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
 def test_a_full_save_that_was_not_readable_once_stays(tmp_path: Path, number: int) -> None:
-    """Of its state or of its `entry.json`; the others are removed when the number that is kept is there."""
+    """The index of its state; the others are removed when the number that is kept is there."""
     kept = tmp_path / "kept"
     job = Job(kept, keep=2)
     for _ in range(2):
@@ -67,9 +68,33 @@ def test_a_full_save_that_was_not_readable_once_stays(tmp_path: Path, number: in
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pruning, "open_files", _no_memory)
         job.save()
+        assert not job.checkpoints.prune()  # a save only warns of an error there
     assert len(names(kept)) == 5
     job.save()
     assert names(kept) == ["full-00000005", "full-00000006"]
+    job.checkpoints.close()
+
+
+@pytest.mark.parametrize("name", ["read_metadata", "read_data"])
+def test_full_saves_that_could_not_be_loaded_once_stay(tmp_path: Path, name: str) -> None:
+    """A disk that fails during a restore: they may be whole, and fewer than are kept would be left."""
+    kept = tmp_path / "kept"
+    job = Job(kept, keep=4)
+    for _ in range(3):
+        job.save()
+    job.checkpoints.close()
+    job = Job(kept, keep=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_reader.FileSystemReader, name, _failing_always(errno.EIO))
+        with pytest.raises(ValueError, match=r"can be loaded, got none.*Input/output error"):
+            job.restore()
+    assert job.restore().step == 3
+    before = names(kept)
+    job.save()
+    assert names(kept) == [*before, "full-00000004"]
+    for _ in range(2):
+        job.save()
+    assert names(kept) == [f"full-0000000{number}" for number in (3, 4, 5, 6)]
     job.checkpoints.close()
 
 
@@ -97,7 +122,25 @@ def test_what_an_unread_entry_leads_to_stays(tmp_path: Path) -> None:
         patch.setattr(Path, "read_text", read_text)
         assert job.save().is_full
         chain = read_chain(kept)
-        assert f"{unread}: [Errno 5] Input/output error" in chain.skipped[0] and not chain.torn
+        told = f"{unread}: [Errno 5] Input/output error: '{kept / unread / 'entry.json'}'."
+        assert chain.skipped[0] == told and not chain.torn
     assert names(kept) == [*before, "full-00000004"]
     assert job.checkpoints.prune() and names(kept) == ["full-00000004"]
+    job.checkpoints.close()
+
+
+def test_a_file_with_the_name_of_an_entry_holds_nothing_back(tmp_path: Path) -> None:
+    """It is no entry that a failing disk hides, and it is not removed."""
+    kept = tmp_path / "kept"
+    job = Job(kept, keep=1, full_every=2)
+    for _ in range(2):
+        job.save()
+    (kept / "full-00000000").write_text("x")
+    shutil.rmtree(kept / "full-00000001")
+    for _ in range(3):
+        job.save()
+    assert names(kept) == ["full-00000005"] and (kept / "full-00000000").is_file()
+    assert read_chain(kept).skipped == [
+        "full-00000000: expected a folder, got a file. Give it another name."
+    ]
     job.checkpoints.close()

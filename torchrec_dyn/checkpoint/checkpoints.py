@@ -73,7 +73,9 @@ def _checked(
 class Checkpoints:
     """A directory of checkpoints of one training job: full saves and deltas, with the dense part.
 
-    One job writes at a time; any number of processes may read. Each rank makes an object of its own.
+    One job writes at a time; any number of processes may read. Each rank makes an object of its own. A call
+    that reads the directory raises OSError if the file system fails to list it, and OSError or MemoryError
+    if there is no file number or memory for an entry; a collective one as `restore` says.
 
     Args:
         path: the directory, on a file system that all ranks see. The first save makes it. A relative path
@@ -191,7 +193,7 @@ class Checkpoints:
                 ranks do not share the directory or give different steps, the optimizer is none of TorchRec's,
                 or its state dict lacks some of its state.
             RuntimeError: on every rank, if another job has the directory.
-            OSError: on every rank, if a file cannot be written.
+            OSError: on every rank, if a file cannot be written, or as of `restore`.
         """
         saving = self._start(model, optimizer, step, extra or {}, full, in_background=False)
         saving.run()
@@ -399,7 +401,8 @@ class Checkpoints:
                 the step, if values of `extra` that differed between ranks were saved on another number of
                 ranks and are not left out, or if the newest whole entry is of another model: no older one is
                 loaded instead then.
-            RuntimeError: on every rank, if a rank has no memory for the load.
+            RuntimeError: on every rank, if a rank has no memory for the load, or rank 0 none to list the
+                directory; in a job without a process group, the latter is a MemoryError.
             OSError: on every rank, if the directory cannot be read, or there is no file number for it.
         """
         tables = tables_of(model, _RESTORE)
@@ -525,7 +528,8 @@ class Checkpoints:
 
         The newest `keep` full saves stay, and what they lead to; those that could not be loaded, or whose
         files are too short, are not counted. These, deltas without their full save and torn folders stay
-        until they are older than all that is kept. What the file system fails to read stays.
+        until `keep` others are there and all that is kept is newer. What the file system fails to read now
+        stays.
 
         Returns:
             The folders that were removed.

@@ -55,7 +55,7 @@ def print_difference(first: Path, second: Path) -> bool:
         if chain.skipped and not chain.entries:
             raise ValueError(
                 f"diff: expected an entry that can be read, got {chain.path} without one: "
-                f"{'; '.join(chain.skipped)} Give another directory."
+                f"{' '.join(chain.skipped)} Try again, or give another directory."
             )
     one, other = open_checkpoint(first), open_checkpoint(second)
     if one.is_delta != other.is_delta:
@@ -88,18 +88,12 @@ def _print_first_difference(one: SavedChain, other: SavedChain) -> bool:
     print(f"first   {one.path}\nsecond  {other.path}\n{len(both)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in (one, other) for line in chain.skipped]
     print("".join(f"not compared  {line}\n" for line in unread), end="")
-    # An entry in the middle that cannot be read takes those before it from the branch, too.
-    is_cut = any(
-        chain.skipped and branch[0].parent is not None
-        for chain, branch in zip((one, other), branches, strict=True)
-    )
     before: tuple[Entry, Entry] | None = None
     for pair in both:
         if found := _tables_that_differ(*pair):
-            which = "first with other contents"
-            if is_cut:
-                which = f"first compared (none before {both[0][0].step} is) with other contents"
-            print(f"step {pair[0].step}: the {which}, in {', '.join(found)}")
+            # Steps before the first in both may differ, too: removed, unread, or saved by one run only.
+            which = "first with" if before else "first in both has"
+            print(f"step {pair[0].step}: the {which} other contents, in {', '.join(found)}")
             if _are_of_one_kind(pair, before):
                 print_difference(pair[0].tables, pair[1].tables)
             return False

@@ -57,7 +57,7 @@ def saved_rows(
         if step is None and chain.highest > entry.sequence:
             warnings.warn(
                 f"{call}: expected whole saves in {path}, got newer ones that are not: "
-                f"{'; '.join(chain.skipped)}. Step {entry.step} is read.",
+                f"{' '.join(chain.skipped)} Step {entry.step} is read.",
                 stacklevel=4,
             )
         line = chain.line_of(entry)
@@ -68,10 +68,10 @@ def saved_rows(
             )
         folders = [one.tables for one in line]
     elif chain.skipped or step is not None:
-        why = f"; skipped {', '.join(chain.skipped)}" * bool(chain.skipped)
+        why = f": {' '.join(chain.skipped)}" if chain.skipped else "."
         raise ValueError(
             f"{call}: expected a directory of Checkpoints with a whole entry, got {path} without "
-            f"one{why}. Give a step of a directory of Checkpoints only."
+            f"one{why} Give a step of a directory of Checkpoints only."
         )
     else:
         folders = [Path(path)]

@@ -1,7 +1,7 @@
 """The folders of a checkpoint directory that are no longer kept, and their removal.
 
 Newer folders are removed first: a kill in between leaves no delta whose full save is gone. What earlier kills
-and crashes left goes, too, when it is older than all that is kept.
+and crashes left goes, too, when it is older than all that is kept, and that is the number to keep.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) 
     """Returns the folders to remove, newest first.
 
     Kept are the newest full saves that are whole, and all that they lead to. A delta without its full save,
-    and a folder that is torn or damaged, stay until they are older than the oldest full save that is kept.
-    What the file system fails to read may be whole: it is not removed and not counted, nor is what it may
-    lead to removed.
+    and a folder that is torn or damaged, stay until `keep` full saves are whole and the oldest that is kept
+    is newer. What the file system fails to read may be whole: it is not removed and not counted, nor is what
+    it may lead to removed.
 
     `keep` full saves are kept, and in any case the one with the id `root`, if it is not None. `damaged` are
-    ids of full saves that could not be loaded.
+    ids of full saves that could not be loaded. The disk may have failed for a moment then; with the rule
+    above none goes that would stay if it were whole.
     """
     fulls = [entry for entry in chain.entries if entry.is_full]
     sound: list[Entry] = []
@@ -43,7 +44,7 @@ def outdated(chain: SavedChain, keep: int, root: str | None, damaged: Set[str]) 
             else:
                 sound.append(one)
     kept = {one.id: one for one in fulls if one in sound or one.id == root}
-    oldest = min((one.sequence for one in kept.values()), default=0)
+    oldest = min(one.sequence for one in kept.values()) if len(sound) == keep else 0
     removed = {sequence: path for sequence, path in chain.torn.items() if sequence < oldest}
     for entry in chain.entries:
         full = chain.fulls.get(entry.id)

@@ -192,7 +192,8 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
     """Returns the entries of a checkpoint directory; of a directory that does not exist, none.
 
     Raises:
-        OSError: if the directory cannot be read, or if there is no memory or file number to read an entry.
+        OSError: if the directory cannot be read.
+        OSError, MemoryError: if there is no memory or file number to read an entry.
     """
     folder = Path(path)
     entries, skipped, highest = [], [], 0
@@ -206,17 +207,17 @@ def read_chain(path: str | os.PathLike[str]) -> SavedChain:
             except (OSError, ValueError) as error:
                 if lacks_memory(error):  # else an older entry would be taken for the newest
                     raise
-                skipped.append(f"{one.name}: {error}")
+                skipped.append(f"{one.name}: {str(error).rstrip('.')}.")
                 if isinstance(error, OSError):
                     unread.append(int(name[2]))
-                elif not isinstance(error, _OtherFormat):
+                elif not isinstance(error, _ForeignError):
                     torn[int(name[2])] = one
     entries.sort(key=lambda entry: entry.sequence)
     return SavedChain(folder, entries, skipped, highest, torn, unread)
 
 
-class _OtherFormat(ValueError):
-    """An entry that another version wrote: it is not damaged."""
+class _ForeignError(ValueError):
+    """An entry that another version wrote, or a file: it is not damaged."""
 
 
 def _read_entry(folder: Path) -> Entry:
@@ -224,13 +225,15 @@ def _read_entry(folder: Path) -> Entry:
     file = folder / ENTRY
     try:
         values = json.loads(file.read_text())
+    except NotADirectoryError:
+        raise _ForeignError("expected a folder, got a file. Give it another name.") from None
     except FileNotFoundError:
         raise ValueError(f"expected {ENTRY}, got none. The entry is torn or foreign.") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"expected JSON in {ENTRY}, got {error}. The entry is damaged.") from None
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
-        raise _OtherFormat(
+        raise _ForeignError(
             f"expected format {FORMAT} in {ENTRY}, got {found}. Read it with the version that wrote it."
         )
     digest = values.pop("digest", None)  # entries of earlier versions have none
