@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,12 +205,13 @@ def test_a_running_follower_refuses_a_fork_also_without_a_manifest(
     quietly(rest.checkpoints.restore, rest.model, rest.optimizer, step=2)
     job.trainer, rest.step = rest, 2
     job.generation = job.served / current_generation(job.served)
+    only_made = serving.Follower(job.kept, job.served)  # it has read the manifest, but never polled
     if is_cut_first:
         job.damage("manifest is cut")
     job.save(9)
-    for _ in range(2):
+    for one in (job.follower, only_made) * 2:
         with pytest.raises(serving.ForkedChain):
-            job.follower.poll()
+            one.poll()
         job.damage("manifest is cut")
     follower = serving.Follower(job.kept, job.served, rows=torch.float32, follow_forks=True)
     with pytest.warns(UserWarning, match="built anew"):
@@ -227,6 +229,48 @@ def test_a_running_follower_serves_no_older_entry_without_a_manifest(job: Job) -
     delta.write_text(text)
     with pytest.warns(UserWarning, match="built anew"):
         assert job.follower.poll() is None and job.is_served()
+
+
+def spoil(entry: Path) -> bytes:
+    """Damages the rows of a delta, and returns the file as it was."""
+    (file,) = entry.glob("changes/*.distcp")
+    content = file.read_bytes()
+    file.write_bytes(bytes(one ^ (place % 64 == 0) for place, one in enumerate(content)))
+    return content
+
+
+def test_a_damaged_delta_does_not_turn_rows_back_without_a_manifest(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full save before it is not served in the place of what was: a person may do so."""
+    job.save(7)
+    job.follower.poll()
+    job.save(8)
+    job.generation = job.served / current_generation(job.served)
+    only_made = serving.Follower(job.kept, job.served)
+    job.damage("manifest is cut")
+    delta, before = job.kept / "delta-00000002", job.files()
+    (file,), content = delta.glob("changes/*.distcp"), spoil(delta)
+    for _ in range(2):
+        for follower in (job.follower, only_made):
+            with pytest.raises(
+                ValueError, match=r"damaged\. Remove .* delta-00000003: delta-00000002 before it: "
+            ):
+                follower.poll()
+            assert job.files() == before
+    file.write_bytes(content)
+    spoil(job.kept / "delta-00000004")  # newer than what was served
+    now = time.monotonic() + follower_file._RETRY_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    chosen, read = follower_file.chosen_tables, []
+    monkeypatch.setattr(
+        follower_file, "chosen_tables", lambda *given: read.append(given[2]) or chosen(*given)
+    )
+    with pytest.warns(UserWarning, match="built anew"):
+        assert job.follower.poll() is None
+    assert [where[-10:-9] for where in read] == ["2", "3"]  # later ones are read once, as ever
+    assert served_manifest(job.served)[1].entry.sequence == 3
+    assert [line.split(":")[0] for line in job.follower.skipped] == ["delta-00000004"]
 
 
 def test_nothing_is_left_of_a_build_that_failed(job: Job) -> None:
@@ -307,16 +351,29 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     assert torch.equal(served_rows(link), job.trainer.rows())
 
 
-def test_a_path_with_a_zero_byte_is_refused(job: Job, tmp_path: Path) -> None:
+def test_a_link_to_itself_is_refused(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    full = job.kept / "full-00000001" / "state"
+    for make in (
+        lambda: serving.Follower(job.kept, tmp_path / "a"),
+        lambda: serving.build(full, tmp_path / "a"),
+    ):
+        with pytest.raises(ValueError, match=r"a: expected .* got a link that leads to itself\. R"):
+            make()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\0b/served"])
+def test_a_path_with_a_zero_byte_is_refused(job: Job, tmp_path: Path, name: str) -> None:
     full, before = job.kept / "full-00000001" / "state", sorted(tmp_path.iterdir())
-    path = tmp_path / "a\0b"
+    path = tmp_path / name
     with pytest.raises(
-        ValueError, match=r"^Follower: .*, got '.*/a\\x00b'\. Give a path without a zero byte\.$"
+        ValueError, match=r"^Follower: .*, got '.*/a\\x00b.*'\. Give a path without a zero byte\.$"
     ):
         serving.Follower(path, job.served)
     for make in (lambda: serving.Follower(job.kept, path), lambda: serving.build(full, path)):
         with pytest.raises(
-            ValueError, match=r"^'.*/a\\x00b': expected .* got one with a zero byte\. G"
+            ValueError, match=r"^'.*/a\\x00b.*': expected .* got one with a zero byte\. G"
         ):
             make()
     assert sorted(tmp_path.iterdir()) == before

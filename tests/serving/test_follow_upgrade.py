@@ -45,3 +45,30 @@ def test_a_trainer_that_is_upgraded_is_no_fork(
     trainer.checkpoints.close()
     chains = [chain_of(entry.id) for entry in read_chain(kept).entries if entry.sequence > 2]
     assert len({*chains}) == 1 and chains[0] is not None
+
+
+@pytest.mark.parametrize("keep", [9, 1])
+def test_a_downgrade_between_is_no_fork_while_its_entries_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    """The entry after those of the older version begins other digits, and names its parent as before."""
+    kept, served = tmp_path / "kept", tmp_path / "served"
+    follower = serving.Follower(kept, served)
+    new = checkpoints.new_id
+    for step, write in enumerate((new, older, new)):
+        monkeypatch.setattr(checkpoints, "new_id", write)
+        trainer = Trainer(kept, full_every=1, keep=keep)
+        quietly(trainer.checkpoints.restore, trainer.model, trainer.optimizer)
+        trainer.step = step
+        trainer.train(step, 50)
+        trainer.save()
+        trainer.checkpoints.close()
+        if step == 0:
+            follower.poll()
+    if keep == 9:
+        followed = follower.poll()
+        assert followed.entry.step == 3 and not followed.is_fork
+        assert torch.equal(served_rows(served), trainer.rows())
+    else:  # the entry between was removed
+        with pytest.raises(serving.ForkedChain):
+            follower.poll()

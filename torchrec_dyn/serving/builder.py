@@ -115,17 +115,24 @@ def build_from(
 
 
 def check_target(target: Path) -> None:
-    """Raises ValueError for a zero byte or a link to nothing: no directory can be renamed to such a path."""
+    """Raises ValueError for a zero byte or a link to nothing: no directory can be renamed to such a path.
+
+    A link that leads to itself is one to nothing.
+    """
     if "\0" in str(target):
         raise ValueError(
             f"{str(target)!r}: expected the path of a directory of served tables or of nothing, got one with "
             "a zero byte. Give a path without it."
         )
     if target.is_symlink() and not target.exists():
+        end = os.path.realpath(target)
+        got = (
+            "that leads to itself. Remove it, or give another path."
+            if os.path.islink(end)
+            else f"to {end}, where nothing is. Give that path instead: the build makes the directory."
+        )
         raise ValueError(
-            f"{target}: expected a directory of served tables or nothing, got a link to "
-            f"{os.path.realpath(target)}, where nothing is. Give that path instead: the build makes the "
-            "directory."
+            f"{target}: expected a directory of served tables or nothing, got a link {got}"
         )
 
 

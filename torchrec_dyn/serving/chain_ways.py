@@ -56,18 +56,18 @@ def way_to(
 def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
     """Returns True if what is served is not among the entries before an entry.
 
-    False if it cannot be told, since entries between the two were removed and both are of one chain, or
-    older versions wrote them.
+    Where entries between the two were removed, the digits of their chains tell it; False if both have the
+    same, or older versions wrote one of them. A chain gets other digits after a downgrade and an upgrade of
+    the trainer, so they count last.
     """
-    chains = {chain_of(entry.id), chain_of(served.id)} - {None}
-    if len(chains) > 1 or is_replaced(chain, served):
+    if is_replaced(chain, served):
         return True
     for one in chain.backward(entry):
         if one.sequence <= served.sequence:
             return one.id != served.id
         if one.parent is None or one.parent == served.id:
             return one.parent is None
-    return False
+    return len({chain_of(entry.id), chain_of(served.id)} - {None}) > 1
 
 
 def is_replaced(chain: SavedChain, served: ServedEntry) -> bool:

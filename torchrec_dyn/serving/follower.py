@@ -2,8 +2,9 @@
 
 What is served is known by its manifest, which names the entry: a follower that is started again, or another
 one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save, with
-dtype and names that the follower was given, or those of the last manifest that it read; no entry older than
-that manifest's is served.
+dtype and names that the follower was given, or those of the last manifest that it read. If an entry up to
+that manifest's is damaged, nothing is built; the rows are those of the full save until the deltas after it
+are applied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_from, check_target, remove_unfinished
+from torchrec_dyn.serving.builder import (
+    CHUNK_BYTES,
+    build_from,
+    check_target,
+    chosen_tables,
+    remove_unfinished,
+)
 from torchrec_dyn.serving.chain_ways import (
     ForkedChain,
     Way,
@@ -140,9 +147,11 @@ class Follower:
         self._entry: ServedEntry | None = None
         self._faults: dict[str, _Fault] = {}  # by id of the entry
         self._check_path()
+        check_target(self.to)
         remove_unfinished(self.to)
         with suppress(LostManifest):  # for `poll` to mend
-            self._read_served()
+            if (found := self._read_served()) is not None:
+                self._entry = found[1].entry
 
     def _check_path(self) -> None:
         """Raises ValueError for a zero byte or one checkpoint: there would be no entries for ever."""
@@ -166,7 +175,8 @@ class Follower:
         Deltas are applied together, or one by one if that fails. If a full save came after the served rows,
         they are built from the newest full save, in a new generation that readers change to like any other.
         An entry older than what is served is never taken. If a damaged manifest does not say what is served,
-        the tables are built so, too, with a warning.
+        the tables are built so, too, with a warning, unless a delta up to what was served is damaged. Until
+        the deltas are applied, or if there is no room for them, the rows are those of the full save.
 
         Returns:
             What is served; None if it is of the entry `since`.
@@ -176,7 +186,7 @@ class Follower:
                 damaged manifest does not say what is served, what this follower read or served last counts.
             SecondWriter: another follower writes to the served tables.
             ValueError: nothing is served yet, and no entry can be; or a damaged manifest does not say what
-                is served, and neither does `rows`, or no entry can be.
+                is served, and neither does `rows`, or no entry can be that is as new as what was served.
             OSError: the disk is full, or fails.
             MemoryError: there is too little memory (torch: RuntimeError). What is served is whole.
         """
@@ -201,9 +211,8 @@ class Follower:
         return None if served is None else served.id
 
     def _look(self) -> _Seen:
-        before = known_generation(
-            self.to
-        )  # first: what another writer builds is not what is damaged
+        # First: what another writer builds is not what is damaged.
+        before = known_generation(self.to)
         try:
             found = self._read_served()
         except LostManifest as damage:
@@ -261,7 +270,8 @@ class Follower:
             if way.is_fork and not self._follow_forks:
                 raise self._forked(entry)
             if last is None and self._fault_in(way) is None:
-                last, is_fork = self._go(way, seen, told, lost), way.is_fork
+                if lost is None or self._are_sound(way, least, seen, lost):
+                    last, is_fork = self._go(way, seen, told, lost), way.is_fork
                 least = least if last is None else last.sequence + 1
             if (reason := self._fault_in(way)) is not None:
                 skipped.append(f"{entry.path.name}: {reason}")
@@ -315,14 +325,11 @@ class Follower:
             except SecondWriter:
                 raise
             except (ValueError, OSError) as error:
-                is_alone = len(group) == 1
-                if self._has_moved(seen) or (is_alone and not _is_of_an_entry(error, group)):
-                    raise
-                if is_alone:
-                    until = time.monotonic() + _RETRY_SECONDS
-                    text = " ".join(str(error).split())
-                    self._faults[group[0].id] = _Fault(text, seen.generation, until)
+                if len(group) == 1:
+                    self._blame(group[0], error, seen)
                     break
+                if self._has_moved(seen):
+                    raise
                 # Those before a damaged one are served. One by one they need less room on the disk:
                 # unused rows are given back in between.
                 groups = [[entry] for entry in group]
@@ -336,6 +343,34 @@ class Follower:
                     )
                 seen, lost = replace(seen, generation=generation), None
         return last
+
+    def _are_sound(self, way: Way, least: int, seen: _Seen, lost: Choice) -> bool:
+        """Returns False if a delta of a way is damaged, up to sequence `least`.
+
+        Such a delta would leave the rows of the full save before it in place of newer ones that were served.
+        """
+        for entry in way.entries:
+            if entry.is_full or entry.sequence > least:
+                continue
+            try:
+                saved = open_checkpoint(entry.tables).tables
+                for table in chosen_tables(saved, lost[1], f"Follower({entry.tables})").values():
+                    if "removed" in table.names:
+                        table.read("removed")
+                    for _ in table.chunks(chunk_bytes=CHUNK_BYTES):
+                        pass
+            except (ValueError, OSError) as error:
+                self._blame(entry, error, seen)
+                return False
+        return True
+
+    def _blame(self, entry: Entry, error: ValueError | OSError, seen: _Seen) -> None:
+        """Notes why an entry cannot be used; raises the error if that is not the fault of the entry."""
+        if self._has_moved(seen) or not _is_of_entry(error, entry):
+            raise error
+        until = time.monotonic() + _RETRY_SECONDS
+        text = " ".join(str(error).split())
+        self._faults[entry.id] = _Fault(text, seen.generation, until)
 
     def _take(
         self, group: Sequence[Entry], before: str | None, told: dict[str, Ids], lost: Choice | None
@@ -417,13 +452,11 @@ def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return distinct[~is_gone], distinct[is_gone]
 
 
-def _is_of_an_entry(error: Exception, group: Sequence[Entry]) -> bool:
-    """Returns False for an error of the disk, unless it is of a file of an entry, and for lack of memory."""
+def _is_of_entry(error: Exception, entry: Entry) -> bool:
+    """Returns False for an error of the disk, unless it is of a file of the entry, and for lack of memory."""
     if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
         return True
-    return not lacks_memory(error) and any(
-        one.path in Path(str(error.filename)).parents for one in group
-    )
+    return not lacks_memory(error) and entry.path in Path(str(error.filename)).parents
 
 
 def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
