@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -132,13 +133,21 @@ def test_pieces_are_a_partition(rows, ranks):
 @pytest.mark.parametrize(
     ("rows", "ranks", "said"),
     [
-        ([3, 4], 0, r"fair_cuts\.ranks: expected an integer above 0, got 0\."),
+        ([3, 4], 0, r"fair_cuts\.ranks: expected an integer, 1 or more, got 0\. Pass"),
         ([3, 4], True, r"fair_cuts\.ranks: .* got True"),
-        ([3, -4], 1, r"fair_cuts\.rows\[1\]: expected a number of rows, 0 or more, got -4\."),
+        ([3, -4], 1, r"fair_cuts\.rows\[1\]: expected an integer, 0 or more, got -4\. Pass"),
         ([3.0], 1, r"fair_cuts\.rows\[0\]: .* got 3\.0"),
+        (5, 2, r"fair_cuts\.rows: expected a list of the number of rows .* got 5\. Pass"),
+        (None, 2, r"fair_cuts\.rows: .* got None"),
+        ("34", 2, r"fair_cuts\.rows\[0\]: .* got '3'"),
+        (torch.tensor([3]), 1, r"got tensor\(3\)\. .* a tensor as rows\.tolist\(\)"),
         ([1, 2], 4, r"expected a row for each of 4 ranks, got 3 rows\. Use fewer ranks\."),
         ([], 1, r"expected a row for each of 1 ranks, got 0 rows"),
-        ([2**62, 2**62], 2, r"expected fewer than 2\^63 rows in all, got 9223372036854775808\."),
+        (
+            [2**62, 2**62],
+            2,
+            r"expected fewer than 2\^63 rows in all, got 9223372036854775808\. Check",
+        ),
     ],
 )
 def test_what_cannot_be_cut(rows, ranks, said):
@@ -181,6 +190,11 @@ def test_rows_that_are_nowhere(features, rows, said):
 def test_owners_take_int64():
     with pytest.raises(ValueError, match=r"owners\.rows: expected int64, got torch\.int32"):
         fair_cuts([3], 1).owners(torch.tensor([0]), torch.tensor([0], dtype=torch.int32))
+    for numbers in (1, [1], np.array([1])):
+        with pytest.raises(
+            ValueError, match=r"owners\.features: expected an int64 tensor, got .* Write"
+        ):
+            fair_cuts([3], 1).owners(numbers, torch.tensor([0]))
 
 
 def test_whole_features_of_the_notebook():
@@ -222,7 +236,7 @@ def test_another_seed_makes_other_groups():
 @pytest.mark.parametrize(
     ("rows", "ranks", "said"),
     [
-        ([3], 0, r"whole_features\.ranks: expected an integer above 0, got 0\."),
+        ([3], 0, r"whole_features\.ranks: expected an integer, 1 or more, got 0\."),
         ([-3], 1, r"whole_features\.rows\[0\]: .* got -3\."),
         ([3], 2, r"whole_features: expected a feature for each of 2 ranks, got 1 features\."),
         ([2**62, 2**62], 2, r"whole_features: expected fewer than 2\^63 rows in all"),
@@ -231,3 +245,17 @@ def test_another_seed_makes_other_groups():
 def test_what_cannot_be_grouped(rows, ranks, said):
     with pytest.raises(ValueError, match=said):
         whole_features(rows, ranks)
+
+
+@pytest.mark.parametrize("seed", ["x", None, -1])
+def test_a_seed_is_a_number(seed):
+    with pytest.raises(
+        ValueError, match=r"whole_features\.seed: expected an integer, 0 or more, got"
+    ):
+        whole_features([3, 4], 2, seed)
+
+
+@pytest.mark.parametrize("cut", [fair_cuts, whole_features])
+def test_numbers_of_numpy_are_those_of_python(cut):
+    found = cut(np.array([3, 4, 5]), np.int32(2))
+    assert repr(found) == repr(cut([3, 4, 5], 2))

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -11,6 +12,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.planner import (
@@ -110,8 +112,18 @@ def test_constraints_are_told_apart_by_what_is_expected():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch_size": 0}, r"constraints_from\.batch_size: expected 1 or more, got 0"),
-        ({"growth": 0.9}, r"constraints_from\.growth: expected a number from 1 on, got 0\.9"),
+        ({"batch_size": 0}, r"\.batch_size: expected a finite number, 1 or more, got 0\. Pass"),
+        ({"batch_size": "x"}, r"constraints_from\.batch_size: .* got 'x'"),
+        ({"growth": 0.9}, r"\.growth: expected a finite number, 1 or more, got 0\.9\. Pass"),
+        ({"growth": None}, r"constraints_from\.growth: .* got None"),
+        ({"growth": math.inf}, r"constraints_from\.growth: .* got inf"),
+        ({"stats": None}, r"constraints_from\.stats: expected the stats of .* got None\. Pass"),
+        ({"stats": {"user": None}}, r"constraints_from\.stats\['user'\]: .* got None"),
+        ({"stats": stats_of()}, r"constraints_from\.stats\['\w+'\]: expected the stats of"),
+        (
+            {"constraints": {"user": {"sharding_types": ["row_wise"]}}},
+            r"constraints_from\.constraints\['user'\]: expected ParameterConstraints, got \{",
+        ),
         ({"growth": math.nan}, r"growth: .* got nan"),
         ({"growth": math.inf}, r"growth: .* got inf"),
         (
@@ -347,8 +359,49 @@ def test_ranks_without_shards_count_as_empty(device):
 
 
 def test_a_weight_is_not_negative():
-    with pytest.raises(ValueError, match=r"EvenLoad\.memory_weight: expected 0 or more, got -1"):
-        EvenLoad(topology(), -1)
+    for weight in (-1, None, "x", math.nan):
+        with pytest.raises(
+            ValueError, match=r"EvenLoad\.memory_weight: expected a finite number, 0 or"
+        ):
+            EvenLoad(topology(), weight)
+    EvenLoad(topology(), np.float32(0.5))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"expected_rows": 0}, r"expected_rows: expected an integer, 1 or more, got 0\. Pass None"),
+        ({"expected_rows": "x"}, r"expected_rows: .* got 'x'"),
+        ({"expected_counters": -5}, r"expected_counters: expected an integer, 0 or more, got -5"),
+        ({"expected_counters": 1.5}, r"expected_counters: .* got 1\.5"),
+    ],
+)
+def test_measured_numbers_are_counts(numbers, said):
+    with pytest.raises(ValueError, match=rf"^MeasuredConstraints\.{said}"):
+        MeasuredConstraints(**numbers)
+
+
+def test_measured_numbers_of_numpy_are_those_of_python():
+    found = MeasuredConstraints(expected_rows=np.int64(5), expected_counters=np.int32(0))
+    assert repr(found) == repr(MeasuredConstraints(expected_rows=5, expected_counters=0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"plan": None}, r"plan: expected a ShardingPlan, got None\. Pass model\.plan"),
+        ({"plan": {}}, r"plan: .* got \{\}"),
+        ({"ranks": -1}, r"ranks: expected an integer, 1 or more, got -1\. Pass"),
+        ({"ranks": 1.5}, r"ranks: .* got 1\.5"),
+        ({"ranks": "x"}, r"ranks: .* got 'x'"),
+        ({"stats": None}, r"stats: expected the stats of read_model_stats, got None\. Pass"),
+        ({"stats": {"t": None}}, r"stats\['t'\]: .* got None"),
+    ],
+)
+def test_what_has_no_load(changed, said):
+    with pytest.raises(ValueError, match=rf"^load_by_rank\.{said}"):
+        load_by_rank(**({"plan": ShardingPlan({}), "stats": {}, "ranks": 2} | changed))
+    assert load_by_rank(ShardingPlan({}), {}, np.int64(2)).bytes == (0, 0)
 
 
 def test_shares_of_each_kind_of_shard():

@@ -302,6 +302,58 @@ def test_arguments_in_a_wrong_order_are_refused():
     ):
         make_planner(512, topology())
     with pytest.raises(
-        ValueError, match="make_planner: expected batch_size to be an integer above"
+        ValueError, match=r"make_planner\.batch_size: expected an integer, 1 or more"
     ):
         make_planner(topology(), topology())
+
+
+@pytest.mark.parametrize("make", [make_planner, DynamicStorageEstimator])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("x", r": expected a dict of ParameterConstraints by table name, got 'x'\. Write"),
+        ([ParameterConstraints()], r": expected a dict of ParameterConstraints .* got \["),
+        (
+            {"t": {"sharding_types": ["row_wise"]}},
+            r"\['t'\]: expected ParameterConstraints, got \{.*\}\. Write",
+        ),
+        (
+            {"t": ParameterConstraints(sharding_types="row_wise")},
+            r"\['t'\]\.sharding_types: expected a list, got 'row_wise'\. Write \['row_wise'\]",
+        ),
+        (
+            {"t": ParameterConstraints(compute_kernels="fused")},
+            r"\['t'\]\.compute_kernels: expected a list, got 'fused'\. Write \['fused'\]",
+        ),
+    ],
+)
+def test_what_constrains_nothing(make, given, said):
+    with pytest.raises(ValueError, match=rf"^{make.__name__}\.constraints{said}"):
+        make(topology(), constraints=given)
+
+
+def test_the_enumerator_is_not_chosen():
+    with pytest.raises(
+        ValueError, match=r"make_planner\.enumerator: expected none, got .* Leave it"
+    ):
+        make_planner(topology(), enumerator=EmbeddingEnumerator(topology(), 64))
+
+
+@pytest.mark.parametrize("sharded", ["both", "dynamic"])
+def test_constraints_have_names_of_tables(sharded):
+    """A static table without a sharder may have constraints, too."""
+    static = EmbeddingBagCollection([table("item")], device=torch.device("meta"))
+    dynamic = DynamicEmbeddingBagCollection([table("user")])
+    model = torch.nn.ModuleDict({"dynamic": dynamic, "static": static})
+    sharders = default_sharders()
+    if sharded == "dynamic":
+        sharders = [one for one in sharders if one.module_type is DynamicEmbeddingBagCollection]
+    given = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("user", "item")}
+    plan = make_planner(topology(), constraints=given).plan(model, sharders)
+    names = {name for of in plan.plan.values() for name in of}
+    assert names == ({"user", "item"} if sharded == "both" else {"user"})
+    given["usr"] = given.pop("user")
+    with pytest.raises(
+        ValueError, match=r"make_planner\.constraints: expected names of tables .* got \['usr'\]"
+    ):
+        make_planner(topology(), constraints=given).plan(model, sharders)

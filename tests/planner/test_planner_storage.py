@@ -297,7 +297,9 @@ def test_expected_rows_price_a_generous_limit():
 
 
 def test_expected_rows_are_checked():
-    with pytest.raises(ValueError, match=r"expected_rows\['user'\]: expected at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=r"expected_rows\['user'\]: expected an integer, 1 or more, got 0"
+    ):
         DynamicStorageEstimator(topology(), expected_rows={"user": 0})
     for wrong, rule in (
         (10**6, ": expected a dict"),

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from torchrec_dyn.__main__ import main
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.planner import table_bytes, table_size
+from torchrec_dyn.planner import print_size, table_bytes, table_size
 from torchrec_dyn.ranks import row_limit
 
 ADAGRAD = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD)
@@ -120,16 +121,62 @@ def test_more_shards_than_columns(capsys):
     ("changed", "rule"),
     [
         ({"rows": -1}, ": expected an integer, 0 or more, got -1"),
-        ({"columns": 0}, " expected columns to be an integer above 0, got 0"),
+        ({"columns": 0}, r"\.columns: expected an integer, 1 or more, got 0\. Pass"),
         ({"dtype": "float32"}, ": expected torch.float32, .* got 'float32'"),
         ({"dtype": torch.int8}, ": expected torch.float32, .* got torch.int8"),
         (
             {"optimizer": {"optimizer": "ADAM"}},
             ": expected a RowOptimizer, .* Write RowOptimizer.from_fused_params",
         ),
+        ({"device_type": "cuda:0"}, ".device_type: expected 'cpu' or 'cuda', got 'cuda:0'. Pass"),
+        ({"device_type": torch.device("meta")}, r".device_type: .* got device\(type='meta'\)"),
+        ({"device_type": None}, ".device_type: .* got None"),
+        (
+            {"limit": 9},
+            ".limit: expected an integer, 10 or more, got 9. Pass the table's row limit",
+        ),
+        ({"limit": "many"}, ".limit: .* got 'many'"),
+        ({"limit": True, "rows": 1}, ".limit: .* got True"),
+        ({"counters": -1}, ".counters: expected an integer, 0 or more, got -1. Pass"),
+        ({"counters": 1.5}, ".counters: .* got 1.5"),
+        ({"counters": float("nan")}, ".counters: .* got nan"),
+        ({"counters": None}, ".counters: .* got None"),
     ],
 )
 def test_wrong_arguments(changed, rule):
     given = {"rows": 10, "columns": 8, "dtype": torch.float32, "optimizer": ADAGRAD}
     with pytest.raises(ValueError, match=rf"^table_size\S*{rule}"):
         table_bytes(**{**given, **changed})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_numbers_of_numpy_and_devices_are_arguments_too(device):
+    given = {"optimizer": ADAGRAD, "dtype": torch.float32, "has_life": True, "deltas": True}
+    numbers = {"rows": 1000, "columns": 8, "limit": 100_000, "counters": 300}
+    plain = table_size(**numbers, **given, device_type=device)
+    of_numpy = {name: np.int64(number) for name, number in numbers.items()}
+    found = table_size(**of_numpy, **given, device_type=torch.device(device, 0))
+    assert found == plain and type(found.total) is int
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"rows": -1}, "rows: expected an integer, 0 or more, got -1. Pass"),
+        ({"columns": 0}, "columns: expected an integer, 1 or more, got 0. Pass"),
+        ({"row_ranks": 0}, "row_ranks: expected an integer, 1 or more, got 0. Pass"),
+        ({"row_ranks": -1}, "row_ranks: .* got -1"),
+        ({"column_shards": 0}, "column_shards: expected an integer, 1 or more, got 0. Pass"),
+        ({"counters": -1}, "counters: expected an integer, 0 or more, got -1. Pass"),
+    ],
+)
+def test_wrong_arguments_of_the_printed_size(changed, rule, capsys):
+    numbers = {"rows": 10, "columns": 8, "row_ranks": 2, "column_shards": 2, "counters": 5}
+    given = {"dtype": torch.float32, "optimizer": ADAGRAD, "has_life": True}
+    with pytest.raises(ValueError, match=rf"^print_size\.{rule}"):
+        print_size(**{**numbers, **changed}, **given)
+    assert capsys.readouterr().out == ""
+    print_size(**numbers, **given)
+    plain = capsys.readouterr().out
+    print_size(**{name: np.int32(number) for name, number in numbers.items()}, **given)
+    assert capsys.readouterr().out == plain

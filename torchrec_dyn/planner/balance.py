@@ -10,7 +10,8 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PerfModel, ShardingOption
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
-from torchrec_dyn.planner.measured import check_stats, lookups_per_forward
+from torchrec_dyn.planner.argument_checks import check_number, checked_count
+from torchrec_dyn.planner.measured import check_stats, check_stats_of_table, lookups_per_forward
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,22 @@ def load_by_rank(
         ranks: number of ranks of the plan.
 
     Raises:
-        ValueError: if the plan uses a rank outside of [0, ranks), or a table's stats are incomplete.
+        ValueError: if the plan uses a rank outside of [0, ranks), a table's stats are incomplete, or an
+            argument is something else.
     """
+    if not isinstance(plan, ShardingPlan):
+        raise ValueError(
+            f"load_by_rank.plan: expected a ShardingPlan, got {plan!r}. Pass model.plan, or what a planner's "
+            "plan or collective_plan returns."
+        )
+    check_stats("load_by_rank", stats)
+    ranks = checked_count(ranks, "load_by_rank.ranks", 1, "Pass the number of ranks of the plan.")
     held, lookups = [0.0] * ranks, [0.0] * ranks
     for of_module in plan.plan.values():
         for name, sharding in of_module.items() if isinstance(of_module, Mapping) else ():
             if name not in stats:
                 continue
-            check_stats("load_by_rank", name, stats[name])
+            check_stats_of_table("load_by_rank", name, stats[name])
             for rank, share in _shares(sharding):
                 if not 0 <= rank < ranks:
                     raise ValueError(
@@ -102,12 +111,11 @@ class EvenLoad(PerfModel):
             model. With 1, a plan with twice the imbalance has the same rating if it is twice as fast.
 
     Raises:
-        ValueError: if the weight is negative.
+        ValueError: if the weight is negative, or no finite number.
     """
 
     def __init__(self, topology: Topology, memory_weight: float = 0.5) -> None:
-        if not memory_weight >= 0:
-            raise ValueError(f"EvenLoad.memory_weight: expected 0 or more, got {memory_weight}.")
+        check_number(memory_weight, "EvenLoad.memory_weight", 0, "Pass 0 to rate by time alone.")
         self._ranks: int = topology.world_size
         self._memory_weight = memory_weight
 

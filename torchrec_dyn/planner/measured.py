@@ -11,6 +11,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import hash_sha256_to_int
 
 from torchrec_dyn.modules import UnshardedCollection
+from torchrec_dyn.planner.argument_checks import check_number, checked_constraints, checked_count
 from torchrec_dyn.ranks import Stats
 from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
 
@@ -26,10 +27,20 @@ class MeasuredConstraints(ParameterConstraints):
     Attributes:
         expected_rows: expected number of rows, over all ranks; None: the table's limit.
         expected_counters: expected number of waiting ids, over all ranks; None: the maximum number.
+
+    Raises:
+        ValueError: if a number is no integer, or rows are below 1 or counters below 0.
     """
 
     expected_rows: int | None = None
     expected_counters: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, least in (("expected_rows", 1), ("expected_counters", 0)):
+            given = getattr(self, field)
+            if given is not None:
+                where, remedy = f"MeasuredConstraints.{field}", "Pass None if it is not known."
+                setattr(self, field, checked_count(given, where, least, remedy))
 
     def __hash__(self) -> int:
         return hash_sha256_to_int([super().__hash__(), self.expected_rows, self.expected_counters])
@@ -84,11 +95,11 @@ def constraints_from(
         ValueError: if an argument is out of its range, stats are missing, or a table has not been trained
             since it was created.
     """
-    if not batch_size >= 1:
-        raise ValueError(f"constraints_from.batch_size: expected 1 or more, got {batch_size}.")
-    if not 1 <= growth < math.inf:
-        raise ValueError(f"constraints_from.growth: expected a number from 1 on, got {growth}.")
-    given = dict(constraints or {})
+    check_stats("constraints_from", stats)
+    remedy = "Pass the samples per rank and forward while the stats were counted."
+    check_number(batch_size, "constraints_from.batch_size", 1, remedy)
+    check_number(growth, "constraints_from.growth", 1, "Pass 1 to plan for the present rows.")
+    given = checked_constraints(constraints, "constraints_from.constraints")
     for name, seen in stats.items():
         given[name] = _measured(name, seen, batch_size, growth, given.get(name))
     return given
@@ -99,7 +110,20 @@ def lookups_per_forward(stats: Mapping[str, int | float]) -> float:
     return stats["ids_seen"] / stats["forwards"]
 
 
-def check_stats(where: str, name: str, stats: Mapping[str, int | float]) -> None:
+def check_stats(where: str, by_table: Mapping[str, Mapping[str, int | float]]) -> None:
+    """Raises ValueError unless the stats are those of tables, by table name."""
+    given: dict[str, object] = {"": by_table}
+    if isinstance(by_table, Mapping):
+        given = {f"['{name}']": stats for name, stats in by_table.items()}
+    for place, stats in given.items():
+        if not isinstance(stats, Mapping):
+            raise ValueError(
+                f"{where}.stats{place}: expected the stats of read_model_stats, got {stats!r}. Pass "
+                "stats=read_model_stats(model)."
+            )
+
+
+def check_stats_of_table(where: str, name: str, stats: Mapping[str, int | float]) -> None:
     """Raises ValueError unless a table's stats are complete and count at least one training forward."""
     if missing := [one for one in _NEEDED if one not in stats]:
         raise ValueError(
@@ -120,7 +144,7 @@ def _measured(
     growth: float,
     given: ParameterConstraints | None,
 ) -> MeasuredConstraints:
-    check_stats("constraints_from", name, stats)
+    check_stats_of_table("constraints_from", name, stats)
     features = int(stats["features"])
     kept = (
         {one.name: getattr(given, one.name) for one in fields(ParameterConstraints)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.modules import check_size
+from torchrec_dyn.planner.argument_checks import checked_constraints, checked_count
 from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
@@ -173,17 +172,22 @@ def make_planner(
     Raises:
         ValueError: if an argument is not valid. `plan` and, on every rank, `collective_plan` of the planner
             raise it, too: if constraints of a dynamic table leave no sharding type or compute kernel that it
-            has, no table has a name of `expected_rows`, or a table cannot have so many.
+            has, no table has a name of `constraints` or `expected_rows`, or a table cannot have so many rows.
     """
     if not isinstance(topology, Topology):
         raise ValueError(
             f"make_planner.topology: expected a Topology, got {topology!r}. Write "
             "make_planner(Topology(...), batch_size)."
         )
-    if isinstance(batch_size, Integral) and not isinstance(batch_size, bool):
-        batch_size = int(batch_size)  # of numpy, too
-    check_size(batch_size, "batch_size", "make_planner")
-    by_table = None if constraints is None else dict(constraints)
+    batch_size = checked_count(
+        batch_size, "make_planner.batch_size", 1, "Pass the samples per rank."
+    )
+    if "enumerator" in options:
+        raise ValueError(
+            f"make_planner.enumerator: expected none, got {options['enumerator']!r}. Leave it out, or pass "
+            "it to EmbeddingShardingPlanner, with a DynamicStorageEstimator among its estimators."
+        )
+    by_table = checked_constraints(constraints, "make_planner.constraints") or None
     if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
         options.setdefault("performance_model", EvenLoad(topology))
     if options.get("partitioner") is None:

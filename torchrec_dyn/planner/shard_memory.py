@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from torchrec_dyn.life import SCORE_BYTES
-from torchrec_dyn.modules import check_size
 from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.planner.argument_checks import checked_count
 from torchrec_dyn.ranks import row_limit
 from torchrec_dyn.storage import (
     SLOT_BYTES,
@@ -52,7 +52,7 @@ def table_size(
     columns: int,
     dtype: torch.dtype,
     optimizer: RowOptimizer,
-    device_type: str = "cpu",
+    device_type: str | torch.device = "cpu",
     limit: int | None = None,
     has_life: bool = False,
     counters: int = 0,
@@ -73,17 +73,23 @@ def table_size(
         columns: columns of a row in this shard.
         dtype: dtype of the rows.
         optimizer: optimizer of the rows.
-        device_type: "cpu" or "cuda".
-        limit: the table's row limit, which decides the size of its blocks; None: `rows`.
+        device_type: "cpu" or "cuda", or a device of these.
+        limit: the table's row limit, which decides the size of its blocks, `rows` or more; None: `rows`.
         has_life: True if any policy is set, so that each row has a score.
         counters: maximum number of waiting ids in this shard.
         deltas: True if deltas are exported (`checkpoint.mark`), so that changed rows are recorded.
 
     Raises:
-        ValueError: if `rows`, `columns`, `dtype` or `optimizer` is not valid.
+        ValueError: if an argument is not valid.
     """
-    _check_arguments(rows, columns, dtype, optimizer)
-    limit = rows if limit is None else limit
+    _check_kinds(dtype, optimizer)
+    device_type = _checked_device_type(device_type)
+    rows = checked_count(rows, "table_size.rows", 0, "Pass the ids with a row in this shard.")
+    columns = checked_count(columns, "table_size.columns", 1, "Pass the columns of this shard.")
+    remedy = f"Pass the table's row limit, at least its rows={rows}, or None for as many as these."
+    limit = rows if limit is None else checked_count(limit, "table_size.limit", rows, remedy)
+    remedy = "Pass the most ids that wait in this shard; 0 without AdmitAfter."
+    counters = checked_count(counters, "table_size.counters", 0, remedy)
     shift = block_shift(limit, columns * dtype.itemsize, device_type)
 
     def store(row_bytes: int) -> int:
@@ -106,20 +112,26 @@ def table_size(
     )
 
 
-def _check_arguments(rows: object, columns: int, dtype: object, optimizer: object) -> None:
-    where = "table_size"
-    if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
-        raise ValueError(f"{where}.rows: expected an integer, 0 or more, got {rows!r}.")
-    check_size(columns, "columns", where)
+def _check_kinds(dtype: object, optimizer: object) -> None:
     if dtype not in ROW_DTYPES:
         raise ValueError(
-            f"{where}.dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}."
+            f"table_size.dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}."
         )
     if not isinstance(optimizer, RowOptimizer):
         raise ValueError(
-            f"{where}.optimizer: expected a RowOptimizer, got {optimizer!r}. Write "
+            f"table_size.optimizer: expected a RowOptimizer, got {optimizer!r}. Write "
             "RowOptimizer.from_fused_params(fused_params, 'my table')."
         )
+
+
+def _checked_device_type(device_type: object) -> str:
+    kind = device_type.type if isinstance(device_type, torch.device) else device_type
+    if not isinstance(kind, str) or kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"table_size.device_type: expected 'cpu' or 'cuda', got {device_type!r}. Pass the type of the "
+            "device that has the rows."
+        )
+    return kind
 
 
 def table_bytes(
@@ -127,7 +139,7 @@ def table_bytes(
     columns: int,
     dtype: torch.dtype,
     optimizer: RowOptimizer,
-    device_type: str = "cpu",
+    device_type: str | torch.device = "cpu",
     limit: int | None = None,
     has_life: bool = False,
     counters: int = 0,
@@ -162,8 +174,17 @@ def print_size(
         counters: maximum number of waiting ids, over all ranks.
 
     Raises:
-        ValueError: if there are more column shards than columns.
+        ValueError: if there are more column shards than columns, or an argument is not valid.
     """
+    rows = checked_count(rows, "print_size.rows", 0, "Pass the ids with a row, over all ranks.")
+    columns = checked_count(columns, "print_size.columns", 1, "Pass the table's embedding_dim.")
+    row_ranks = checked_count(
+        row_ranks, "print_size.row_ranks", 1, "Pass 1 if each column shard is on one rank."
+    )
+    column_shards = checked_count(
+        column_shards, "print_size.column_shards", 1, "Pass 1 if the columns are not split."
+    )
+    counters = checked_count(counters, "print_size.counters", 0, "Pass 0 without AdmitAfter.")
     if column_shards > columns:
         raise ValueError(
             f"size: expected at most {columns} column shards, one per column, got {column_shards}."

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from numbers import Integral
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +33,7 @@ from torchrec_dyn.modules import (
     chosen_output_dtype,
     merged_fused_params,
 )
+from torchrec_dyn.planner.argument_checks import checked_constraints, checked_count
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.shard_memory import table_size
 from torchrec_dyn.ranks import config_of_share, row_limit
@@ -59,17 +59,11 @@ def _checked_rows(expected_rows: object) -> dict[str, int]:
         raise ValueError(
             f"{where}: expected a dict of numbers by table name, got {expected_rows!r}. Write {{name: rows}}."
         )
-    checked = dict(expected_rows or {})
-    for name, rows in checked.items():
-        if not isinstance(rows, Integral) or isinstance(rows, bool):
-            raise ValueError(
-                f"{where}['{name}']: expected an integer, got {rows!r}. Leave the table out to price it full."
-            )
-        if rows < 1:
-            raise ValueError(
-                f"{where}['{name}']: expected at least 1, got {rows}. Leave the table out to price it full."
-            )
-    return {name: int(rows) for name, rows in checked.items()}
+    remedy = "Leave the table out to price it full."
+    return {
+        name: checked_count(rows, f"{where}['{name}']", 1, remedy)
+        for name, rows in (expected_rows or {}).items()
+    }
 
 
 class DynamicStorageEstimator(ShardEstimator):
@@ -95,8 +89,8 @@ class DynamicStorageEstimator(ShardEstimator):
         deltas: True to price the marks of rows, for models of which deltas are exported.
 
     Raises:
-        ValueError: if `expected_rows` is no dict, or a number in it is no integer or below 1; in `estimate`,
-            if it is above the table's limit.
+        ValueError: if `constraints` or `expected_rows` is no dict of these, or a number in the second is no
+            integer or below 1; in `estimate`, if it is above the table's limit.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class DynamicStorageEstimator(ShardEstimator):
     ) -> None:
         self._deltas = deltas
         self._device_type: str = topology.compute_device
-        self._constraints = dict(constraints or {})
+        self._constraints = checked_constraints(constraints, "DynamicStorageEstimator.constraints")
         self._expected_rows = _checked_rows(expected_rows)
         # The second estimator excludes the memory of a batch. So the difference of both is that memory.
         self._whole, self._table_only = (

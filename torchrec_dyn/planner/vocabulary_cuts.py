@@ -10,13 +10,15 @@ inside it has rows on both sides of the cut.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy
 import torch
 from torch import Tensor
+
+from torchrec_dyn.planner.argument_checks import checked_count
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,14 @@ class FairCuts:
             - local: int64 row numbers on these ranks, in the broadcast shape.
 
         Raises:
-            ValueError: if an argument is not int64, or a feature or row does not exist.
+            ValueError: if an argument is not an int64 tensor, or a feature or row does not exist.
         """
         for name, numbers in (("features", features), ("rows", rows)):
+            if not isinstance(numbers, Tensor):
+                raise ValueError(
+                    f"FairCuts.owners.{name}: expected an int64 tensor, got {numbers!r}. Write "
+                    "torch.as_tensor(numbers)."
+                )
             if numbers.dtype != torch.int64:
                 raise ValueError(
                     f"FairCuts.owners.{name}: expected int64, got {numbers.dtype}. Convert with .long()."
@@ -98,7 +105,7 @@ def fair_cuts(rows: Sequence[int], ranks: int) -> FairCuts:
         ValueError: if `ranks` is below 1, a number of rows is negative, or the number of all rows is below
             `ranks` or above the int64 range.
     """
-    _check("fair_cuts", rows, ranks)
+    rows, ranks = _checked("fair_cuts", rows, ranks)
     if sum(rows) < ranks:
         raise ValueError(
             f"fair_cuts: expected a row for each of {ranks} ranks, got {sum(rows)} rows. Use fewer ranks."
@@ -139,10 +146,11 @@ def whole_features(rows: Sequence[int], ranks: int, seed: int = 111) -> FairCuts
             LoadBalanceManager(do_fair=False) in hpcaitech/CachedEmbedding, which forms the same groups.
 
     Raises:
-        ValueError: if `ranks` is below 1 or above F, a number of rows is negative, or the number of all rows
-            is above the int64 range.
+        ValueError: if `ranks` is below 1 or above F, a number of rows is negative, the number of all rows is
+            above the int64 range, or `seed` is no integer from 0 to 2^32 - 1.
     """
-    _check("whole_features", rows, ranks)
+    rows, ranks = _checked("whole_features", rows, ranks)
+    seed = checked_count(seed, "whole_features.seed", 0, "Pass the same seed on every rank.")
     if len(rows) < ranks:
         raise ValueError(
             f"whole_features: expected a feature for each of {ranks} ranks, got {len(rows)} features. "
@@ -163,20 +171,26 @@ def whole_features(rows: Sequence[int], ranks: int, seed: int = 111) -> FairCuts
     )
 
 
-def _check(where: str, rows: Sequence[int], ranks: int) -> None:
-    if not _is_count(ranks) or ranks < 1:
-        raise ValueError(f"{where}.ranks: expected an integer above 0, got {ranks!r}.")
-    for feature, count in enumerate(rows):
-        if not _is_count(count) or count < 0:
-            raise ValueError(
-                f"{where}.rows[{feature}]: expected a number of rows, 0 or more, got {count!r}."
-            )
+def _checked(where: str, rows: Sequence[int], ranks: int) -> tuple[list[int], int]:
+    """Returns both as integers of Python."""
+    ranks = checked_count(
+        ranks, f"{where}.ranks", 1, "Pass the number of ranks that share the rows."
+    )
+    if not isinstance(rows, Iterable):
+        raise ValueError(
+            f"{where}.rows: expected a list of the number of rows of each feature, got {rows!r}. Pass "
+            "one number for each feature."
+        )
+    remedy = "Pass the number of rows of each feature; a tensor as rows.tolist()."
+    rows = [
+        checked_count(count, f"{where}.rows[{feature}]", 0, remedy)
+        for feature, count in enumerate(rows)
+    ]
     if sum(rows) >= 2**63:
-        raise ValueError(f"{where}: expected fewer than 2^63 rows in all, got {sum(rows)}.")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        raise ValueError(
+            f"{where}: expected fewer than 2^63 rows in all, got {sum(rows)}. Check the numbers of rows."
+        )
+    return rows, ranks
 
 
 def _check_inside(name: str, numbers: Tensor, ends: Tensor) -> None:
@@ -184,5 +198,6 @@ def _check_inside(name: str, numbers: Tensor, ends: Tensor) -> None:
     if bool(outside.any()):
         worst, end = numbers[outside][0], ends.expand_as(numbers)[outside][0]
         raise ValueError(
-            f"FairCuts.owners.{name}: expected numbers from 0 and below {int(end)}, got {int(worst)}."
+            f"FairCuts.owners.{name}: expected numbers from 0 and below {int(end)}, got {int(worst)}. "
+            "Compare the batch with the numbers of rows that were cut."
         )
