@@ -337,23 +337,3 @@ def test_the_enumerator_is_not_chosen():
         ValueError, match=r"make_planner\.enumerator: expected none, got .* Leave it"
     ):
         make_planner(topology(), enumerator=EmbeddingEnumerator(topology(), 64))
-
-
-@pytest.mark.parametrize("sharded", ["both", "dynamic"])
-def test_constraints_have_names_of_tables(sharded):
-    """A static table without a sharder may have constraints, too."""
-    static = EmbeddingBagCollection([table("item")], device=torch.device("meta"))
-    dynamic = DynamicEmbeddingBagCollection([table("user")])
-    model = torch.nn.ModuleDict({"dynamic": dynamic, "static": static})
-    sharders = default_sharders()
-    if sharded == "dynamic":
-        sharders = [one for one in sharders if one.module_type is DynamicEmbeddingBagCollection]
-    given = {name: ParameterConstraints(sharding_types=["table_wise"]) for name in ("user", "item")}
-    plan = make_planner(topology(), constraints=given).plan(model, sharders)
-    names = {name for of in plan.plan.values() for name in of}
-    assert names == ({"user", "item"} if sharded == "both" else {"user"})
-    given["usr"] = given.pop("user")
-    with pytest.raises(
-        ValueError, match=r"make_planner\.constraints: expected names of tables .* got \['usr'\]"
-    ):
-        make_planner(topology(), constraints=given).plan(model, sharders)

@@ -31,8 +31,8 @@ def check_tables(
     names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
 
     Raises:
-        ValueError: if constraints allow nothing that a dynamic table has, or no table has the name of
-            constraints or of an expected number of rows.
+        ValueError: if constraints allow nothing that a dynamic table has, or no table has the name of an
+            expected number of rows.
     """
     by_type = {sharder.module_type: sharder for sharder in sharders}
     names: set[str] = set()
@@ -47,18 +47,10 @@ def check_tables(
             kernels = sharder.compute_kernels(kinds[0], device_type)
             for name in tables:
                 _check_choice(constraints.get(name), name, kinds, kernels)
-    _check_names(expected_rows, names, names, "expected_rows")
-    # A table that no sharder shards may have constraints. It is a module or a parameter of the model.
-    paths = [*dict(model.named_modules()), *dict(model.named_parameters())]
-    others = (path.split(".") for path in paths)
-    _check_names(constraints, names, names.union(*others), "constraints")
-
-
-def _check_names(given: Iterable[str], names: set[str], allowed: set[str], argument: str) -> None:
-    unknown = sorted(set(given) - allowed)
+    unknown = sorted(set(expected_rows) - names)
     if unknown:
         raise ValueError(
-            f"make_planner.{argument}: expected names of tables that the sharders shard, "
+            f"make_planner.expected_rows: expected names of tables that the sharders shard, "
             f"{listed(sorted(names))}, got {listed(unknown)}. Correct the names, or leave them out."
         )
 
