@@ -59,6 +59,8 @@ def checked_input(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the ids, offsets and weights of a batch of `tables`, contiguous, the offsets as int64.
 
+    ids [N], offsets [F * B + 1] and weights [N] are those of `TableGroup.__call__`.
+
     Raises:
         ValueError: one of them has a wrong dtype or shape, or is on another device than the rows.
     """
