@@ -11,9 +11,11 @@ import workers
 from interrupts import interrupted
 from pipeline_runs import prefetched_steps
 from processed_training import processed, shard_processed
-from sharded_cases import Case, Table, usual_plan
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, collection_of, shard
+from table_cases import same_state
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed.resharding import _check_at_rest
@@ -115,6 +117,64 @@ CASES = {
 )
 def test_a_step_is_taken_once_and_used_by_its_batch(name: str, form: str) -> None:
     workers.run(one_batch_after_the_other, CASES[name], form, world_size=2)
+
+
+ALONE, BESIDE = shard_by_hand("column_wise", [([0], 0, 8)]), usual_plan("column_wise", 8, 2, 2)
+
+
+def two_tables(of_b: ParameterSharding) -> Case:
+    """Returns a case of a table A, column-wise on two ranks, and a table B with the plan `of_b`."""
+    tables = [
+        Table("A", ["a"], usual_plan("column_wise", 8, 2, 2), config=LIFE),
+        Table("B", ["b"], of_b, config=LIFE),
+    ]
+    return Case(tables)
+
+
+def change_between(case: Case, change: str) -> list[Any]:
+    """Trains two batches; between the step and the forward of the first A is unfrozen, or B is loaded.
+
+    Returns the states of A, on the columns of this rank, and of a plain loop that changes the tables before
+    (a load) or after (`unfreeze`) the first batch.
+    """
+    found = []
+    for is_ahead in (True, False):
+        one = Batches(case, "")
+        handle = one.collection.table("A")
+        if change == "unfreeze":
+            handle.freeze()
+        with prefetched_steps():
+            ctx, arrived = one.sent(0)
+            if is_ahead:
+                one.module.prefetch(arrived, None, ctx)
+            elif change == "unfreeze":
+                one.look_up(ctx, arrived)
+            if change == "unfreeze":
+                handle.unfreeze()
+            else:
+                for shard in one.collection._shards.table("B").shards:
+                    shard.load_state(shard.export_state())
+            if is_ahead or change == "load":
+                one.look_up(ctx, arrived)
+            one.look_up(*one.sent(1))
+        [mine] = one.collection._shards.table("A").shards
+        found.append(mine.export_state())
+    return found
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "load"])
+@pytest.mark.parametrize("of_b", [ALONE, BESIDE], ids=["B on one rank", "B on both ranks"])
+def test_a_change_between_holds_alike_on_all_column_shards(
+    of_b: ParameterSharding, change: str
+) -> None:
+    """Whatever other tables a rank has, and as in a plain loop."""
+    results = workers.run(change_between, two_tables(of_b), change, world_size=2)
+    for got, plain in results:
+        assert got["step"] == plain["step"] == (1 if change == "unfreeze" else 2)
+        assert same_state(got, plain)
+    (first, _), (second, _) = results
+    for name in ("ids", "last_seen", "count"):
+        assert torch.equal(first[name], second[name]), name
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

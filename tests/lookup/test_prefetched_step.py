@@ -176,15 +176,24 @@ def test_a_table_frozen_between_is_read_and_not_updated(pair):
     assert after[1]["step"] == before[1]["step"]  # the step was counted when it was taken
 
 
-def test_a_table_unfrozen_between_trains_from_the_next_batch_on(pair):
-    _, piped = pair
-    piped.tables[0].is_frozen = True
-    ahead, before = piped.ahead(SECOND), piped.states()
-    piped.tables[0].is_frozen = False
+@pytest.mark.parametrize("frozen", [[0], [0, 1]])
+def test_a_table_unfrozen_between_trains_from_the_next_batch_on(pair, frozen):
+    """Whether another table of the group is trained makes no difference."""
+    plain, piped = pair
+    for number in frozen:
+        piped.tables[number].is_frozen = True
+    ahead, before, counts = piped.ahead(SECOND), piped.states(), piped.counts()
+    for number in frozen:
+        piped.tables[number].is_frozen = False
     learn(piped.forward(SECOND, ahead))
-    assert same_state(piped.states()[0], before[0])
-    learn(piped.forward(SECOND, piped.ahead(SECOND)))
-    assert piped.states()[0]["step"] == before[0]["step"] + 1
+    for number in frozen:
+        assert same_state(piped.states()[number], before[number])
+        assert piped.counts()[number] == counts[number]
+    for trained, step in ((piped, piped.ahead(SECOND)), (plain, None)):
+        learn(trained.forward(SECOND, step))
+    for number in frozen:
+        assert same_state(piped.states()[number], plain.states()[number])
+        assert piped.counts()[number] == plain.counts()[number]
 
 
 def test_tables_frozen_at_the_step_or_at_the_forward(pair):
@@ -192,14 +201,18 @@ def test_tables_frozen_at_the_step_or_at_the_forward(pair):
     ahead = piped.ahead(SECOND)
     for table in piped.tables:
         table.is_frozen = True
+    frozen_ahead, expected = piped.ahead(SECOND), piped.forward(SECOND, training=False)
+    piped.tables[0].erase(
+        ids_of(2)
+    )  # holds from the batch after, as for a table beside trained ones
     before = piped.states()
-    assert piped.ahead(SECOND) is None
-    piped.tables[0].erase(ids_of(2))  # evaluation does not find it, as the step did
-    before[0] = piped.states()[0]
-    output = piped.forward(SECOND, ahead)
-    assert torch.equal(output, piped.forward(SECOND, training=False))
-    learn(output)
+    for step in (ahead, frozen_ahead):
+        output = piped.forward(SECOND, step)
+        assert torch.equal(output, expected) and not output.requires_grad
     assert all(map(same_state, piped.states(), before))
+    assert not torch.equal(piped.forward(SECOND, training=False), expected)
+    del ahead, frozen_ahead, step
+    assert len(piped.tables[0].forwards) == 0
 
 
 def test_loaded_tables_take_the_step_again(pair):
@@ -209,12 +222,91 @@ def test_loaded_tables_take_the_step_again(pair):
     for trained in pair:
         for table, state in zip(trained.tables, states, strict=True):
             table.load_state(state)
+    with torch.no_grad():
+        piped.forward(SECOND, ahead, training=False)  # takes no step
     outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
     assert torch.equal(*outputs)
     for output in outputs:
         learn(output)
     for got, expected in zip(piped.states(), plain.states(), strict=True):
         assert same_state(got, expected)
+
+
+def check_one_loaded(pair, loaded, frozen):
+    """Loads one table between step and forward, and checks that no table counts a batch twice or never."""
+    plain, piped = pair
+    for trained in pair:
+        trained.tables[loaded].is_frozen = frozen
+    state = {name: part.clone() for name, part in plain.states()[loaded].items()}
+    ahead = piped.ahead(SECOND)
+    counts = piped.counts()
+    for trained in pair:
+        trained.tables[loaded].load_state(state)
+    outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        learn(output)
+    for got, expected in zip(piped.states(), plain.states(), strict=True):
+        assert same_state(got, expected)
+    assert piped.counts()[1 - loaded] == counts[1 - loaded] == plain.counts()[1 - loaded]
+    for trained in pair:
+        learn(trained.forward(FIRST))
+    assert all(map(same_state, piped.states(), plain.states()))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("loaded", [0, 1])
+def test_a_loaded_table_alone_takes_its_step_again(pair, loaded, frozen):
+    check_one_loaded(pair, loaded, frozen)
+
+
+def test_a_table_without_a_policy_beside_a_loaded_one_counts_its_batch_once():
+    made = Trained(("none", "all"), ("none", "all")), Trained(("none", "all"), ("none", "all"))
+    check_one_loaded(made, 1, frozen=False)
+
+
+def test_a_row_erased_beside_a_loaded_table_is_kept_for_the_forward(pair):
+    outputs = []
+    for trained, is_loaded in zip(pair, (False, True), strict=True):
+        ahead = trained.ahead(SECOND)
+        assert trained.tables[0].erase(ids_of(2)) == 1
+        if is_loaded:
+            trained.tables[1].load_state(trained.tables[1].export_state())
+        outputs.append(trained.forward(SECOND, ahead))
+        learn(outputs[-1])
+        assert trained.tables[0].stats()["late_grads"] == 1
+    assert torch.equal(*outputs)
+
+
+def test_updates_beside_a_loaded_table_are_those_of_their_step():
+    """Two steps are taken ahead of a load to an earlier step; Adam corrects by the step."""
+    plain, piped = (Trained(*LIVES, kind=OptimizerKind.ADAM) for _ in range(2))
+    state = {name: part.clone() for name, part in plain.states()[0].items()}
+    for trained in (plain, piped):
+        learn(trained.forward(FIRST))
+    steps = [piped.ahead(lists) for lists in (SECOND, FIRST)]
+    for trained, of_trained in ((plain, [None, None]), (piped, steps)):
+        trained.tables[0].load_state(state)
+        for lists, ahead in zip((SECOND, FIRST), of_trained, strict=True):
+            learn(trained.forward(lists, ahead))
+    assert all(map(same_state, piped.states(), plain.states()))
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_initial_rows_of_frozen_tables_after_a_load_of_one(is_left):
+    """The id that has no row is of the table that is not loaded, or of the other one."""
+    made = [Trained(("none", "all"), ("none", "all")) for _ in range(2)]
+    trained, new = made
+    for table in trained.tables:
+        table.find_or_insert(ids_of(1, 2))
+        table.is_frozen = True
+    lists = [[9], [1]] if is_left else [[1], [2]]
+    ahead = trained.ahead(lists)
+    if is_left:
+        trained.tables[0].assign(ids_of(9), torch.full((1, 4), 7.0))  # after the step
+    trained.tables[1].load_state((trained if is_left else new).tables[1].export_state())
+    expected = new.forward(lists, training=False)
+    assert expected.any() and torch.equal(trained.forward(lists, ahead), expected)
 
 
 def test_an_erased_row_is_kept_for_the_forward():
@@ -252,6 +344,12 @@ def test_another_batch_is_refused(pair):
     text = r"expected the batch that was prefetched, of 4 ids, got 6 ids\. Use one context"
     with pytest.raises(ValueError, match=text):
         piped.forward(FIRST, piped.ahead(SECOND))
+    ahead = piped.ahead(SECOND)
+    piped.tables[0].load_state(piped.tables[0].export_state())
+    before = piped.states()
+    with pytest.raises(ValueError, match=text):
+        piped.forward(FIRST, ahead)
+    assert all(map(same_state, piped.states(), before))
 
 
 @pytest.fixture
@@ -310,6 +408,30 @@ def test_on_a_device_only_the_step_waits_for_reads(device, monkeypatch):
         assert torch.equal(last.detach().memory, expected)
     for got, state in zip(piped.states(), plain.states(), strict=True):
         assert same_state({name: part.cpu() for name, part in got.items()}, state)
+
+
+@pytest.mark.parametrize("frozen", [[], [0], [0, 1]])
+def test_on_a_device_only_a_loaded_table_waits_in_the_forward(device, frozen):
+    plain, piped = Trained(*LIVES, unseen="zeros"), Trained(*LIVES, unseen="zeros", device=CUDA)
+    for trained in (plain, piped):
+        trained.forward(FIRST)
+        for number in frozen:
+            trained.tables[number].is_frozen = True
+    state, expected = plain.tables[0].export_state(), None
+    for is_loaded in (False, True):
+        device.forget()
+        ahead = piped.ahead(SECOND)
+        assert not device.is_mock or (len(device.reads) == 1 or len(frozen) < 2)
+        if is_loaded:
+            for trained in (plain, piped):
+                trained.tables[0].load_state(state)
+        device.forget()
+        got, expected = piped.forward(SECOND, ahead), plain.forward(SECOND)
+        assert device.mixed == device.without_kernel == []
+        assert not device.is_mock or (len(device.reads) > 0) == is_loaded
+        assert torch.equal(got.detach().memory, expected)
+    for got, expected in zip(piped.states(), plain.states(), strict=True):
+        assert same_state({name: part.cpu() for name, part in got.items()}, expected)
 
 
 def test_prefetched_ids_of_known_counts_wait_once(device):

@@ -18,8 +18,9 @@ from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.feature_uses import Uses
 from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders
-from torchrec_dyn.lookup.table_lists import TableLists
+from torchrec_dyn.lookup.table_lists import TableLists, of_ids
 from torchrec_dyn.storage import OpenForward, keep_in_use
+from torchrec_dyn.table import TableShard
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -48,6 +49,47 @@ class Batch:
     table_offsets: Tensor = _NONE
 
 
+def lookup_of(tables: Sequence[TableShard]) -> str:
+    """Returns the begin of errors of a lookup of `tables`."""
+    return f"lookup of tables {', '.join(table.name for table in tables)}"
+
+
+def checked_input(
+    tables: Sequence[TableShard], ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the ids, offsets and weights of a batch of `tables`, contiguous, the offsets as int64.
+
+    ids [N], offsets [F * B + 1] and weights [N] are those of `TableGroup.__call__`.
+
+    Raises:
+        ValueError: one of them has a wrong dtype or shape, or is on another device than the rows.
+    """
+    if ids.dtype != torch.int64 or ids.dim() != 1:
+        raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
+    if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
+        raise _misfit(tables, f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
+    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
+        raise _misfit(tables, f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
+    device = tables[0].weights.device
+    on_cpu = device.type == "cpu"
+    for tensor in (ids, offsets, weights):
+        if tensor is not None and tensor.is_cpu != on_cpu:
+            raise _misfit(
+                tables,
+                f"ids, offsets and weights on {device}, where the rows are, got a tensor on "
+                f"{tensor.device}. Move the batch, or the collection, with .to(...).",
+            )
+    return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
+
+
+def _misfit(tables: Sequence[TableShard], what: str) -> ValueError:
+    return ValueError(f"{lookup_of(tables)}: expected {what}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
+
+
 def no_scores(where: str) -> ValueError:
     """Returns the error of a training batch without the weights that LowestScore adds up."""
     return ValueError(
@@ -68,7 +110,8 @@ class TakenStep(NamedTuple):
 
     Attributes:
         rows: [N] int64, the rows that the forward reads, -1 for an id without a row.
-        missing: number of -1 in `rows`; with `times`, an id of a trained table counts `times` times.
+        missing: number of -1 in `rows`, or more; 0 if there are none. With `times`, an id of a trained table
+            counts `times` times; of tables that took their step again, those of the first step count, too.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
             tensor as `rows` if no table is frozen and every feature trains. None in evaluation.
@@ -93,6 +136,10 @@ class PrefetchedStep:
     the batch gets the rows of the step and takes no step itself. The forward is open from the step on, so
     these rows are not reused, whatever other steps, erasures and growth of tables come in between.
 
+    What holds for a table depends on that table alone, since other ranks may have other tables beside its
+    shards. A table that was frozen at the step is not updated by the batch, also if no table was trained
+    then. A table that was loaded or converted since takes its step again, and no other table does.
+
     Attributes:
         generations: [T], generation of each table at the step.
         open_forward: the forward of the step, open since then.
@@ -110,6 +157,42 @@ class PrefetchedStep:
         """Returns False if a table was loaded or converted since the step: its rows are other rows now."""
         return self.generations == lists.generations
 
+    def tables_as_then(self, lists: TableLists) -> list[bool]:
+        """Returns True for each table that was not loaded or converted since the step, [T]."""
+        pairs = zip(self.generations, lists.generations, strict=True)
+        return [then == now for then, now in pairs]
+
+    def check_size(self, ids: Tensor) -> None:
+        """Raises ValueError if the step was taken for a batch of another size than ids [N]."""
+        if self.taken.rows.numel() != ids.numel():
+            raise ValueError(
+                f"lookup: expected the batch that was prefetched, of {self.taken.rows.numel()} ids, got "
+                f"{ids.numel()} ids. Use one context for one batch."
+            )
+
+    def joined(
+        self,
+        again: TakenStep,
+        as_then: Sequence[bool],
+        generations: list[int],
+        table_offsets: Tensor,
+    ) -> PrefetchedStep:
+        """Returns this step with the step that was taken `again` for the tables that are not `as_then`.
+
+        generations [T] are those of now; table_offsets [T + 1] int64, where the ids of each table begin.
+        """
+        taken, is_kept = self.taken, torch.tensor(as_then, device="cpu")
+        assert taken.learning is not None and again.learning is not None
+        assert taken.streams is not None and again.streams is not None
+        kept = of_ids(is_kept, table_offsets, taken.rows)
+        joined = TakenStep(
+            torch.where(kept, taken.rows, again.rows),
+            taken.missing + again.missing,  # a GPU's host would wait for the number
+            learning=torch.where(kept, taken.learning, again.learning),
+            streams=torch.where(is_kept.unsqueeze(1), taken.streams, again.streams),
+        )
+        return PrefetchedStep(joined, generations, self.open_forward)
+
     def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
         """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.
 
@@ -118,11 +201,7 @@ class PrefetchedStep:
         Raises:
             ValueError: the step was taken for a batch of another size.
         """
-        rows, learning = self.taken.rows, self.taken.learning
-        if rows.numel() != ids.numel():
-            raise ValueError(
-                f"lookup: expected the batch that was prefetched, of {rows.numel()} ids, got "
-                f"{ids.numel()} ids. Use one context for one batch."
-            )
-        assert learning is not None
-        return self.taken._replace(learning=lists.rows_to_update(learning, table_offsets))
+        self.check_size(ids)
+        assert self.taken.learning is not None
+        learning = lists.rows_to_update(self.taken.learning, table_offsets)
+        return self.taken._replace(learning=learning)

@@ -38,7 +38,13 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.lookup.batch import Batch, PrefetchedStep, TakenStep
+from torchrec_dyn.lookup.batch import (
+    Batch,
+    PrefetchedStep,
+    TakenStep,
+    checked_input,
+    lookup_of,
+)
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
@@ -180,8 +186,8 @@ class TableGroup:
                 for; None for 1 each.
             scores: [N] floating point, what each id adds to its score in tables with `LowestScore`; None
                 without such tables, and in evaluation.
-            ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. If a table was
-                loaded or converted since, the step is taken again.
+            ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. Tables that were
+                loaded or converted since take their step again.
 
         Returns:
             Pooled: [B, sum of D over features]. Pooled with batch_sizes: one dimension; for each rank in
@@ -191,7 +197,7 @@ class TableGroup:
             ValueError: ids, offsets or weights of a wrong dtype or size; no table has changed.
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
-        ids, offsets, weights = self._check_input(ids, offsets, weights)
+        ids, offsets, weights = checked_input(self.tables, ids, offsets, weights)
         batch = Batch(
             ids, offsets, weights, training, batch_sizes, counts, senders, times, scores
         )  # fmt: skip
@@ -253,9 +259,11 @@ class TableGroup:
         if self.deferred is not None and trained is not None:
             trained.shared.earlier = self.deferred.sizes
         for t in self.in_files if trained else ():
-            self.tables[t].weights.check_process(self._where)
-        if ahead is not None and (trained is None or not ahead.is_of(lists)):
+            self.tables[t].weights.check_process(lookup_of(self.tables))
+        if not batch.training:
             ahead = None
+        elif ahead is not None and not ahead.is_of(lists):
+            ahead = self._step_again(ahead, batch, lists)
         first = None
         if not batch.ids.is_cpu and ahead is None:
             first = self._read_first(batch, lists, trained)
@@ -307,7 +315,7 @@ class TableGroup:
     def _repeat(self, batch: Batch, around: CheckpointedCalls) -> Tensor:
         """Returns the output of a lookup that activation checkpointing runs again; no table changes."""
         assert around.recomputation is not None
-        forward = around.recomputation.next_of(self, batch.ids, self._where)
+        forward = around.recomputation.next_of(self, batch.ids, lookup_of(self.tables))
         around.keep(self, forward)
         output = self._output(again(forward, around.recomputation), batch.weights)
         return output.view(forward.bags.shape)
@@ -348,7 +356,7 @@ class TableGroup:
         trained = lists.trained
         if self.steps_decide or trained is None:
             return
-        ids, offsets, _ = self._check_input(ids, offsets, None)
+        ids, offsets, _ = checked_input(self.tables, ids, offsets, None)
         keep_in_use(ids, offsets)
         if counts is None:
             table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
@@ -369,26 +377,43 @@ class TableGroup:
     ) -> PrefetchedStep | None:
         """Takes the training step of a batch now, for its forward, and returns it.
 
-        Returns None, and takes no step, if all tables are frozen, or if updates are deferred: then the
-        forward belongs to the step that is present when it runs.
+        Returns None, and takes no step, if updates are deferred: then the forward belongs to the step that is
+        present when it runs. Tables that are frozen now are frozen for the batch.
 
         ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table
         has changed then.
         """
-        lists = self._current()
-        if lists.trained is None or self.deferred is not None:
+        if self.deferred is not None:
             return None
+        lists = self._current()
         keep_in_use(ids, times, scores)
-        batch = Batch(ids.contiguous(), times=times, scores=scores)
+        batch = Batch(ids.contiguous(), counts=counts, times=times, scores=scores)
         batch.table_offsets = self._bag_layout.offsets_of_tables(counts)
-        if self._uses is not None:
-            batch.uses = self._uses.of_ids(counts, batch.ids)
-        first = None
-        if not ids.is_cpu:
-            reading = occurrences_of(lists.trained, batch)
-            first = read_first(lists, batch.ids, batch.table_offsets, lists.trained, reading)
-        taken = self._take_step(batch, lists, lists.trained, first)
+        taken = self._step_ahead(batch, lists)
         return PrefetchedStep(taken, lists.generations, OpenForward(self._forwards))
+
+    def _step_again(self, ahead: PrefetchedStep, batch: Batch, lists: TableLists) -> PrefetchedStep:
+        """Takes the step of a batch again for the tables that were loaded or converted since."""
+        self._describe(batch)
+        ahead.check_size(batch.ids)
+        as_then = ahead.tables_as_then(lists)
+        again = self._step_ahead(batch, list_tables(self.tables, as_then))
+        return ahead.joined(again, as_then, lists.generations, batch.table_offsets)
+
+    def _step_ahead(self, batch: Batch, lists: TableLists) -> TakenStep:
+        """Takes the step of a batch whose forward comes later; tables may be frozen or not by then."""
+        trained, first = lists.trained, None
+        if self._uses is not None and trained is not None:
+            batch.uses = self._uses.of_ids(self._counts_of(batch), batch.ids)
+        if not batch.ids.is_cpu:
+            reading: HostRead[Any]
+            reading = gather_reads([]) if trained is None else occurrences_of(trained, batch)
+            first = read_first(lists, batch.ids, batch.table_offsets, trained, reading)
+        taken = self._take_step(batch, lists, trained, first)
+        if trained is None:
+            learning = torch.full_like(taken.rows, -1)
+            taken = taken._replace(learning=learning, streams=lists.streams)
+        return taken
 
     @locked
     def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:
@@ -398,31 +423,6 @@ class TableGroup:
     def replace_tables(self, tables: Sequence[TableShard]) -> None:
         """Uses other tables with the settings of the present ones."""
         self.tables, self._lists = list(tables), None
-
-    def _check_input(
-        self, ids: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise self._misfit(f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
-        if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
-            raise self._misfit(f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
-        if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-            raise self._misfit(f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
-        on_cpu = self.device.type == "cpu"
-        for tensor in (ids, offsets, weights):
-            if tensor is not None and tensor.is_cpu != on_cpu:
-                raise self._misfit(
-                    f"ids, offsets and weights on {self.device}, where the rows are, got a tensor on "
-                    f"{tensor.device}. Move the batch, or the collection, with .to(...)."
-                )
-        return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
-
-    def _misfit(self, what: str) -> ValueError:
-        return ValueError(f"{self._where}: expected {what}")
-
-    @property
-    def _where(self) -> str:
-        return f"lookup of tables {', '.join(table.name for table in self.tables)}"
 
     def _anchored(self) -> Tensor:
         if self._anchor is None:
@@ -593,9 +593,9 @@ class TableGroup:
 
     def _changed_before_step(self) -> RuntimeError:
         return RuntimeError(
-            f"{self._where}: expected the tables of the backward at the optimizer's step(), got tables that "
-            "were loaded or converted in between, moved, or given another optimizer. The gradients are "
-            "dropped. Call step() or zero_grad() first."
+            f"{lookup_of(self.tables)}: expected the tables of the backward at the optimizer's step(), got "
+            "tables that were loaded or converted in between, moved, or given another optimizer. The "
+            "gradients are dropped. Call step() or zero_grad() first."
         )
 
     @locked
@@ -668,7 +668,3 @@ class TableGroup:
 
 def _has_backward(forward: Forward, weights: Tensor | None) -> bool:
     return forward.trained is not None or (weights is not None and weights.requires_grad)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {tensor.dtype}"

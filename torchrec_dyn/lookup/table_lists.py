@@ -253,18 +253,29 @@ class TableLists:
         """
         if self.is_frozen is None:
             return rows
-        frozen, sizes = (
-            numbers.to(rows.device, non_blocking=True)
-            for numbers in (self.is_frozen, table_offsets.diff())
-        )
-        return rows.masked_fill(frozen.repeat_interleave(sizes, output_size=rows.numel()), -1)
+        return rows.masked_fill(of_ids(self.is_frozen, table_offsets, rows), -1)
 
 
-def list_tables(tables: Sequence[TableShard]) -> TableLists:
-    """Lists the tables of a group, under their lock."""
+def of_ids(flags: Tensor, table_offsets: Tensor, rows: Tensor) -> Tensor:
+    """Returns the flag of the table of each id, [N] bool on the device of rows [N].
+
+    flags [T] bool and table_offsets [T + 1] int64, where the ids of each table begin, are on the CPU.
+    """
+    of_tables, sizes = (
+        numbers.to(rows.device, non_blocking=True) for numbers in (flags, table_offsets.diff())
+    )
+    return of_tables.repeat_interleave(sizes, output_size=rows.numel())
+
+
+def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> TableLists:
+    """Lists the tables of a group, under their lock; tables of which `is_held` is True as frozen ones."""
     token = TABLES.now
     # Read once: another thread may freeze a table.
-    learning = {t: table for t, table in enumerate(tables) if not table.is_frozen}
+    learning = {
+        t: table
+        for t, table in enumerate(tables)
+        if not table.is_frozen and not (is_held and is_held[t])
+    }
     is_trained = [t in learning for t in range(len(tables))]
     maps, blocks = MapList([table.id_map for table in tables]), BlockLists(tables, learning)
     trained = TrainedTables(learning, len(tables), maps, blocks) if learning else None
@@ -336,5 +347,6 @@ def blocks_with_initial_rows(
             stores[t] = weights.with_added_blocks(unseen.numel())
         initial[t] = torch.arange(first, first + unseen.numel(), device=rows.device)
         table.initial_rows.write(unseen, initial[t], stores[t])
-    ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, initial))
+    if ranges:  # `TakenStep.missing` may be too large
+        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, initial))
     return blocks_of(stores), new_index
