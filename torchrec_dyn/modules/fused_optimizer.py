@@ -142,11 +142,11 @@ class DynamicOptimizer(FusedOptimizer):
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
         # copy holds those of the copied optimizer.
         names = ("defaults", "params", "state", "param_groups", "_rates")
-        return _optimizer_of, (lookup, number), {key: vars(self)[key] for key in names}
+        return _optimizer_of, (lookup, number), {key: getattr(self, key) for key in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = self._rates.groups
-        vars(self).update(state)
+        self.__dict__.update(state)
         self._rates.drive(groups)
 
 

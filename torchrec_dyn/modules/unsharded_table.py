@@ -349,7 +349,7 @@ class UnshardedTable(nn.Module):
 
 
 class _Placeholder(nn.Parameter):
-    """The parameter `weight` of a table. Who holds it beside the table, as optimizers do, has that of the copy.
+    """The parameter `weight` of a table. Copies of those that hold it, too, as optimizers, have the copy's.
 
     Other parameters lose their attributes when they are deep-copied, and cannot be pickled with the
     optimizers that apply_optimizer_in_backward sets on them.
