@@ -1,5 +1,7 @@
 """Who chooses the optimizer of sharded rows, and how its learning rate is driven."""
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -120,6 +122,23 @@ def schedules() -> None:
 
 def test_learning_rate_follows_the_parameter_groups() -> None:
     workers.run(schedules, world_size=1)
+
+
+def copies_refused() -> None:
+    model = sharded(collection_of(Case(ONE)), Case(ONE), SGD)
+    warm = WarmupOptimizer(model.fused_optimizer, [WarmupStage()])
+    for optimizer in (model.module.collection.fused_optimizer, model.fused_optimizer, warm):
+        for way in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(
+                ValueError,
+                match=r"^ShardedOptimizer: expected .* of an unsharded collection in a copy or a pickle, got "
+                r"one of a sharded collection: .* Save state dicts with torch\.distributed\.checkpoint",
+            ):
+                way(optimizer)
+
+
+def test_an_optimizer_of_sharded_tables_is_not_copied() -> None:
+    workers.run(copies_refused, world_size=1)
 
 
 def rates_filled_in_place() -> None:

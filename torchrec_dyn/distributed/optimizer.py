@@ -15,7 +15,13 @@ from torch import Tensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import LearningRateGroup, check_step, saved_states, write_updates
+from torchrec_dyn.modules import (
+    LearningRateGroup,
+    check_step,
+    saved_states,
+    sharded_copy_error,
+    write_updates,
+)
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
@@ -27,6 +33,8 @@ class ShardedOptimizer(KeyedOptimizer):
     Every rank has one parameter group for each distinct row optimizer of the collection, also if it has none
     of the tables. So schedulers find the same groups on all ranks, also after tables have moved
     (resharding.py).
+
+    It is not copied or pickled: that is a ValueError.
 
     `placeholders` are the parameters of the tables on this rank, by key; `tables` are all tables of the
     collection, in order. `holder` is the attribute of the unsharded collection that holds the tables, and
@@ -76,6 +84,9 @@ class ShardedOptimizer(KeyedOptimizer):
         """Writes learning rates to the tables, and drops deferred updates."""
         for rates in self._rates.values():
             rates.drop_updates()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise sharded_copy_error(type(self).__name__)
 
 
 def _save(

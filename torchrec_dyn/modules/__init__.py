@@ -23,6 +23,7 @@ from torchrec_dyn.modules.feature_ids import (
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
     LearningRateGroup,
+    sharded_copy_error,
     write_updates,
 )
 from torchrec_dyn.modules.optimizer_choice import (

@@ -5,7 +5,6 @@ Unsharded collections and compute kernels use the same class.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ class LearningRateGroup(dict[str, Any]):
 
     def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
         super().__init__(params=list(params), lr=learning_rate)
-        self._groups: tuple[TableGroup, ...] = ()
+        self.groups: tuple[TableGroup, ...] = ()
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -30,13 +29,13 @@ class LearningRateGroup(dict[str, Any]):
             self.push()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is plain data: only the optimizer of the tables may set their learning rate. A copied
-        # optimizer has the group of the copied tables.
-        return dict, (dict(self),)
+        # A copy has no tables: only the optimizer of the tables may set their learning rate. A copied
+        # optimizer gives its copied group the copied tables.
+        return LearningRateGroup, ([], 0.0), None, None, iter(self.items())
 
     def drive(self, groups: Sequence[TableGroup]) -> None:
         """Sets `lr` as the learning rate of these table groups, now and after each change of `lr`."""
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
         self.push()
 
     def drop_updates(self) -> None:
@@ -48,11 +47,11 @@ class LearningRateGroup(dict[str, Any]):
     def deferring(self) -> list[TableGroup]:
         """Returns the table groups whose updates are deferred."""
         # Other groups are not asked: their locks cost a thirtieth of a small step.
-        return [group for group in self._groups if group.deferred is not None]
+        return [group for group in self.groups if group.deferred is not None]
 
     def push(self) -> None:
         """Writes `lr` to the tables. Needed after a tensor `lr` was changed in place."""
-        for group in self._groups:
+        for group in self.groups:
             group.learning_rate = float(self["lr"])
 
 
@@ -129,54 +128,42 @@ class DynamicOptimizer(FusedOptimizer):
     # Copies.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        where = f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy"
+        name = type(self).__name__
         if self._lookup is None:
-            raise ValueError(
-                f"{where} or a pickle, got one of a sharded collection: its rows are on several ranks. Save "
-                "state dicts with torch.distributed.checkpoint."
-            )
+            raise sharded_copy_error(name)
         lookup = self._lookup()
         present = [] if lookup is None else lookup.optimizers()
         number = next((i for i, one in enumerate(present) if one is self), None)
         if number is None:
             raise ValueError(
-                f"{where} or a pickle, got one of before the tables were given another optimizer. Read "
+                f"{_copy_rule(name)}, got one of before the tables were given another optimizer. Read "
                 "`fused_optimizer` of the collection again, and keep this one instead."
             )
-        # WarmupOptimizer adds a parameter of its own, and schedulers add options.
-        added = {key: param for key, param in self.params.items() if not self._is_of_table(param)}
-        states = {param: self.state[param] for param in added.values() if param in self.state}
-        options = {key: value for key, value in self._rates.items() if key != "params"}
-        return _optimizer_of, (lookup, number, self.defaults, options, added, states)
+        # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
+        # copy holds those of the copied optimizer.
+        names = ("defaults", "params", "state", "param_groups", "_rates")
+        return _optimizer_of, (lookup, number), {key: getattr(self, key) for key in names}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicOptimizer:
-        made: DynamicOptimizer = _optimizer_of(*copy.deepcopy(self.__reduce__()[1], memo))
-        # TorchRec's wrappers hold these, too. Their copies are those of the copied tables.
-        pairs: list[tuple[Any, Any]] = [(self.params, made.params), (self.state, made.state)]
-        pairs += [(self.param_groups, made.param_groups), (self._rates, made._rates)]
-        for key, param in self.params.items():
-            twin = made.params[key]
-            pairs += [(param, twin), (self.state.get(param), made.state.get(twin))]
-        memo.update({id(mine): twins for mine, twins in pairs if mine is not None})
-        return made
-
-    def _is_of_table(self, param: Tensor) -> bool:
-        return any(param is one for one in self._rates["params"])
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = self._rates.groups
+        self.__dict__.update(state)
+        self._rates.drive(groups)
 
 
-def _optimizer_of(
-    lookup: Lookup,
-    number: int,
-    defaults: Mapping[str, Any],
-    options: Mapping[str, Any],
-    added: Mapping[str, Tensor],
-    states: Mapping[Tensor, Any],
-) -> DynamicOptimizer:
-    """Returns an optimizer of a copied lookup, by its number, with what others had added to the original."""
-    made = lookup.optimizers()[number]
-    made.defaults.update(defaults)
-    made._rates.update(options)
-    made._rates.push()
-    made.params.update(added)
-    made.state.update(states)
-    return made
+def _optimizer_of(lookup: Lookup, number: int) -> DynamicOptimizer:
+    """Returns an optimizer of a copied lookup, by its number."""
+    return lookup.optimizers()[number]
+
+
+def sharded_copy_error(name: str) -> ValueError:
+    """Returns the error for a copy of the optimizer of a sharded collection, of the class `name`."""
+    return ValueError(
+        f"{_copy_rule(name)}, got one of a sharded collection: its rows are on several ranks. Save state "
+        "dicts with torch.distributed.checkpoint."
+    )
+
+
+def _copy_rule(name: str) -> str:
+    return (
+        f"{name}: expected the present optimizer of an unsharded collection in a copy or a pickle"
+    )

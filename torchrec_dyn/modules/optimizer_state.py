@@ -9,7 +9,9 @@ the last entry of a table loads the tensors of all entries of the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from threading import get_ident
+from typing import Any
 
 from torch import Tensor
 
@@ -97,14 +99,24 @@ def saved_states(
 
 def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
     """Returns the entries of an unsharded table."""
+    # No closures: wrappers of TorchRec pickle the entries with their tables.
+    save, load = partial(_save, table), partial(_load, table)
+    return saved_states(table.config.name, table.rows().optimizer, save, load, _Exported())
 
-    def save() -> Mapping[str, Tensor]:
-        with turn_of(table):  # all tensors at one moment
-            one = table.as_table()
-            return save_optimizer_states([one], f"{one.where}.state_dict")
 
-    def load(saved: dict[str, Tensor]) -> None:
-        with turn_of(table):
-            load_optimizer_state(table.as_table(), saved)
+def _save(table: UnshardedTable) -> Mapping[str, Tensor]:
+    with turn_of(table):  # all tensors at one moment
+        one = table.as_table()
+        return save_optimizer_states([one], f"{one.where}.state_dict")
 
-    return saved_states(table.config.name, table.rows().optimizer, save, load, {})
+
+def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
+    with turn_of(table):
+        load_optimizer_state(table.as_table(), saved)
+
+
+class _Exported(dict[tuple[int, str], Tensor]):
+    """Exported tensors not returned yet. A copy has none: another thread may be saving the original."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Exported, ()

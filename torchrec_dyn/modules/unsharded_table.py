@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,7 +61,8 @@ class UnshardedTable(nn.Module):
         self.lock = TableLock()  # of its rows too; the tables of a collection share one lock
         self._table: TableShard | None = None
         self._choice: object = None
-        self._put_placeholder(row_dtype(config), requires_grad=True, classes=[], kwargs=[])
+        shape = (config.num_embeddings, config.embedding_dim)
+        self.weight: nn.Parameter = _placeholder(shape, row_dtype(config), True, [], [])
         # Called for its ValueError: wrong fused_params are an error now, not in training.
         chosen_optimizer(self.weight, fused_params, self.where)
 
@@ -185,26 +187,9 @@ class UnshardedTable(nn.Module):
 
     # The placeholder.
 
-    def _put_placeholder(
-        self,
-        dtype: torch.dtype,
-        requires_grad: bool,
-        classes: list[Any],
-        kwargs: list[dict[str, Any]],
-    ) -> None:
-        shape = (self.config.num_embeddings, self.config.embedding_dim)
-        self.weight = nn.Parameter(
-            torch.empty(shape, dtype=dtype, device=_META), requires_grad=requires_grad
-        )
-        if classes:
-            self.mark_optimizer(classes, kwargs)
-
     def mark_optimizer(self, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
         """Sets the attributes that `apply_optimizer_in_backward` sets, without its hook."""
-        weight: Any = self.weight
-        weight._in_backward_optimizers = []
-        weight._optimizer_classes = list(classes)
-        weight._optimizer_kwargs = [dict(options) for options in kwargs]
+        _mark(self.weight, classes, kwargs)
 
     def copy_marks(self, weight: nn.Parameter) -> None:
         """Copies optimizer marks and `requires_grad` from the placeholder of another table."""
@@ -350,30 +335,56 @@ class UnshardedTable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         check_not_averaged(self.where)
-        # A parameter loses its attributes when it is deep-copied, and cannot be pickled with the optimizers
-        # that apply_optimizer_in_backward sets on it. So the state has the data to create it again.
-        state = self.__dict__.copy()
-        state["_parameters"] = {}
-        state["_carried"] = {
-            "dtype": self.weight.dtype,
-            "requires_grad": self.weight.requires_grad,
-            "classes": list(getattr(self.weight, "_optimizer_classes", [])),
-            "kwargs": [dict(options) for options in getattr(self.weight, "_optimizer_kwargs", [])],
-        }
-        return state
+        return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        carried = state.pop("_carried")
         super().__setstate__(state)
         if self._table is not None:
             self.device = self._table.device  # `torch.load(map_location=)` may have moved the rows
-        self._put_placeholder(**carried)
 
     def extra_repr(self) -> str:
         """Returns the sizes and the number of rows in use, for the printed model."""
         rows = 0 if self._table is None else self._table.num_rows
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"
+
+
+class _Placeholder(nn.Parameter):
+    """The parameter `weight` of a table. Copies of those that hold it, too, as optimizers, have the copy's.
+
+    Other parameters lose their attributes when they are deep-copied, and cannot be pickled with the
+    optimizers that apply_optimizer_in_backward sets on them.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        marks = vars(self)
+        classes = list(marks.get("_optimizer_classes", _NO_CHOICE))
+        kwargs = [dict(options) for options in marks.get("_optimizer_kwargs", _NO_CHOICE)]
+        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, classes, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
+        make, arguments = self.__reduce_ex__(4)
+        made: _Placeholder = make(*copy.deepcopy(arguments, memo))
+        return made
+
+
+def _placeholder(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    classes: list[Any],
+    kwargs: list[dict[str, Any]],
+) -> _Placeholder:
+    data = torch.empty(shape, dtype=dtype, device=_META)
+    made = _Placeholder(data, requires_grad=requires_grad)
+    if classes:
+        _mark(made, classes, kwargs)
+    return made
+
+
+def _mark(weight: Any, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
+    weight._in_backward_optimizers = []
+    weight._optimizer_classes = list(classes)
+    weight._optimizer_kwargs = [dict(options) for options in kwargs]
 
 
 # torch.distributed.checkpoint.state_dict needs an attribute for each key of a state dict; it reads no value.
