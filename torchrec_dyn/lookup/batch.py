@@ -20,7 +20,6 @@ from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders
 from torchrec_dyn.lookup.table_lists import TableLists, of_ids
 from torchrec_dyn.storage import OpenForward, keep_in_use
-from torchrec_dyn.table import TableShard
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -47,47 +46,6 @@ class Batch:
     bags: Bags | None = None
     uses: Uses | None = None
     table_offsets: Tensor = _NONE
-
-
-def lookup_of(tables: Sequence[TableShard]) -> str:
-    """Returns the begin of errors of a lookup of `tables`."""
-    return f"lookup of tables {', '.join(table.name for table in tables)}"
-
-
-def checked_input(
-    tables: Sequence[TableShard], ids: Tensor, offsets: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the ids, offsets and weights of a batch of `tables`, contiguous, the offsets as int64.
-
-    ids [N], offsets [F * B + 1] and weights [N] are those of `TableGroup.__call__`.
-
-    Raises:
-        ValueError: one of them has a wrong dtype or shape, or is on another device than the rows.
-    """
-    if ids.dtype != torch.int64 or ids.dim() != 1:
-        raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
-    if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
-        raise _misfit(tables, f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-        raise _misfit(tables, f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
-    device = tables[0].weights.device
-    on_cpu = device.type == "cpu"
-    for tensor in (ids, offsets, weights):
-        if tensor is not None and tensor.is_cpu != on_cpu:
-            raise _misfit(
-                tables,
-                f"ids, offsets and weights on {device}, where the rows are, got a tensor on "
-                f"{tensor.device}. Move the batch, or the collection, with .to(...).",
-            )
-    return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
-
-
-def _misfit(tables: Sequence[TableShard], what: str) -> ValueError:
-    return ValueError(f"{lookup_of(tables)}: expected {what}")
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {tensor.dtype}"
 
 
 def no_scores(where: str) -> ValueError:

@@ -37,14 +37,8 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling
-from torchrec_dyn.lookup.batch import (
-    Batch,
-    PrefetchedStep,
-    TakenStep,
-    checked_input,
-    lookup_of,
-)
+from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling, checked_input, lookup_of
+from torchrec_dyn.lookup.batch import Batch, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
