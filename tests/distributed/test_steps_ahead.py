@@ -11,7 +11,7 @@ import workers
 from interrupts import interrupted
 from pipeline_runs import prefetched_steps
 from processed_training import processed, shard_processed
-from sharded_cases import Case, Table, shard_by_hand, usual_plan
+from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, collection_of, shard
 from table_cases import same_state
 from torchrec import KeyedJaggedTensor
@@ -175,6 +175,29 @@ def test_a_change_between_holds_alike_on_all_column_shards(
     (first, _), (second, _) = results
     for name in ("ids", "last_seen", "count"):
         assert torch.equal(first[name], second[name]), name
+
+
+def prefetch_with_deferred_updates(case: Case) -> Any:
+    """Returns the ids of A on the columns of this rank after a prefetch that takes no step."""
+    one = Batches(case, "")
+    with prefetched_steps():
+        ctx, arrived = one.sent(0)
+        one.module.prefetch(arrived, None, ctx)
+    [mine] = one.collection._shards.table("A").shards
+    return mine.export_state()["ids"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LIFE, dyn.DynamicTableConfig(features=(dyn.FeatureUse("b", inserts=False),))],
+    ids=["a policy", "a feature that does not insert"],
+)
+def test_a_prefetch_inserts_alike_on_all_column_shards(config: dyn.DynamicTableConfig) -> None:
+    """B decides in its steps which ids get rows, and is on one rank only."""
+    tables = [Table("A", ["a"], BESIDE), Table("B", ["b"], ALONE, config=config)]
+    case = Case(tables, fused_params={**FUSED_PARAMS, "defer_updates": True})
+    first, second = workers.run(prefetch_with_deferred_updates, case, world_size=2)
+    assert len(first) > 0 and torch.equal(first, second)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -257,9 +257,10 @@ def _remove_left(path: Path) -> None:
     """
     name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
     with suppress(OSError):
-        for one in path.parent.iterdir():
-            for first in one.glob("part-00000-of-*.partial") if name.fullmatch(one.name) else ():
-                remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
+        for one in [one for one in path.parent.iterdir() if name.fullmatch(one.name)]:
+            with suppress(OSError):  # another export removes it, too
+                for first in one.glob("part-00000-of-*.partial"):
+                    remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
 
 
 def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:

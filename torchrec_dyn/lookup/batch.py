@@ -8,7 +8,7 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,8 @@ class TakenStep(NamedTuple):
 
     Attributes:
         rows: [N] int64, the rows that the forward reads, -1 for an id without a row.
-        missing: number of -1 in `rows`, or more; 0 if there are none. With `times`, an id of a trained table
-            counts `times` times; of tables that took their step again, those of the first step count, too.
+        missing: at least the number of -1 in `rows`. With `times`, an id of a trained table counts `times`
+            times; of tables that took their step again, those of the first step count, too.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
             tensor as `rows` if no table is frozen and every feature trains. None in evaluation.
@@ -129,15 +129,11 @@ class PrefetchedStep:
             )
 
     def joined(
-        self,
-        again: TakenStep,
-        as_then: Sequence[bool],
-        generations: list[int],
-        table_offsets: Tensor,
+        self, again: TakenStep, as_then: Sequence[bool], table_offsets: Tensor
     ) -> PrefetchedStep:
         """Returns this step with the step that was taken `again` for the tables that are not `as_then`.
 
-        generations [T] are those of now; table_offsets [T + 1] int64, where the ids of each table begin.
+        table_offsets [T + 1] int64: where the ids of each table begin.
         """
         taken, is_kept = self.taken, torch.tensor(as_then, device="cpu")
         assert taken.learning is not None and again.learning is not None
@@ -149,7 +145,7 @@ class PrefetchedStep:
             learning=torch.where(kept, taken.learning, again.learning),
             streams=torch.where(is_kept.unsqueeze(1), taken.streams, again.streams),
         )
-        return PrefetchedStep(joined, generations, self.open_forward)
+        return replace(self, taken=joined)
 
     def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
         """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.

@@ -94,8 +94,6 @@ class TableGroup:
         has_life: True if any table has a life.
         in_files: numbers of the tables whose rows are in mapped files.
         deferred: the updates that wait for `write_updates`; None if each backward writes its own.
-        steps_decide: True if a training step decides which unseen ids get rows: a table has a life, or a
-            feature does not insert.
     """
 
     def __init__(
@@ -121,7 +119,15 @@ class TableGroup:
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
         self.in_files = [t for t, table in enumerate(tables) if table.config.storage is not None]
         self._uses = uses  # of the features; None if each does all
-        self.steps_decide = self.has_life or (uses is not None and uses.inserts is not None)
+        flags = torch.ones(sum(features_per_table), dtype=torch.bool, device="cpu")
+        if uses is not None and uses.inserts is not None:
+            flags = uses.inserts
+        # Tables that give rows to all unseen ids. In others the steps decide, in the order of the batches.
+        self._insert_all = {
+            t
+            for t, inserts in enumerate(flags.split(list(features_per_table)))
+            if tables[t].life is None and bool(inserts.all())
+        }
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
@@ -272,7 +278,7 @@ class TableGroup:
         if self.in_files:
             ask_for_batch(self.tables, self.in_files, rows, bags.table_offsets, trained is not None)
         if step.missing and lists.shows_initial:
-            rows = rows.clone() if trained else rows
+            rows = rows.clone() if trained or ahead else rows
             blocks, unseen = blocks_with_initial_rows(
                 self.tables, batch.ids, rows, bags.table_offsets
             )
@@ -343,12 +349,14 @@ class TableGroup:
     def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing if the steps decide which
-        ids get rows (`steps_decide`): they do so in the order of the batches.
+        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing for tables with a life, or
+        with a feature that does not insert: their steps decide which ids get rows, in the order of the
+        batches. What holds for a table depends on that table alone: other ranks may have others beside it.
         """
         lists = self._current()
-        trained = lists.trained
-        if self.steps_decide or trained is None:
+        trained = {} if lists.trained is None else lists.trained.tables
+        tables = {t: table for t, table in trained.items() if t in self._insert_all}
+        if not tables:
             return
         ids, offsets, _ = checked_input(self.tables, ids, offsets, None)
         keep_in_use(ids, offsets)
@@ -357,8 +365,9 @@ class TableGroup:
         else:
             table_offsets = self._bag_layout.offsets_of_tables(counts)
         rows, absent = find_rows(lists.maps, ids, table_offsets)
-        if any(absent.tolist()):
-            insert_unseen(trained.tables, ids, rows, table_offsets)
+        missing = absent.tolist()
+        if any(missing[t] for t in tables):
+            insert_unseen(tables, ids, rows, table_offsets)
 
     @locked
     @changes
@@ -392,7 +401,7 @@ class TableGroup:
         ahead.check_size(batch.ids)
         as_then = ahead.tables_as_then(lists)
         again = self._step_ahead(batch, list_tables(self.tables, as_then))
-        return ahead.joined(again, as_then, lists.generations, batch.table_offsets)
+        return ahead.joined(again, as_then, batch.table_offsets)
 
     def _step_ahead(self, batch: Batch, lists: TableLists) -> TakenStep:
         """Takes the step of a batch whose forward comes later; tables may be frozen or not by then."""

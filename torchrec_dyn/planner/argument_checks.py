@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
+from typing import Any
 
 from torchrec.distributed.planner import ParameterConstraints
 
@@ -29,7 +30,7 @@ def check_number(value: object, where: str, least: float, remedy: str) -> None:
     Raises:
         ValueError: if it is not a finite number, or below `least`. The message ends with `remedy`.
     """
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if not least <= number < math.inf:
         raise ValueError(
             f"{where}: expected a finite number, {least} or more, got {value!r}. {remedy}"

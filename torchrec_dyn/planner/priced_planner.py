@@ -172,7 +172,7 @@ def make_planner(
     Raises:
         ValueError: if an argument is not valid. `plan` and, on every rank, `collective_plan` of the planner
             raise it, too: if constraints of a dynamic table leave no sharding type or compute kernel that it
-            has, no table has a name of `constraints` or `expected_rows`, or a table cannot have so many rows.
+            has, no table has a name of `expected_rows`, or a table cannot have so many rows.
     """
     if not isinstance(topology, Topology):
         raise ValueError(

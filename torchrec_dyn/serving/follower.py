@@ -265,7 +265,7 @@ class Follower:
                 break
             way = way_to(chain, entry, served, lost is not None)
             if way is None:
-                skipped.append(f"{entry.path.name}: an entry before it is missing")
+                skipped.append(f"{entry.path.name}: an entry before it is missing.")
                 continue
             if way.is_fork and not self._follow_forks:
                 raise self._forked(entry)

@@ -216,7 +216,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """Prepares the forward of a batch: takes its training step, or inserts rows for unseen ids.
 
         Where this gains time, the step is taken now and returned, if the caller keeps it for the forward
-        (`keeps_step`). Else the forward takes it, and ids get rows now if steps do not decide which ids do.
+        (`keeps_step`). Else the forward takes it, and ids of tables where no step decides get rows now.
         """
         if not self.training:
             return None
@@ -224,7 +224,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         if keeps_step and self._group.device.type in PREFETCHED_STEPS_ON:
             times, scores = self._times(features), self._scores(features)
             step = self._group.prefetch_step(features.values(), counts, times, scores)
-        if step is None and not self._group.steps_decide:
+        if step is None:
             self._group.prefetch(features.values(), features.offsets(), counts=counts)
         return step
 
