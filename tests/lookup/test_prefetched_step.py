@@ -309,6 +309,16 @@ def test_initial_rows_of_frozen_tables_after_a_load_of_one(is_left):
     assert expected.any() and torch.equal(trained.forward(lists, ahead), expected)
 
 
+def test_a_forward_leaves_the_step_of_frozen_tables_as_it_is():
+    """Initial rows of unseen ids are shown; their numbers hold for one forward."""
+    one = Trained(*LIVES)
+    for table in one.tables:
+        table.is_frozen = True
+    ahead = one.ahead(FIRST)
+    first, second = (one.forward(FIRST, ahead) for _ in range(2))
+    assert torch.equal(first, second) and first.ne(0).any()
+
+
 def test_an_erased_row_is_kept_for_the_forward():
     """Its id gets another row with the next batch; the late gradient changes neither."""
     [life, *_] = LIVES
