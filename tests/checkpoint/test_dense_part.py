@@ -159,7 +159,7 @@ def test_a_rate_in_a_tensor_is_that_of_the_rows_after_a_restore(tmp_path: Path) 
     job.save(0)
     again.restore()
     assert rows["lr"] is held and held == 0.5
-    assert {group.learning_rate for group in rows._groups} == {0.5}
+    assert {group.learning_rate for group in rows.groups} == {0.5}
     job.checkpoints.close()
 
 
