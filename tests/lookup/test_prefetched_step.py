@@ -178,7 +178,7 @@ def test_a_table_frozen_between_is_read_and_not_updated(pair):
 
 @pytest.mark.parametrize("frozen", [[0], [0, 1]])
 def test_a_table_unfrozen_between_trains_from_the_next_batch_on(pair, frozen):
-    """Whether another table of the group is trained makes no difference."""
+    """Also if no other table of the group is trained."""
     plain, piped = pair
     for number in frozen:
         piped.tables[number].is_frozen = True
@@ -202,9 +202,8 @@ def test_tables_frozen_at_the_step_or_at_the_forward(pair):
     for table in piped.tables:
         table.is_frozen = True
     frozen_ahead, expected = piped.ahead(SECOND), piped.forward(SECOND, training=False)
-    piped.tables[0].erase(
-        ids_of(2)
-    )  # holds from the batch after, as for a table beside trained ones
+    # Holds from the batch after, as for a table beside trained ones.
+    piped.tables[0].erase(ids_of(2))
     before = piped.states()
     for step in (ahead, frozen_ahead):
         output = piped.forward(SECOND, step)
@@ -213,6 +212,17 @@ def test_tables_frozen_at_the_step_or_at_the_forward(pair):
     assert not torch.equal(piped.forward(SECOND, training=False), expected)
     del ahead, frozen_ahead, step
     assert len(piped.tables[0].forwards) == 0
+
+
+def check_forwards(pair, ahead):
+    """Checks that a forward with a step and one without read, learn and leave the same."""
+    plain, piped = pair
+    outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        learn(output)
+    for got, expected in zip(piped.states(), plain.states(), strict=True):
+        assert same_state(got, expected)
 
 
 def test_loaded_tables_take_the_step_again(pair):
@@ -224,12 +234,7 @@ def test_loaded_tables_take_the_step_again(pair):
             table.load_state(state)
     with torch.no_grad():
         piped.forward(SECOND, ahead, training=False)  # takes no step
-    outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        learn(output)
-    for got, expected in zip(piped.states(), plain.states(), strict=True):
-        assert same_state(got, expected)
+    check_forwards(pair, ahead)
 
 
 def check_one_loaded(pair, loaded, frozen):
@@ -242,12 +247,7 @@ def check_one_loaded(pair, loaded, frozen):
     counts = piped.counts()
     for trained in pair:
         trained.tables[loaded].load_state(state)
-    outputs = [plain.forward(SECOND), piped.forward(SECOND, ahead)]
-    assert torch.equal(*outputs)
-    for output in outputs:
-        learn(output)
-    for got, expected in zip(piped.states(), plain.states(), strict=True):
-        assert same_state(got, expected)
+    check_forwards(pair, ahead)
     assert piped.counts()[1 - loaded] == counts[1 - loaded] == plain.counts()[1 - loaded]
     for trained in pair:
         learn(trained.forward(FIRST))

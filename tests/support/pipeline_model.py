@@ -15,7 +15,6 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, usual_plan
 from torch import Tensor, nn
-from torch.distributed.remote_device import _remote_device
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -220,12 +219,7 @@ def sharded_model(run: Run, **options: Any) -> Any:
     }
     options.setdefault("device", torch.device("cpu"))
     if run.beside:
-        beside = usual_plan("table_wise", DIM, world, local)
-        if options["device"].type != "cpu":  # TorchRec's tables read the devices of the plan
-            for shard in beside.sharding_spec.shards:
-                shard.placement = _remote_device(
-                    f"rank:{shard.placement.rank()}/{options['device']}"
-                )
+        beside = usual_plan("table_wise", DIM, world, local, device=str(options["device"]))
         plan["beside"] = {"beside_0": beside}
     model = DistributedModelParallel(
         ClickModel(run, run.dynamic),

@@ -26,22 +26,34 @@ FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
 
 
 def shard_by_hand(
-    kind: str, pieces: Sequence[tuple[list[int], int, int]], rows: int = 1000
+    kind: str,
+    pieces: Sequence[tuple[list[int], int, int]],
+    rows: int = 1000,
+    device: str = "cpu",
 ) -> ParameterSharding:
-    """Returns a plan of pieces (ranks that share the rows, first column, width), in the given order."""
+    """Returns a plan of pieces (ranks that share the rows, first column, width), in the given order.
+
+    TorchRec's own tables read the device; dynamic tables do not.
+    """
     shards, ranks = [], []
     for piece_ranks, first, width in pieces:
         block = -(-rows // len(piece_ranks))
         for part, rank in enumerate(piece_ranks):
             begin = min(rows, part * block)
             size = min(rows, begin + block) - begin
-            shards.append(ShardMetadata([begin, first], [size, width], f"rank:{rank}/cpu"))
+            shards.append(ShardMetadata([begin, first], [size, width], f"rank:{rank}/{device}"))
             ranks.append(rank)
     return ParameterSharding(kind, "fused", ranks, EnumerableShardingSpec(shards))
 
 
 def usual_plan(
-    kind: str, dim: int, world: int, local: int, turn: int = 0, rows: int = 1000
+    kind: str,
+    dim: int,
+    world: int,
+    local: int,
+    turn: int = 0,
+    rows: int = 1000,
+    device: str = "cpu",
 ) -> ParameterSharding:
     """Returns a plan of one sharding type like the planner's; `turn` shifts it to other ranks."""
     half, node = dim // 2, turn % (world // local) * local
@@ -55,7 +67,7 @@ def usual_plan(
         "table_column_wise": [([on_node[0]], 0, half), ([on_node[-1]], half, half)],
         "grid_shard": [(on_node, 0, half), (other, half, half)],
     }
-    return shard_by_hand(kind, pieces[kind], rows)
+    return shard_by_hand(kind, pieces[kind], rows, device)
 
 
 @dataclass

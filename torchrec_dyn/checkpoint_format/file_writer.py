@@ -145,9 +145,8 @@ def remove_left(path: str | os.PathLike[str], remove: Callable[[], None]) -> Non
         file = os.open(path, _FLAGS)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.exists(
-                path
-            ):  # it may have got its name, and lost its lock, since it was opened
+            # It may have got its name, and lost its lock, since it was opened.
+            if os.path.exists(path):
                 remove()
         finally:
             os.close(file)

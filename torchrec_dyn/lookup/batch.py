@@ -113,7 +113,7 @@ class PrefetchedStep:
 
     def is_of(self, lists: TableLists) -> bool:
         """Returns False if a table was loaded or converted since the step: its rows are other rows now."""
-        return self.generations == lists.generations
+        return all(self.tables_as_then(lists))
 
     def tables_as_then(self, lists: TableLists) -> list[bool]:
         """Returns True for each table that was not loaded or converted since the step, [T]."""
