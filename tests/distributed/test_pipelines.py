@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pipeline_runs
@@ -10,11 +11,12 @@ import pytest
 import torch
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from pipeline_model import Run
+from pipeline_model import Run, batches, sharded_model
 from pipeline_runs import HAS_LOOKUP_PREFETCH, PIPELINES, check_same_states, renamed
 from shards import deep_but
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 
 SEQUENCES = ("row_wise", "table_wise", "column_wise")
 BY_NODE = ("table_row_wise", "table_column_wise", "grid_shard")
@@ -63,6 +65,32 @@ def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
         assert len(expected["losses"]) == STEPS
         assert got["losses"] == expected["losses"]
         check_same_states(got["states"], expected["states"])
+
+
+def train_and_overwrite(run: Run, names: list[str], folder: Path) -> None:
+    for name in names:
+        with pipeline_runs.shims_for(name), pipeline_runs.prefetched_steps():
+            expected = pipeline_runs.train(run, name)
+            model, follower = (
+                sharded_model(dataclasses.replace(run, overwrites=True)) for _ in "12"
+            )
+            before = mark(model)
+            outputs = pipeline_runs.drain(
+                pipeline_runs.make_pipeline(run, name, model), batches(run)
+            )
+            export_delta(model, folder / name, before)
+            apply_delta(follower, folder / name)
+        assert [float(loss) for loss, _ in outputs] == expected["losses"]
+        check_same_states(pipeline_runs.states_of(model), expected["states"])
+        check_same_states(pipeline_runs.states_of(follower), expected["states"])
+
+
+def test_a_batch_may_be_overwritten_by_the_dense_part(tmp_path: Path) -> None:
+    """On one rank the dists return the ids of the batch itself; steps are taken ahead as on a GPU."""
+    lives = [{}, {"eviction": dyn.LeastRecentlyUsed(), "unseen": "initial"}]
+    run = Run(("table_wise", "table_wise"), ("table_wise", "row_wise"), steps=STEPS, lives=lives)
+    names = ["sparse_dist", "semi_sync", "prefetch"]
+    workers.run(train_and_overwrite, run, names, tmp_path, world_size=1)
 
 
 @pytest.mark.parametrize(

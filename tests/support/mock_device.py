@@ -512,7 +512,7 @@ def run_lookups_backward(output, seed=0, grad=None):
         if hasattr(node, "lookup"):
             drawn = torch.randn(node.lookup.bags.elements, generator=draw)
             given = drawn if grad is None else grad.flatten()
-            returned.append(node.apply(given.to(node.lookup.ids.device))[1])
+            returned.append(node.apply(given.to(node.lookup.shown.device))[1])
     return returned
 
 

@@ -81,6 +81,7 @@ class Run:
         dedup: True if sequence collections send each id once.
         processed: True if position weights weight the ids of the pooled tables.
         without_ids: the step whose batch has no ids; None: no step.
+        overwrites: True if the dense part writes over the ids of its batch, before any backward.
     """
 
     pooled: Sequence[str]
@@ -100,6 +101,7 @@ class Run:
     dedup: bool = False
     processed: bool = False
     without_ids: int | None = None
+    overwrites: bool = False
     fused_params: dict[str, Any] = field(
         default_factory=lambda: {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     )
@@ -126,8 +128,9 @@ class Run:
 class Head(nn.Module):
     """The dense part; a leaf to the pipelines' tracer."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, overwrites: bool) -> None:
         super().__init__()
+        self.overwrites = overwrites
         generator = torch.Generator().manual_seed(5)
         self.hidden = nn.Linear(width, 8)
         self.last = nn.Linear(8, 1)
@@ -148,6 +151,8 @@ class Head(nn.Module):
             parts.append(beside.values())
         logits = self.last(torch.tanh(self.hidden(torch.cat(parts, dim=1)))).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        if self.overwrites:
+            batch.features.values().fill_(10**12)
         return loss, (loss.detach(), logits.detach())
 
 
@@ -196,7 +201,7 @@ class ClickModel(nn.Module):
             )
         outputs = [*pooled, *sequences, *([None] if run.beside else [])]
         widths = [DIM * (len(table.feature_names) if table else 1) for table in outputs]
-        self.head = Head(DENSE + sum(widths))
+        self.head = Head(DENSE + sum(widths), run.overwrites)
 
     def forward(self, batch: Clicks) -> Any:
         pooled, sequences = self.pooled(batch.features), self.sequences(batch.features)

@@ -218,6 +218,7 @@ def train_beside(case: Case, batches_of: Callable[[Case, int], Any] = batches) -
                 assert torch.equal(mine[name].lengths(), of_ranks[rank]), f"lengths of {name}"
         if not case.backward:
             continue
+        per_rank[rank].values().fill_(10**12)  # the caller may overwrite a batch after its forward
         # The gradient depends on the output, so that an error of one step grows in the next.
         torch.autograd.backward(list(got.values()), [_grad(v.detach(), n) for n, v in got.items()])
         outputs = outputs_by_name(case, whole)

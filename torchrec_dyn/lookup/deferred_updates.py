@@ -37,23 +37,25 @@ from torchrec_dyn.table import TableShard
 class Update:
     """The arguments of one update of rows.
 
+    If updates are deferred, it lives until `step()`: `grad` and `weights` are copies then, the other tensors
+    those of its `Forward`.
+
     Attributes:
         grad: the gradient of the output, float32, contiguous.
-        ids: [N] int64.
         rows: [N] int64, -1 for an id without an update.
         bags: description of the batch.
         weights: [N] float32 weights of the ids in their bags, or None.
         trained: the tables that were not frozen at the forward.
         streams: of `ops.update_rows_`.
-        noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
+        noted: as of `Forward`.
         generations: [T], generation of each table at the forward.
+        ids: [N] int64, which the rounding of rows below float32 needs; else they may be None.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         open_forward: the forward, open as long as this object is kept.
         step: `DeferredUpdates.step` of the forward; None unless updates are deferred.
     """
 
     grad: Tensor
-    ids: Tensor
     rows: Tensor
     bags: Bags
     weights: Tensor | None
@@ -62,9 +64,15 @@ class Update:
     reduction: Reduction
     noted: list[object] | None
     generations: list[int]
+    ids: Tensor | None = None
     begins: Tensor | None = None
     open_forward: OpenForward | None = None
     step: object | None = None
+
+    @property
+    def ids_or_rows(self) -> Tensor:
+        """The ids for `ops.update_rows_`, [N] int64; rows where nothing is rounded, and ids are not read."""
+        return self.rows if self.ids is None else self.ids
 
 
 class DeferredUpdates:
@@ -117,7 +125,7 @@ class DeferredUpdates:
         return {number: trained[number] for number in trained.keys() - self.begun}
 
     def add(self, update: Update) -> None:
-        """Keeps an update. The caller of the lookup may overwrite the batch: what it owns is copied."""
+        """Keeps an update, whose gradient is a copy already."""
         self.ends = False
         if update.step is self.step:
             self.waiting -= 1
@@ -125,11 +133,8 @@ class DeferredUpdates:
             self.multiply(self.scale)
             self.scale = 1.0
         keep_in_use(update.grad, update.rows)
-        update.ids = update.ids.clone()
         if update.weights is not None:
             update.weights = update.weights.clone()
-        if update.bags.offsets is not None:
-            update.bags = replace(update.bags, offsets=update.bags.offsets.clone())
         self.updates.append(update)
 
     def multiply(self, factor: float) -> None:
@@ -161,24 +166,25 @@ class DeferredUpdates:
             return replace(last, reduction=reduction)
         begins = [update.begins for update in updates if update.begins is not None]
         bags, places = layout.joined([update.bags for update in updates], begins)
-        places = places.to(last.ids.device, non_blocking=True)
+        places = places.to(last.rows.device, non_blocking=True)
         if bags.offsets is None:
             columns = last.bags.shape[1]
             grad = torch.cat([update.grad.view(-1, columns) for update in updates])[places]
         else:
             grad = torch.cat([update.grad.flatten() for update in updates])
         weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
+        ids = [update.ids for update in updates if update.ids is not None]
         senders = [update.reduction.senders for update in updates]
         of_ids = _joined(senders, updates, -1, torch.int32)
         return replace(
             last,
             grad=grad,
-            ids=torch.cat([update.ids for update in updates])[places],
+            ids=torch.cat(ids)[places] if len(ids) == len(updates) else None,
             rows=torch.cat([update.rows for update in updates])[places],
             bags=bags,
             weights=None if weights is None else weights[places],
             reduction=Reduction(scales, None if of_ids is None else of_ids[places]),
-            noted=None,
+            noted=last.noted if all(one.noted == last.noted for one in updates) else None,
         )
 
 
@@ -193,7 +199,7 @@ def _joined(
         return None
     return torch.cat(
         [
-            torch.full_like(update.ids, missing, dtype=dtype) if one is None else one
+            torch.full_like(update.rows, missing, dtype=dtype) if one is None else one
             for one, update in zip(of_updates, updates, strict=True)
         ]
     )

@@ -48,16 +48,22 @@ class Group(Protocol):
 class Forward:
     """The data of one forward that its backward needs.
 
+    The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
+    Until the backward, or until the graph is dropped, live: `rows`, `shown`, the offsets and segments of
+    `bags`, the senders of `reduction` and `begins`, made by this forward; `blocks` and `streams`, of the
+    tables; and the copies `ids` and `kept`. `early` lives until the output is made. The weights of bags are
+    the caller's: autograd saves them, and raises its error if they were written in place.
+
     Attributes:
         group: the tables.
-        ids: [N] int64.
         rows: [N] int64, rows to update, -1 for an id without an update; None in evaluation.
         shown: [N] int64, rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in
             `blocks`.
         trained: the tables that are not frozen; none in evaluation.
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
-        noted: `tokens_of` the logs, after scoring recorded the rows as changed.
+        noted: `tokens_of` the logs when the rows to update were recorded as changed; None without a record.
+        ids: [N] int64, a copy, for the rounding of rows below float32 and for a recomputation; else None.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         step: `DeferredUpdates.step` at the forward; None unless updates are deferred.
         early: the output, if it was pooled already.
@@ -69,7 +75,6 @@ class Forward:
     """
 
     group: Group
-    ids: Tensor
     rows: Tensor | None
     shown: Tensor
     bags: Bags
@@ -84,6 +89,7 @@ class Forward:
     is_done: bool = False
     kept: Tensor | None = None
     repeated: Forward | None = None
+    ids: Tensor | None = None
     begins: Tensor | None = None
     step: object | None = None
 
@@ -162,7 +168,8 @@ class LookupFunction(torch.autograd.Function):
         of_rows = forward if forward.repeated is None else forward.repeated
         if forward.repeated is None or wants_grad:
             group._check_backward(of_rows)
-        grad = grad.to(torch.float32).contiguous()
+        # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
+        grad = grad.to(torch.float32, copy=group.deferred is not None).contiguous()
         limit = group.max_gradient
         # Deferred gradients may have a loss scale. Those of rows are clamped when it is taken off; those of
         # weights are not clamped.

@@ -98,6 +98,7 @@ class Recomputation:
         if number >= len(kept.forwards):
             raise _differs(where, f"{len(kept.forwards)} lookups", "one more")
         forward = kept.forwards[number]
+        assert forward.ids is not None
         # A GPU's ids are not compared: the host would wait.
         count = ids.numel()
         if count != forward.ids.numel():

@@ -26,7 +26,7 @@ class RowSums:
     """The summed gradients of one table.
 
     Attributes:
-        ids: [M] int64; None if nobody needs them.
+        ids: [M] int64; None if the update has none.
         rows: [M] int64, without -1.
         grads: [M, columns] float32.
     """
@@ -36,9 +36,7 @@ class RowSums:
     grads: Tensor
 
 
-def row_sums(
-    update: Update, columns: Sequence[int], is_mean: bool, with_ids: bool
-) -> list[RowSums]:
+def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowSums]:
     """Returns the row sums of each table, [T]. A GPU's host waits for the numbers of rows.
 
     columns [T], the width of each table.
@@ -53,7 +51,7 @@ def row_sums(
     )
     first_of_id = firsts.repeat_interleave(sizes, output_size=places.numel())
     ids = None
-    if with_ids:
+    if update.ids is not None:
         ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, update.ids)[1:]
     numbers = places.sub_(first_of_id).clamp_(min=-1)  # -1 for an id without an update
     sums: list[RowSums] = []
@@ -73,7 +71,7 @@ def row_sums(
     subtract_gradients(
         -1.0,
         grad=update.grad,
-        ids=update.ids,
+        ids=update.ids_or_rows,
         rows=numbers,
         offsets=update.bags.offsets,
         bag_weights=update.weights,

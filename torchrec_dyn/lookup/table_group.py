@@ -30,7 +30,6 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +81,7 @@ from torchrec_dyn.storage import (
     read,
     run_to_end,
     tokens_of,
+    unrecorded,
 )
 from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
 
@@ -293,24 +293,36 @@ class TableGroup:
                 lists.configs, batch.offsets, bags.table_offsets, batch.senders
             )
         forward = Forward(
-            self, batch.ids, step.learning, rows, bags, blocks, trained, step.streams,
-            lists.generations, step.noted, reduction, early,
+            self, step.learning, rows, bags, blocks, trained, step.streams, lists.generations,
+            step.noted, reduction, early,
         )  # fmt: skip
         if self.deferred is not None and trained is not None:
             forward.begins = self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes)
         weights = batch.weights
         keeps = around is not None and len(around.first_runs) > 0
+        if keeps or (trained is not None and self.tables[0].dtype != torch.float32):
+            forward.ids = batch.ids.clone()
         if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
             if self.deferred is not None and trained is not None:
                 forward.step = self.deferred.step
                 self.deferred.waiting += 1
+            if step.learning is not None and step.learning.is_cpu and lists.has_changes:
+                self._record(forward, batch.ids)
         output = self._output(forward, weights)
         if keeps:
             assert around is not None
             forward.kept = output.detach().clone()
             around.keep(self, forward)
         return output.view(bags.shape)
+
+    def _record(self, forward: Forward, ids: Tensor) -> None:
+        """Records the rows that the backward will update, with their ids [N], which it does not have."""
+        assert forward.rows is not None
+        logs = self._logs()
+        now = tokens_of(logs)
+        note_changed(unrecorded(logs, forward.noted), ids, forward.rows, forward.bags.table_offsets)
+        forward.noted = now
 
     def _repeat(self, batch: Batch, around: CheckpointedCalls) -> Tensor:
         """Returns the output of a lookup that activation checkpointing runs again; no table changes."""
@@ -479,8 +491,8 @@ class TableGroup:
         if self.deferred is not None:
             self.deferred.begin(table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
-        streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         scored = trained.with_life and lists.has_changes
+        streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
         learning = lists.rows_to_update(step.rows, table_offsets)
         if batch.uses is not None:
             learning = masked(learning, batch.uses.trains)
@@ -532,9 +544,9 @@ class TableGroup:
         assert forward.trained is not None
         assert forward.rows is not None and forward.streams is not None
         update = Update(
-            grad, forward.ids, forward.rows, forward.bags, weights, forward.trained,
-            forward.streams, forward.reduction, forward.noted, forward.generations,
-            forward.begins, forward.open_forward, forward.step,
+            grad, forward.rows, forward.bags, weights, forward.trained, forward.streams,
+            forward.reduction, forward.noted, forward.generations, forward.ids, forward.begins,
+            forward.open_forward, forward.step,
         )  # fmt: skip
         if self.deferred is not None:
             self.deferred.add(update)
@@ -611,8 +623,8 @@ class TableGroup:
             self._row_sums(self.deferred.joined(self._bag_layout, self.max_gradient)), power
         )
 
-    def _row_sums(self, update: Update, with_ids: bool = False) -> list[RowSums]:
-        return row_sums(update, [table.columns for table in self.tables], self.is_mean, with_ids)
+    def _row_sums(self, update: Update) -> list[RowSums]:
+        return row_sums(update, [table.columns for table in self.tables], self.is_mean)
 
     @locked
     @changes
@@ -646,26 +658,23 @@ class TableGroup:
         else:  # tables were frozen in between, or are in another group
             for table in update.trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
-        optimizer = self.tables[0].optimizer
+        optimizer, batch = self.tables[0].optimizer, (update.rows, bags.table_offsets)
+        logs = unrecorded(self._logs(), update.noted) if lists.has_changes else []
+        id_maps = [table.id_map for table in self.tables] if any(logs) else []
         if optimizer.own is not None:
-            is_rounded = any(table.weights.dtype != torch.float32 for table in self.tables)
-            sums = self._row_sums(update, with_ids=is_rounded)
+            sums = self._row_sums(update)
             written = update_by_rule(
                 optimizer.own, self.tables, sums, update.streams, self.learning_rate
             )
-            log = partial(note_changed, self._logs(), update.ids, update.rows, bags.table_offsets)
-            run_to_end(lambda _: log(), *written)
+            run_to_end(lambda _: note_changed(logs, id_maps, *batch), *written)
             return
-        listed_marks: tuple[Sequence[Tensor], Tensor | None] = (), None
-        if lists.has_changes:
-            batch = update.ids, update.rows, bags.table_offsets
-            listed_marks = note_update(self._logs(), update.noted, *batch)
+        listed_marks = note_update(logs, id_maps, *batch)
         listed, states = lists.blocks.rows()
         ops.update_rows_(
-            update.grad, update.ids, update.rows, bags.offsets, update.weights, listed.weights, states,
-            listed.layout, bags.segments, update.streams, self.is_mean, optimizer.rule,
-            optimizer.hyper(self.learning_rate), update.reduction.scales, update.reduction.senders,
-            *listed_marks, lists.on_nonfinite, lists.nonfinite,
+            update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights,
+            listed.weights, states, listed.layout, bags.segments, update.streams, self.is_mean,
+            optimizer.rule, optimizer.hyper(self.learning_rate), update.reduction.scales,
+            update.reduction.senders, *listed_marks, lists.on_nonfinite, lists.nonfinite,
         )  # fmt: skip
 
 

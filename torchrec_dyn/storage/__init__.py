@@ -19,6 +19,7 @@ from torchrec_dyn.storage.change_log import (
     note_changed,
     note_update,
     tokens_of,
+    unrecorded,
 )
 from torchrec_dyn.storage.host_copies import CROSSING_BYTES, on_device, to_host
 from torchrec_dyn.storage.host_reads import (

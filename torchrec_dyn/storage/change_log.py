@@ -291,13 +291,16 @@ def _are_joined(first: _Removed, last: _Removed) -> bool:
 
 
 def note_changed(
-    logs: Sequence[ChangeLog | None], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    logs: Sequence[ChangeLog | None],
+    ids: Tensor | Sequence[IdMap],
+    rows: Tensor,
+    table_offsets: Tensor,
 ) -> None:
     """Records rows, before they or their scores are written.
 
     Args:
         logs: [T], the log of each table; None if it keeps none.
-        ids: [N] int64, the ids of the rows.
+        ids: [N] int64, the ids of the rows; or the map of each table, [T], which the CPU reads whole.
         rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
         table_offsets: [T + 1] int64, where the rows of each table begin.
     """
@@ -316,30 +319,27 @@ def _on_cpu(logs: Sequence[ChangeLog | None]) -> bool:
 
 
 def note_update(
-    logs: Sequence[ChangeLog | None],
-    noted: list[object] | None,
-    ids: Tensor,
-    rows: Tensor,
-    table_offsets: Tensor,
+    logs: Sequence[ChangeLog | None], id_maps: Sequence[IdMap], rows: Tensor, table_offsets: Tensor
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Records the rows of an update that comes next, on the CPU.
+    """As `note_changed`, for an update that comes next; the ids of the forward are not known any more.
 
-    A GPU's update records them: returns the arguments of `ops.update_rows_` with which it does.
-
-    Args:
-        logs: as of `note_changed`.
-        noted: `tokens_of` the logs when the same rows were recorded before, else None. If no version started
-            since then, nothing is to be recorded.
-        ids: as of `note_changed`.
-        rows: as of `note_changed`.
-        table_offsets: as of `note_changed`.
+    A GPU's update records the rows: returns the arguments of `ops.update_rows_` with which it does.
     """
-    if tokens_of(logs) == (noted or [None] * len(logs)):
-        return (), None
     if _on_cpu(logs):
-        note_changed(logs, ids, rows, table_offsets)
+        note_changed(logs, id_maps, rows, table_offsets)
         return (), None
     return list_bits([None if log is None else log.changed for log in logs])
+
+
+def unrecorded(
+    logs: Sequence[ChangeLog | None], noted: Sequence[object] | None
+) -> list[ChangeLog | None]:
+    """Returns the logs, [T], with None for those without a new version since the rows were recorded.
+
+    noted: `tokens_of` the logs when they were; None if they were not.
+    """
+    pairs = zip(logs, noted or [None] * len(logs), strict=True)
+    return [None if log is None or log.token is token else log for log, token in pairs]
 
 
 def tokens_of(logs: Sequence[ChangeLog | None]) -> list[object]:

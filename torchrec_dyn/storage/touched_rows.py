@@ -234,19 +234,21 @@ class TouchedRows:
         """Lists the ids of set bits, if some may be missing in the list."""
         if self._is_listed:
             return
-        flags = torch.cat([_NO_IDS.bool(), *map(flags_of, self.bits)])
-        for ids, rows in id_map.pieces():
-            self._list(ids[flags[rows]])
+        self._list(_ids_at(torch.cat([_NO_IDS.bool(), *map(flags_of, self.bits)]), id_map)[0])
         self._is_listed = True
 
 
 def touch_rows(
-    tables: Sequence[TouchedRows | None], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Sequence[TouchedRows | None],
+    ids: Tensor | Sequence[IdMap],
+    rows: Tensor,
+    table_offsets: Tensor,
 ) -> None:
     """Touches rows before they are written; None stands for a table that records nothing.
 
-    rows [N] int64 of ids [N] int64, in table order, -1 is skipped; table_offsets [T + 1] int64, where those
-    of each table begin. Rows of removed ids may be among them.
+    rows [N] int64 in table order, -1 is skipped; ids [N] int64 of the rows, or the map of each table, which
+    is read whole to find them; table_offsets [T + 1] int64, where the rows of each table begin. Rows of
+    removed ids may be among them.
     """
     listed = list_bits(tables)
     try:
@@ -256,13 +258,34 @@ def touch_rows(
         bounds = begins.tolist()
         for t, table in enumerate(tables):
             some = places[bounds[t] : bounds[t + 1]]
-            if table is not None and some.numel():
+            if table is None or not some.numel():
+                continue
+            if isinstance(ids, Tensor):
                 table.list_touched(ids[some], rows[some])
+            else:
+                table.list_touched(*_ids_of(rows[some], ids[t], table.capacity))
     except BaseException:
         for table in tables:
             if table is not None:
                 table.doubt()
         raise
+
+
+def _ids_of(rows: Tensor, id_map: IdMap, capacity: int) -> tuple[Tensor, Tensor]:
+    """Returns the ids of rows [M] int64 below `capacity`, and their rows, in the order of the map."""
+    is_asked = torch.zeros(capacity, dtype=torch.bool, device="cpu")
+    is_asked[rows] = True
+    return _ids_at(is_asked, id_map)
+
+
+def _ids_at(is_asked: Tensor, id_map: IdMap) -> tuple[Tensor, Tensor]:
+    """Returns the ids whose rows are asked for, by row [capacity] bool, and their rows."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for ids, rows in id_map.pieces():
+        is_found = is_asked[rows]
+        found.append((ids[is_found], rows[is_found]))
+    all_ids, all_rows = zip(*found, strict=True)
+    return torch.cat(all_ids), torch.cat(all_rows)
 
 
 def _added(sums: Mapping[str, int], others: Mapping[str, int], sign: int = 1) -> dict[str, int]:
