@@ -105,7 +105,8 @@ class ShardedDynamicEmbeddingBagCollection(
         configs = module.embedding_bag_configs()
         names = [name for config in configs for name in config.feature_names]
         scored = any(options.scores_weights for options in setup.dynamic.values())
-        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where, scored)
+        self._saves_weights = module.is_weighted()
+        self._check_batch = BatchCheck(names, self._saves_weights, True, setup.where, scored)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embedding_bags")
@@ -146,7 +147,7 @@ class ShardedDynamicEmbeddingBagCollection(
         Raises:
             ValueError: on every rank, if lookups with weights are on some ranks only.
         """
-        if not (self._is_weighted and self.training and runs_again_if_saved()):
+        if not (self._saves_weights and self.training and runs_again_if_saved()):
             return
         found: dict[str, set[int]] = {}
         for name in self._shards.trained:

@@ -15,7 +15,8 @@ DistributedModelParallel.
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
 the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
 GradientClippingOptimizer clips nothing if some parameters are on the meta device. TorchRec's feature
-processors replace the weights of a batch, by which LowestScore scores ids. These are errors, too.
+processors replace the weights of a batch, by which LowestScore scores ids. Its sharders of towers know its
+own collections only. These are errors, too.
 """
 
 from __future__ import annotations
