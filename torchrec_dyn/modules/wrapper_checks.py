@@ -212,10 +212,12 @@ def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
 
 
 def _has_dense_parameters(module: nn.Module) -> bool:
-    """Returns True if a parameter that is no placeholder requires a gradient."""
+    """Returns True if a parameter outside of unsharded collections requires a gradient."""
     # `named_modules` would ask the tables again.
-    own = [one for one in module._parameters.values() if one is not None and not one.is_meta]
-    return any(one.requires_grad for one in own) or any(
+    if isinstance(type(module), FoundByType):
+        return False
+    own = module._parameters.values()
+    return any(one is not None and one.requires_grad for one in own) or any(
         map(_has_dense_parameters, module.children())
     )
 
