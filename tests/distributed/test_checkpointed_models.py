@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from pipeline_model import Run, batches, sharded_model
 from pipeline_runs import check_same_states, drain, make_pipeline, states_of, stats_of
+from processed_training import processed
+from sharded_cases import Case, Table, shard_by_hand
+from sharded_training import batches as batches_of
+from sharded_training import collection_of, shard
 from torch.utils.checkpoint import checkpoint
+from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline.backward_injection import (
     FirstGradTensorFinder,
     InjectionSite,
     register_backward_hook,
 )
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.feature_processor_ import FeatureProcessor
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 import torchrec_dyn as dyn
 
@@ -102,3 +112,89 @@ def test_a_checkpointed_head_in_a_pipeline() -> None:
     for (losses, states), (plain_losses, plain_states) in zip(got, expected, strict=True):
         assert losses == plain_losses and len(losses) == RUN.steps
         check_same_states(states, plain_states)
+
+
+def on_ranks(*ranks: int, kind: str = "table_wise", first: int = 0) -> list[Table]:
+    """Returns a table on each of some ranks."""
+    tables = range(first, first + len(ranks))
+    plans = [shard_by_hand(kind, [([rank], 0, 8)]) for rank in ranks]
+    return [Table(f"t{i}", [f"f{i}"], plan) for i, plan in zip(tables, plans, strict=True)]
+
+
+class Twos(FeatureProcessor):
+    """Has no parameters: nothing but lookups saves tensors."""
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        ids = features.values()
+        weights = torch.full_like(ids, 2, dtype=torch.float32)
+        return JaggedTensor(ids, lengths=features.lengths(), weights=weights)
+
+
+def bags(
+    tables: list[Table], form: str = "weighted", frozen: str = ""
+) -> tuple[Case, torch.nn.Module]:
+    """Returns a case and its model on two ranks, of one collection."""
+    case = Case(tables, weighted=form != "plain")
+    collection = collection_of(case)
+    if form in ("weighted", "plain"):
+        model = shard(case, collection)
+    else:
+        features, twos = case.features(), Twos()
+        wrapped = (
+            processed(case, collection, "collection")
+            if form == "positions"
+            else FeatureProcessedEmbeddingBagCollection(collection, dict.fromkeys(features, twos))
+        )
+        model = DistributedModelParallel(
+            torch.nn.ModuleDict({"collection": wrapped}),
+            plan=ShardingPlan({"collection": {table.name: table.plan for table in tables}}),
+            sharders=[dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(case.fused_params)],
+            init_data_parallel=False,
+        )
+    if frozen:
+        model.module.collection.table(frozen).freeze()
+    return case, model.module["collection"] if form in ("positions", "twos") else model
+
+
+def step_of(case: Case, model: torch.nn.Module, reentrant: bool = False) -> None:
+    batch = batches_of(case, 0)[0][dist.get_rank()]
+
+    def run(x: torch.Tensor, batch: KeyedJaggedTensor) -> torch.Tensor:
+        return model(batch).values() + x
+
+    x = torch.zeros(1, requires_grad=True)
+    checkpoint(run, x, batch, use_reentrant=reentrant).sum().backward()
+
+
+def recomputed_on_all_ranks() -> list[str]:
+    """Trains where all ranks run the function again, or none; returns the errors of the other cases."""
+    two_types = [*on_ranks(0), *on_ranks(1, kind="column_wise", first=1)]
+    step_of(*bags(on_ranks(0, 1)))
+    step_of(*bags(on_ranks(0, 1, 1), frozen="t1"))
+    step_of(*bags(on_ranks(0), "plain"))
+    step_of(*bags(on_ranks(0), "positions"))
+    step_of(*bags(on_ranks(0)), reentrant=True)
+    step_of(*bags(on_ranks(0), frozen="t0"))
+    texts = []
+    for case, model in (
+        bags(on_ranks(0)),
+        bags(on_ranks(0, 1), frozen="t1"),
+        bags(two_types),
+        bags(on_ranks(0), "twos"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            step_of(case, model)
+        texts.append(str(caught.value))
+        model.eval()  # saves nothing
+        step_of(case, model)
+    return texts
+
+
+def test_weighted_bags_with_trained_tables_on_some_ranks_only() -> None:
+    """Only ranks that had saved weights ran the function again, and waited for the others for ever."""
+    for texts in workers.run(recomputed_on_all_ranks, world_size=2):
+        for text in texts:
+            assert text.startswith("DynamicEmbeddingBagCollection('collection')")
+            assert ": expected trained table_wise tables on every rank, since the coll" in text
+            assert "got none on ranks [1]: they would not run the function again" in text
+            assert "Call the collection outside of the checkpointed function" in text

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 import workers
 from pipeline_model import Run, batches, sharded_model
 from pipeline_runs import check_same_states, make_pipeline, states_of
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
+from sharded_training import batches as batches_of
+from sharded_training import collection_of, shard
 
 KINDS = ("table_wise", "row_wise", "column_wise")
 BY_NODE = ("table_row_wise", "table_column_wise", "grid_shard")
@@ -90,3 +94,23 @@ def mixed_in_a_pipeline(name: str, by_form: bool) -> None:
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "lite"])
 def test_in_a_pipeline(pipeline: str, by_form: bool) -> None:
     workers.run(mixed_in_a_pipeline, pipeline, by_form, world_size=2)
+
+
+def backward_in_evaluation() -> None:
+    """Trains a dense part alone, with tables on one rank or on all."""
+    one, all_ranks = shard_by_hand("table_wise", [([0], 0, 8)]), usual_plan("row_wise", 8, 2, 2)
+    for pooled in (True, False):
+        for plans in ([one], [all_ranks], [one, all_ranks]):
+            tables = [Table(f"t{i}", [f"f{i}"], plan) for i, plan in enumerate(plans)]
+            case = Case(tables, pooled=pooled)
+            model, dense = shard(case, collection_of(case)).eval(), torch.nn.Linear(8, 1)
+            rows = model(batches_of(case, 0)[0][dist.get_rank()])
+            parts = rows.to_dict().values() if pooled else [one.values() for one in rows.values()]
+            sum(dense(part).square().sum() for part in parts).backward()
+            assert dense.weight.grad is not None
+            assert all(model.module.collection.table(table.name).num_rows == 0 for table in tables)
+
+
+def test_a_backward_in_evaluation_meets_on_all_ranks() -> None:
+    """A rank without tables waited for the others, whose outputs required no gradient."""
+    workers.run(backward_in_evaluation, world_size=2)

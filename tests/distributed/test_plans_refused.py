@@ -263,7 +263,8 @@ def refuse_two(sequence: bool, by: str) -> str:
 @pytest.mark.parametrize("sequence, by", [(False, "dmp"), (True, "dmp"), (True, "shard_modules")])
 def test_one_name_in_two_collections_is_refused(sequence: bool, by: str) -> None:
     (text,) = workers.run(refuse_two, sequence, by, world_size=1)
-    expected = "expected a name that is unique in the model, got the name of a table of 'one'"
+    expected = "expected a name that is unique in the model, got the name of a table of 'one': "
+    expected += "both would have the same initial rows, which depend on the name. Rename one"
     assert f"('two')(table='t'): {expected}" in text
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.fx import symbolic_trace
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
@@ -210,6 +210,11 @@ def _(model: Model) -> None:
         convert()
         rows, _ = model.ebc.table("t").lookup(torch.tensor([1]))
         assert rows.dtype == dtype and torch.equal(model.row(), UPDATED)
+
+
+@tool("`half`, `bfloat16`, `double` of a sharded model", "error")
+def _(_: Model) -> None:
+    workers.run(convert_a_sharded_model, world_size=1)
 
 
 @tool("`double`", "error")
@@ -441,6 +446,20 @@ def _(model: Model) -> None:
     torch.export.export(model, (features(1),))
 
 
+@tool("`torchrec.fx.symbolic_trace`", "works")
+def _(model: Model) -> None:
+    for trace in (symbolic_trace, torch.fx.symbolic_trace):
+        with pytest.raises(
+            ValueError, match=r"got a Proxy of torch\.fx.*leaf: torchrec\.fx\.symbolic_t"
+        ):
+            trace(model)
+    with pytest.raises(ValueError, match=r"got a Proxy of torch\.fx"):
+        symbolic_trace(dyn.DynamicEmbedding(100, 4, fused_params=SGD))
+    leaf = type(model.ebc).__name__
+    symbolic_trace(model, leaf_modules=[leaf])(features(1)).sum().backward()
+    check_trained(model)
+
+
 @tool("`torch.profiler`", "works")
 def _(model: Model) -> None:
     with torch.profiler.profile() as profile:
@@ -455,6 +474,10 @@ ERRORS = {
     "`requires_grad_(False)` of a sharded model": (
         workers.WorkerError,
         r"expected frozen tables under requires_grad_\(False\), got tables \['t'\], .*\.freeze\(\)",
+    ),
+    "`half`, `bfloat16`, `double` of a sharded model": (
+        workers.WorkerError,
+        r"\('ebc'\): expected a conversion to the dtype of its outputs, torch.float32, got torch.float16",
     ),
     "`double`": (ValueError, "expected rows of float32"),
     "`share_memory`": (ValueError, r"got share_memory\(\)"),
@@ -596,9 +619,9 @@ ON_BOTH: dict[str, tuple[Callable[[Any], Any], float, float]] = {
 }
 
 
-def sharded(is_dynamic: bool) -> Any:
+def sharded(is_dynamic: bool, **options: Any) -> Any:
     kind = dyn.DynamicEmbeddingBagCollectionSharder if is_dynamic else EmbeddingBagCollectionSharder
-    sharder, model = kind(fused_params=dict(SGD)), Model(is_dynamic)
+    sharder, model = kind(fused_params={**SGD, **options}), Model(is_dynamic)
     place = {"t": table_wise(rank=0, compute_kernel="fused")}
     plan = construct_module_sharding_plan(model.ebc, place, sharder, 1, 1, "cpu")
     return DistributedModelParallel(
@@ -628,6 +651,22 @@ def freeze_a_sharded_model() -> None:
     assert torch.equal(table.lookup(torch.tensor([1]))[0], row)
     table.unfreeze()
     model.requires_grad_(False)
+
+
+def convert_a_sharded_model() -> None:
+    """Without the error a forward of the dense part failed, by "mat1 and mat2 must have the same dtype"."""
+    model = sharded(True, output_dtype=torch.float16)
+    _plain(model.half())  # the dense part alone
+    assert model.module.ebc.table("t").lookup(torch.tensor([1]))[0].dtype == torch.float32
+    with pytest.raises(ValueError, match=r"outputs, torch\.float16, got torch\.float32"):
+        model.float()
+    model = sharded(True)
+    _plain(model.to("cpu").float())
+    for dtype in (torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match=rf"its outputs, torch.float32, got {dtype}"):
+            model.to(dtype)
+    _plain(model)
+    model.half()
 
 
 def moved(step: Callable[[Any], Any], is_dynamic: bool) -> list[float]:
@@ -660,12 +699,16 @@ def compare_with_static() -> None:
             copied(sharded(False))
         with pytest.raises(
             ValueError,
-            match=r"^DynamicOptimizer: .* got one of a sharded collection: .* torch\.distributed\.checkpoint",
+            match=r"^DynamicEmbeddingBagCollection\('ebc'\): .* got a copy or a pickle of it, ",
         ):
             copied(sharded(True))
-    for is_dynamic in (True, False):
-        with pytest.raises(AttributeError, match="Can't pickle"):
-            pickle.dumps(sharded(is_dynamic))
+    with pytest.raises(AttributeError, match="Can't pickle"):
+        torch.save(sharded(False), io.BytesIO())
+    for module in (one := sharded(True), one.module, one.module.ebc):
+        with pytest.raises(
+            ValueError, match=r"state dicts of a sharded .* as by torch\.save of the model: "
+        ):
+            torch.save(module, io.BytesIO())
     scaled_step(one := sharded(False), [one.fused_optimizer], one.module.head)  # no error
     with pytest.raises(ValueError, match=r"ShardedOptimizer\.step: .* got a step of GradScaler"):
         scaled_step(one := sharded(True), [one.fused_optimizer], one.module.head)

@@ -284,6 +284,26 @@ def test_dmp_without_a_sharder_leaves_the_collection_as_it_is() -> None:
     workers.run(train_under_dmp, world_size=1)
 
 
+def wrap_nothing_else() -> list[str]:
+    """As the last cell of TorchRec's introduction, on one rank and without sharders."""
+    frozen = Model()
+    frozen.over.requires_grad_(False)
+    texts = []
+    for model in (pooled(100), sequence()[0], Model(**NO_DENSE), frozen):
+        with pytest.raises(ValueError) as caught:
+            dmp(model)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_dmp_around_a_collection_alone_names_the_sharders() -> None:
+    """This was DDP's error that it is not needed."""
+    (texts,) = workers.run(wrap_nothing_else, world_size=1)
+    for text in texts:
+        assert "(table='t'): expected parameters to train beside an unsharded collection" in text
+        assert "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel" in text
+
+
 def train_a_late_collection(is_refused: bool) -> list[str]:
     """Puts collections into a model that is wrapped already; returns the errors of the calls."""
     told: list[str] = []

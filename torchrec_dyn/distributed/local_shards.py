@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
@@ -19,7 +20,13 @@ from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NOT_BY_ROW, time_fault
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import check_not_gathered, check_trains, initializer_of, row_dtype
+from torchrec_dyn.modules import (
+    check_not_gathered,
+    check_not_of_dmp,
+    check_trains,
+    initializer_of,
+    row_dtype,
+)
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
 from torchrec_dyn.sharding import kernels_of
@@ -68,6 +75,42 @@ class ShardedTables:
         modules: Any = super()
         yield from modules.named_modules(*args, **kwargs)
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers; torch's functions for state dicts ask for them.
+
+        Raises:
+            ValueError: if one does, for a DistributedModelParallel around the collection.
+        """
+        check_not_of_dmp(self._shards.where)
+        module: Any = super()
+        yield from module.named_buffers(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # `.half()`, `.double()` and `.to` of a model come here.
+        for dtype in self._shards.output_dtypes:
+            converted = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+            if converted != dtype:
+                raise ValueError(
+                    f"{self._shards.where}: expected a conversion to the dtype of its outputs, {dtype}, got "
+                    f"{converted}: rows and outputs of a sharded collection keep their dtypes. Convert the "
+                    "dense part only; or, before sharding, set data_type in the configs and 'output_dtype' "
+                    "in fused_params."
+                )
+        module: Any = super()
+        return module._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses a copy or a pickle, also by `torch.save`.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
+            "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
+            "torch.distributed.checkpoint."
+        )
+
 
 class LocalShards:
     """The column shards on this rank of every table of a collection, in column order.
@@ -81,6 +124,7 @@ class LocalShards:
         frozen: names of the frozen tables, the same on every rank. Code that changes this set must also set
             `is_frozen` of the shards.
         batches: the batches whose ids were sent and not looked up yet.
+        output_dtypes: the dtypes of outputs, the same on every rank.
         device: the device of the rows.
         lock: the lock of the shards; of another plan, too.
     """
@@ -92,6 +136,7 @@ class LocalShards:
         self.layouts = setup.layouts
         self.unsharded = setup.unsharded
         self.batches = OpenForwards()
+        self.output_dtypes = setup.view.output_dtypes
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
         self._optimizers = setup.view.optimizers

@@ -168,7 +168,8 @@ def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> No
         if claimed.get(name, module_fqn) != module_fqn:
             raise ValueError(
                 f"{where}(table='{name}'): expected a name that is unique in the model, got the name of a "
-                f"table of '{claimed[name]}'. Rename one of them."
+                f"table of '{claimed[name]}': both would have the same initial rows, which depend on the "
+                "name. Rename one of the tables in its config, before it is trained."
             )
     claimed.update(dict.fromkeys(names, module_fqn))
 
@@ -182,6 +183,7 @@ class ShardableView(DefaultSelection, nn.Module):
     Attributes:
         tables_by_default: names of the tables without a chosen optimizer.
         optimizers: the row optimizer of each table, by name.
+        output_dtypes: the dtypes of the tables' outputs.
 
     Raises:
         ValueError: if a table's optimizer or an option of its plan is not supported, or tables whose outputs
@@ -238,6 +240,7 @@ class ShardableView(DefaultSelection, nn.Module):
             by_dtype.setdefault(chosen_output_dtype(chosen, table), []).append(config.name)
             chosen[OPTIONS_KEY] = kernel_options
             placeholders[config.name] = _Placeholder(weight, chosen)
+        self.output_dtypes = {dtype for by_dtype in outputs.values() for dtype in by_dtype}
         for which, by_dtype in outputs.items():
             if len(by_dtype) > 1:
                 got = "; ".join(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_dyn.layers.row_pooling import pooled_rows
+from torchrec_dyn.modules import check_not_traced
 
 Input: TypeAlias = Tensor | JaggedTensor
 
@@ -79,6 +80,7 @@ def bag_begins(lengths: Tensor) -> Tensor:
 
 def _check_kind(source: Input, where: str) -> None:
     """Raises ValueError unless an input is a dense tensor or jagged over one dimension."""
+    check_not_traced(source, where)
     if isinstance(source, JaggedTensor):
         if source.values().dim() != 1:
             raise ValueError(

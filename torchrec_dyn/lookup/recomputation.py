@@ -175,6 +175,11 @@ def checkpointed_calls() -> CheckpointedCalls | None:
     return CheckpointedCalls(tuple(first_runs), recomputation)
 
 
+def runs_again_if_saved() -> bool:
+    """Returns True in the first run of a function that runs again only where tensors of it were saved."""
+    return bool(_frames_with_hooks())
+
+
 def _may_be_reentrant() -> bool:
     """Returns False if no run of a re-entrant function is around; its time does not depend on the stack.
 

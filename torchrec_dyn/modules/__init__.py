@@ -18,6 +18,7 @@ from torchrec_dyn.modules.feature_ids import (
     FeatureReader,
     as_int64,
     check_keyed,
+    check_not_traced,
     checked_features,
 )
 from torchrec_dyn.modules.fused_optimizer import (
@@ -51,7 +52,10 @@ from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
     check_not_gathered,
+    check_not_of_dmp,
     check_step,
+    check_towers,
+    check_towers_of_dmp,
     check_trains,
     check_unprocessed,
     model_being_sharded,

@@ -164,10 +164,20 @@ class FeatureReader:
 
 def check_keyed(features: object, where: str) -> None:
     """Raises ValueError if a batch is no KeyedJaggedTensor, e.g. a tensor or a dict."""
+    check_not_traced(features, where)
     if not isinstance(features, KeyedJaggedTensor):
         raise ValueError(
             f"{where}: expected a KeyedJaggedTensor, got {type(features).__name__}. Name the features of the "
             "ids: KeyedJaggedTensor(keys, values, lengths=lengths)."
+        )
+
+
+def check_not_traced(ids: object, where: str) -> None:
+    """Raises ValueError if torch.fx traces the module: a lookup depends on the ids."""
+    if isinstance(ids, torch.fx.Proxy):
+        raise ValueError(
+            f"{where}: expected ids, got a Proxy of torch.fx, which cannot trace a lookup. Make the class of "
+            "the module a leaf: torchrec.fx.symbolic_trace(model, leaf_modules=[type(module).__name__])."
         )
 
 

@@ -15,7 +15,8 @@ DistributedModelParallel.
 Some tools know parameters and their gradients only. `AveragedModel` and `share_memory` would leave
 the rows behind; `GradScaler` multiplies gradients that backward applies at once. TorchRec's
 GradientClippingOptimizer clips nothing if some parameters are on the meta device. TorchRec's feature
-processors replace the weights of a batch, by which LowestScore scores ids. These are errors, too.
+processors replace the weights of a batch, by which LowestScore scores ids. Its sharders of towers know its
+own collections only. These are errors, too.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_tower_sharding import (
+    EmbeddingTowerCollectionSharder,
+    EmbeddingTowerSharder,
+)
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.shard import shard_modules
+from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 
@@ -57,6 +63,7 @@ _DMP_SHARDS = code_of(DistributedModelParallel._shard_modules_impl)
 _SHARD_MODULES = code_of(shard_modules)
 _FULLY_SHARD = code_of(fully_shard)
 _GET_MODEL_STATE_DICT = code_of(dcp_state_dict._get_model_state_dict)
+_STATE_DICT_FUNCTIONS = code_of(dcp_state_dict._verify_options)
 _AVERAGED = code_of(AveragedModel.__init__)
 _SHARE_MEMORY = code_of(nn.Module.share_memory)
 _REQUIRES_GRAD = code_of(nn.Module.requires_grad_)
@@ -148,20 +155,71 @@ def check_not_made_static(where: str, collection: nn.Module) -> None:
         )
 
 
+def check_towers(model: nn.Module, sharders: Iterable[ModuleSharder[Any]]) -> None:
+    """Checks that TorchRec's sharders of towers get no dynamic tables.
+
+    Raises:
+        ValueError: if they do.
+    """
+    kinds = {
+        one.module_type: type(one).__name__
+        for one in sharders
+        if isinstance(one, (EmbeddingTowerSharder, EmbeddingTowerCollectionSharder))
+    }
+    for path, module in model.named_modules() if kinds else ():
+        parts = module.modules() if type(module) in kinds else ()
+        if any(isinstance(type(part), FoundByType) for part in parts):
+            raise ValueError(
+                f"{type(module).__name__}('{path}'): expected static tables under "
+                f"{kinds[type(module)]}, got dynamic ones. Leave it out of the sharders: "
+                "torchrec_dyn.default_sharders() shard the collection inside."
+            )
+
+
+def check_towers_of_dmp() -> None:
+    """Checks the model of the DistributedModelParallel that is being built around the caller, if any.
+
+    Rank 0 plans alone: the others would wait for it for ever.
+
+    Raises:
+        ValueError: as `check_towers`.
+    """
+    frame = _running(_DMP)
+    if frame is not None:
+        check_towers(frame.f_locals["module"], frame.f_locals["sharders"] or ())
+
+
 def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
     """Makes the DistributedDataParallel that is being built around the caller, if any, skip a placeholder.
 
     Raises:
-        ValueError: if DistributedDataParallel has several ranks.
+        ValueError: if DistributedDataParallel has several ranks, or the model has nothing else to train.
     """
     ddp = _local("self", _DDP)
     if ddp is not None:
         _check_one_rank(where, "DistributedDataParallel", ddp.process_group.size())
+        if not _has_dense_parameters(_local("module", _DDP)):
+            raise ValueError(
+                f"{where}: expected parameters to train beside an unsharded collection under "
+                "DistributedDataParallel, which DistributedModelParallel puts around what no sharder shards, "
+                f"got none. {_WHAT_TO_DO}."
+            )
         # DDP compares this set with each name that the traversal yields, so the name is added in time. With a
         # mesh DDP traverses the model once before it makes the set.
         if hasattr(ddp, "parameters_to_ignore"):
             ddp.parameters_to_ignore.add(name)
         placeholder._ddp_ignored = True  # type: ignore[attr-defined]  # read in mixed precision
+
+
+def _has_dense_parameters(module: nn.Module) -> bool:
+    """Returns True if a parameter outside of unsharded collections requires a gradient."""
+    # `named_modules` would ask the tables again.
+    if isinstance(type(module), FoundByType):
+        return False
+    own = module._parameters.values()
+    return any(one is not None and one.requires_grad for one in own) or any(
+        map(_has_dense_parameters, module.children())
+    )
 
 
 def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
@@ -182,6 +240,20 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
 
     setattr(kind, REGISTRY_KEY, property(registry))
     return kind
+
+
+def check_not_of_dmp(where: str) -> None:
+    """Checks that no function of torch.distributed.checkpoint.state_dict got a DistributedModelParallel.
+
+    Raises:
+        ValueError: if one did. torch would look for its parameters by names that it does not have.
+    """
+    if isinstance(_local("model", _STATE_DICT_FUNCTIONS), DistributedModelParallel):
+        raise ValueError(
+            f"{where}: expected the module of a DistributedModelParallel in the functions of "
+            "torch.distributed.checkpoint.state_dict, got the DistributedModelParallel itself, whose "
+            "parameters have other names there. Pass dmp.module, or use dmp.state_dict()."
+        )
 
 
 def check_not_gathered(where: str) -> None:

@@ -188,10 +188,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             scores=self._scores(features) if self.training else None,
             ahead=ahead,
         )
-        if self.training and torch.is_grad_enabled() and not output.requires_grad:
-            # All tables of this kernel are frozen, but another rank may train tables, and backward is
-            # collective. With one rank this tensor is the user's output; the clone is not a leaf, so users
-            # may write into it in place.
+        if torch.is_grad_enabled() and not output.requires_grad:
+            # In evaluation, or all tables of this kernel are frozen. But another rank may train tables, or
+            # have none, for which TorchRec's output requires a gradient; and backward is collective. With one
+            # rank this tensor is the user's output; the clone is not a leaf, so users may write into it in
+            # place.
             output = output.requires_grad_().clone()
         return output
 
