@@ -36,8 +36,8 @@ def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
 def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Makes a forward run outside of the graphs of torch.compile.
 
-    Exporters that call it get ValueError, and so do transforms of torch.func: tables would keep tensors of the
-    transform.
+    Exporters that call it get ValueError, and so do the transforms of torch.func: tables would keep tensors
+    of a transform.
     """
 
     @functools.wraps(forward)

@@ -274,7 +274,9 @@ def test_ids_of_other_dtypes_are_those_of_int64(mode: str, dtype: torch.dtype) -
             assert torch.equal(*outputs)
             outputs[0].sin().sum().backward(), outputs[1].sin().sum().backward()
         assert sorted(one.table.ids().tolist()) == [1, 3, 4, 6, 9]
-        assert all(map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1))))
+        assert all(
+            map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1)))
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -293,7 +295,9 @@ def test_weights_of_other_dtypes_are_computed_with_as_float32(
         output, expected = one(ids, weights), twin(ids, wide)
         assert output.dtype == torch.float32 and torch.equal(output, expected)
         output.sin().sum().backward(), expected.sin().sum().backward()
-        assert all(map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1))))
+        assert all(
+            map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1)))
+        )
         if gradients:
             assert torch.equal(weights.grad, wide.grad.to(dtype))
 

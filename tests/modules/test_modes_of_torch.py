@@ -20,7 +20,7 @@ from sharded_cases import POOLED, SEQUENCE, Case, Table, usual_plan
 from sharded_training import Holder, collection_of, shard
 from table_cases import bits
 from torch import Tensor
-from torchrec import EmbeddingConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, mark

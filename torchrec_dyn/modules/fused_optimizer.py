@@ -115,6 +115,7 @@ class DynamicOptimizer(FusedOptimizer):
                 GradientClippingOptimizer, which does not clip rows.
             RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
                 deferred update.
+            Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
         check_step(type(self).__name__)
         write_updates([self._rates])

@@ -24,7 +24,7 @@ from torchrec_dyn.storage import growing_block
 from torchrec_dyn.storage.block_files import mapped_block
 from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
-from torchrec_dyn.storage.lasting import lasting
+from torchrec_dyn.storage.lasting_tensors import lasting
 from torchrec_dyn.storage.page_advice import (
     HUGE_PAGE_BYTES,
     advise_huge_pages,

@@ -14,8 +14,8 @@ _T = TypeVar("_T")
 def lasting(make: Callable[_P, _T]) -> Callable[_P, _T]:
     """Returns a function whose tensors may be written at any time, whatever the mode of the caller.
 
-    A tensor that is made in `torch.inference_mode` can never be written outside of it, and the first forward, or
-    a load, may be a call in this mode. Later steps write blocks, marks and counters. (Tensors that are only
-    read, or replaced as a whole, may be of any mode.)
+    A tensor that is made in `torch.inference_mode` can never be written outside of it, and the first forward,
+    or a load, may be in this mode. Later steps write blocks, marks and counters. Tensors that are only read,
+    or replaced as a whole, may be of any mode.
     """
     return torch.inference_mode(False)(make)
