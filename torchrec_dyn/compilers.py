@@ -34,12 +34,22 @@ def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
 
 
 def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a forward run outside of the graphs of torch.compile; exporters that call it get ValueError."""
+    """Makes a forward run outside of the graphs of torch.compile.
+
+    Exporters that call it get ValueError, and so do the transforms of torch.func: tables would keep tensors
+    of a transform.
+    """
 
     @functools.wraps(forward)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
             _refuse(args[0], "torch.export or torch.jit.trace")
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"{type(args[0]).__name__}: expected a call outside of the transforms of torch.func, got one "
+                "within grad, vmap, jvp or vjp. Look the rows up before, and give the output to the "
+                "transformed function."
+            )
         return forward(*args, **kwargs)
 
     return not_compiled(checked)

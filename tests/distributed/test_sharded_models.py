@@ -246,7 +246,7 @@ def wrong_batches(case: Case) -> None:
 
     for _ in ("as the first batch", "after a good one, whose keys are remembered"):
         refused("expected feature 'a', got features", keys=["x", "y"])
-        refused("expected ids of dtype int64 or int32", values=ids.short())
+        refused("expected ids of dtype int64, int32 or uint64", values=ids.short())
         refused("lengths", lengths=torch.tensor([1, 0, 1, 0]))
         for other in (ids, None, JaggedTensor(ids, lengths=ids[:1] + 2), {"a": ids}):
             name = type(other).__name__
@@ -267,7 +267,7 @@ def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
 
 
 def other_dtypes(case: Case) -> None:
-    """Ids and lengths in int32 and weights in float64 on one rank train as int64 and float32 on all.
+    """Ids in int32 or uint64, lengths in int32, weights in float64 on one rank train as int64 and float32.
 
     So do lengths [F, B] instead of [F * B].
 
@@ -285,7 +285,8 @@ def other_dtypes(case: Case) -> None:
                 mine.weights_or_none(),
             )
             if rank == other:
-                ids, lengths = ids.int(), lengths.int().view(len(mine.keys()), -1)
+                ids = ids.int() if other else ids.view(torch.uint64)
+                lengths = lengths.int().view(len(mine.keys()), -1)
                 weights = torch.rand(ids.numel()) if weights is None else weights.double()
             features = KeyedJaggedTensor(mine.keys(), ids, weights, lengths)
             outputs = outputs_by_name(case, model(features))

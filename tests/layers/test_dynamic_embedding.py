@@ -249,6 +249,26 @@ def test_options_by_name() -> None:
         dyn.DynamicEmbedding(4, 10, dynamic=scored)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+def test_ids_of_other_dtypes_are_those_of_int64(dtype: torch.dtype) -> None:
+    """uint64 by its bits: 2^64 - 1 is -1."""
+    ids, offsets = torch.tensor([1, -1, 3, 1]), torch.tensor([0, 3, 4])
+    other = ids.int() if dtype == torch.int32 else ids.view(torch.uint64)
+    one, twin = (dyn.DynamicEmbedding(DIM, 100, padding_idx=-1, fused_params=SGD) for _ in range(2))
+    for form in (
+        lambda values: values.view(2, 2),
+        lambda values: JaggedTensor(values, offsets=offsets),
+        lambda values: torch.nested.nested_tensor_from_jagged(values, offsets),
+    ):
+        outputs = [module(form(given)) for module, given in ((one, other), (twin, ids))]
+        is_dense = type(outputs[0]) is Tensor and not outputs[0].is_nested
+        rows = outputs if is_dense else [output.values() for output in outputs]
+        assert torch.equal(*rows)
+        torch.autograd.backward([row.sin().sum() for row in rows])
+    assert sorted(one.table.ids().tolist()) == [1, 3]
+    assert all(map(torch.equal, one.table.lookup(ids), twin.table.lookup(ids)))
+
+
 def nested(offsets: list[int], lengths: list[int]) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
         torch.arange(4), torch.tensor(offsets), torch.tensor(lengths)
@@ -258,8 +278,8 @@ def nested(offsets: list[int], lengths: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.tensor([1], dtype=torch.int32), r"expected ids of dtype int64.*ids.long\(\)"),
-        (torch.rand(2), "expected ids of dtype int64, got torch.float32"),
+        (torch.tensor([1], dtype=torch.int16), r"expected ids of dtype int64.*ids.long\(\)"),
+        (torch.rand(2), "expected ids of dtype int64, int32 or uint64, got torch.float32"),
         ([1, 2], "expected ids in a Tensor or a JaggedTensor, got list"),
         (
             KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1])),

@@ -255,6 +255,53 @@ def test_forms_agree() -> None:
         assert torch.equal(dense, bag_of(mode)(torch.tensor([bags]))[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
+def test_ids_of_other_dtypes_are_those_of_int64(mode: str, dtype: torch.dtype) -> None:
+    """uint64 by its bits: 2^64 - 1 is -1."""
+    ids = torch.tensor([[1, -1, 3], [4, 9, 6]])
+    other = ids.int() if dtype == torch.int32 else ids.view(torch.uint64)
+    lengths, offsets, weights = torch.tensor([2, 4]), torch.tensor([0, 2, 6]), torch.rand(6)
+    for gradients in (False, True):
+        options = {"is_weighted": True, "weight_gradients": gradients, "padding_idx": -1}
+        one, twin = bag_of(mode, **options), bag_of(mode, **options)
+        for form in (
+            lambda values: values,
+            lambda values: JaggedTensor(values.view(-1), lengths=lengths, weights=weights),
+            lambda values: torch.nested.nested_tensor_from_jagged(values.view(-1), offsets),
+        ):
+            outputs = one(form(other)), twin(form(ids))
+            assert torch.equal(*outputs)
+            outputs[0].sin().sum().backward(), outputs[1].sin().sum().backward()
+        assert sorted(one.table.ids().tolist()) == [1, 3, 4, 6, 9]
+        assert all(
+            map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1)))
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_weights_of_other_dtypes_are_computed_with_as_float32(
+    gradients: bool, dtype: torch.dtype
+) -> None:
+    """Quotients of float16 have 11 bits, and those of float64 are rounded twice."""
+    ids = torch.arange(60).view(4, 15)
+    given = (torch.rand(4, 15, generator=torch.Generator().manual_seed(4)) + 0.1).to(dtype)
+    for mode in ("sum", "mean"):
+        one, twin = (bag_of(mode, is_weighted=True, weight_gradients=gradients) for _ in range(2))
+        weights, wide = given.clone(), given.float()
+        if gradients:
+            weights, wide = weights.requires_grad_(), wide.requires_grad_()
+        output, expected = one(ids, weights), twin(ids, wide)
+        assert output.dtype == torch.float32 and torch.equal(output, expected)
+        output.sin().sum().backward(), expected.sin().sum().backward()
+        assert all(
+            map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1)))
+        )
+        if gradients:
+            assert torch.equal(weights.grad, wide.grad.to(dtype))
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
 def test_holes_of_a_nested_tensor_are_in_no_bag(mode: str, gradients: bool) -> None:
@@ -339,7 +386,7 @@ TWO = torch.tensor([[1, 2]])
     ("ids", "weights", "message"),
     [
         (torch.tensor(1), None, r"expected ids \[..., bag\], got a tensor of no dimensions"),
-        (TWO.int(), None, "expected ids of dtype int64"),
+        (TWO.short(), None, "expected ids of dtype int64"),
         (TWO, TWO, "expected weights of a floating dtype, got torch.int64"),
         (TWO, [0.5, 0.5], "expected weights of a floating dtype, got list"),
         (TWO, torch.ones(2), r"expected weights of the shape of the ids, \[1, 2\], got \[2\]"),

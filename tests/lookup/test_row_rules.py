@@ -216,6 +216,39 @@ def test_an_error_of_a_rule_changes_no_row() -> None:
     assert all(torch.equal(state(model, t)["weight"], w) for t, w in zip("ab", before, strict=True))
 
 
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("spoiled", range(3))
+def test_an_error_of_a_rule_holds_back_no_other_group(spoiled: int, defers: bool) -> None:
+    """Whatever its type: the other tables have their update, and no gradient of this step is in the next."""
+    configs = [
+        EmbeddingBagConfig(20, 4, name, feature_names=[name], data_type=DataType[dtype])
+        for name, dtype in (("a", "FP32"), ("b", "BF16"), ("c", "FP16"))
+    ]
+    fused = {"optimizer": Spoils(), "defer_updates": defers}
+    model = dyn.DynamicEmbeddingBagCollection(configs, fused_params=fused)
+    features = KeyedJaggedTensor(["a", "b", "c"], IDS[:3], lengths=torch.ones(3, dtype=torch.long))
+
+    def step(grad: torch.Tensor) -> list[torch.Tensor]:
+        """Returns how much each table has changed."""
+        before = [state(model, table)["weight"].float() for table in "abc"]
+        try:
+            output = model(features).values()
+            output.backward(grad.to(output.dtype))
+            model.fused_optimizer.step()
+        except KeyError as error:
+            assert "too large" in str(error) and grad.max() == 100
+        after = [state(model, table)["weight"].float() for table in "abc"]
+        return [float((one - other).mean()) for one, other in zip(before, after, strict=True)]
+
+    step(torch.ones(1, 12))  # inserts
+    grad = torch.ones(1, 12)
+    grad[0, 4 * spoiled] = 100.0
+    changes = [0.0 if table == spoiled else 1.0 for table in range(3)]
+    assert step(grad) == pytest.approx(changes, abs=0.05)
+    assert step(torch.ones(1, 12)) == pytest.approx([1.0] * 3, abs=0.05)
+    assert [model.table(table).stats()["step"] for table in "abc"] == [3, 3, 3]
+
+
 def test_saved_by_name_and_states(tmp_path: Any) -> None:
     torch.manual_seed(2)
     model = collection(Adagrad())

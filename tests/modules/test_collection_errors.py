@@ -157,10 +157,13 @@ def batch(**fields: object) -> KeyedJaggedTensor:
     ("features", "message"),
     [
         (batch(keys=["g"]), r"table='t'\): expected feature 'f', got features \['g'\]"),
-        (batch(values=torch.tensor([1, 2, 3], dtype=torch.int16)), r"int32, got torch.int16.*long"),
+        (
+            batch(values=torch.tensor([1, 2, 3], dtype=torch.int16)),
+            r"uint64, got torch.int16.*long",
+        ),
         (
             batch(values=torch.tensor([1.0, 2.0, 3.0])),
-            "ids of dtype int64 or int32, got torch.float32",
+            "ids of dtype int64, int32 or uint64, got torch.float32",
         ),
         (batch(lengths=torch.tensor([2, 2])), "add up to the 3 ids"),
         (batch(lengths=torch.tensor([4, -1])), "not negative"),

@@ -52,6 +52,13 @@ def test_int32_ids_are_widened_once() -> None:
     assert checked_features(features, False, "C").ids is features.values()  # no copy
 
 
+def test_uint64_ids_are_read_by_their_bits() -> None:
+    ids = torch.tensor([-1, 2**63 - 1, -(2**63)])
+    features = KeyedJaggedTensor(["a"], ids.view(torch.uint64), lengths=torch.tensor([1, 2]))
+    read = checked_features(features, False, "C")
+    assert torch.equal(read.ids, ids) and read.ids.data_ptr() == ids.data_ptr()  # no copy
+
+
 class Widenings(TorchDispatchMode):
     """Counts the conversions of int32 tensors to int64, by their size."""
 

@@ -275,8 +275,13 @@ def _(model: Model) -> None:
         lambda: torch.func.jvp(scaled, (one,), (one,)),
         lambda: torch.func.vjp(scaled, one),
     ):
-        with pytest.raises(RuntimeError, match="setup_context"):
+        with pytest.raises(ValueError, match="outside of the transforms"):
             transform()
+    model.ebc.eval()
+    with pytest.raises(ValueError, match="outside of the transforms"):
+        torch.vmap(scaled)(one)
+    model.ebc.train()
+    assert model.ebc.table("t").stats()["step"] == 0  # a table would keep tensors of the transform
     torch.func.grad(scaled)(one)
 
 
@@ -482,7 +487,10 @@ ERRORS = {
     "`double`": (ValueError, "expected rows of float32"),
     "`share_memory`": (ValueError, r"got share_memory\(\)"),
     "`functional_call` with other rows": (ValueError, "functional_call cannot replace rows"),
-    "`torch.func.grad`, `vmap`, `jvp`, `vjp`": (RuntimeError, "setup_context"),
+    "`torch.func.grad`, `vmap`, `jvp`, `vjp`": (
+        ValueError,
+        "DynamicEmbeddingBagCollection: expected a call outside of the transforms of torch.func",
+    ),
     "`torch.autograd.grad` of a table's `weight`": (
         RuntimeError,
         "not have been used in the graph",

@@ -122,6 +122,15 @@ def test_the_first_places_of_rows_whose_bit_was_clear(threads, count):
         assert ops.mark_new_(*given)[0].numel() == 0
 
 
+@pytest.mark.parametrize("sizes", [[2, 0], [2, 0, 0], [0, 2], [0, 0], [2, 0, 1, 0]])
+def test_a_table_without_rows_begins_where_the_one_before_ends(sizes):
+    marks = [torch.zeros(64, dtype=torch.uint8) for _ in sizes]
+    layout = torch.tensor([[t, 1, 6, 1] for t in range(len(sizes))])
+    ends = [0, *itertools.accumulate(sizes)]
+    places, begins = ops.mark_new_(torch.arange(ends[-1]), ids_of(*ends), marks, layout)
+    assert begins.tolist() == ends and places.tolist() == [*range(ends[-1])]
+
+
 def test_bits_set_by_number_are_the_bits_of_the_update():
     """The same bits as of `update_rows_`: row r of a block of 512 is bit (r >> 6 & 7) of byte r & 63."""
     marks = [torch.zeros(64, dtype=torch.uint8)]

@@ -44,6 +44,14 @@ def test_many_are_sorted_even_if_their_mixed_ids_begin_alike(high_halves, far):
     assert order == expected(ids.tolist(), last_seen.tolist())
 
 
+def test_two_of_one_step_with_equal_high_bits_are_in_the_order_of_their_low_bits():
+    """A run of two is the shortest that is sorted by whole words; far ids beside it leave few bits first."""
+    mixed = [0, -1, 2**62 + 1, 2**62]  # -1: 2^64 - 1
+    ids = unmixed(torch.tensor(mixed))
+    for last_seen in ([5, 5, 5, 5], [5, 6, 5, 5]):
+        assert ops.oldest_first(ids, ids_of(*last_seen)).tolist() == [0, 3, 2, 1]
+
+
 @pytest.mark.parametrize("step", [-1, 2**32])
 def test_a_step_that_no_score_holds_is_refused(step):
     with pytest.raises(RuntimeError, match=f"oldest_first: expected last_seen in .* got {step}"):

@@ -57,3 +57,15 @@ def test_added_blocks_are_beside_the_store() -> None:
     assert more.blocks[0].data_ptr() == store.blocks[0].data_ptr()
     more.write(torch.tensor([16, 47]), torch.tensor([[1.0], [2.0]]).expand(2, COLUMNS))
     assert more.read(torch.tensor([47, 16]))[:, 0].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("rows", [3, 1 << SHIFT])
+def test_blocks_made_in_inference_mode_are_written_outside_of_it(rows: int) -> None:
+    few = RowStore(COLUMNS, rows.bit_length(), torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        few.reserve(rows)
+        zeros = few.empty()
+        zeros.reserve_zeros(rows)
+    for store in (few, zeros):
+        store.put(0, 0, torch.ones(3, COLUMNS))
+        assert store.read(torch.arange(3)).sum() == 3 * COLUMNS

@@ -28,3 +28,14 @@ def test_rows_marked_at_a_number_or_later_are_flagged(monkeypatch, since):
 
 def test_a_table_without_rows_has_no_flags():
     assert RowMarks(ROWS, torch.device("cpu")).at_least(1).tolist() == []
+
+
+def test_marks_made_in_inference_mode_are_written_outside_of_it():
+    marks = RowMarks(ROWS, torch.device("cpu"))
+    with torch.inference_mode():
+        marks.reserve(ROWS)
+    marks.write(ids_of(3), 1)
+    marks.bits[0][0] = 1
+    marks.settle(2)
+    marks.fill(3)
+    assert marks.read(ids_of(0, 3)).tolist() == [3, 3]

@@ -75,7 +75,7 @@ class ShardedOptimizer(KeyedOptimizer):
         """Writes learning rates and deferred updates; other rows were updated in backward.
 
         Raises:
-            ValueError, RuntimeError: as `DynamicOptimizer.step`.
+            Exception: as `DynamicOptimizer.step`.
         """
         check_step(type(self).__name__)
         write_updates(self._rates.values())

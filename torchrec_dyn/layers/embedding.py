@@ -83,8 +83,8 @@ class DynamicEmbedding(OneTable):
         """Looks up the rows of ids.
 
         Args:
-            ids: int64, any value: a tensor of any shape, a JaggedTensor, or a nested tensor [bags, ids] of
-                layout torch.jagged.
+            ids: int64 of any value, int32, or uint64, which is read by its bits: a tensor of any shape, a
+                JaggedTensor, or a nested tensor [bags, ids] of layout torch.jagged.
 
         Returns:
             The rows, in the type of the ids: a tensor `[*shape, D]`; a JaggedTensor with the same lengths,

@@ -152,8 +152,9 @@ class DynamicEmbeddingBag(OneTable):
         """Looks up and pools rows.
 
         Args:
-            ids: int64, any value: a tensor [..., L] whose last dimension is the bag, a JaggedTensor of B
-                bags, or a nested tensor [B, L] of layout torch.jagged.
+            ids: int64 of any value, int32, or uint64, which is read by its bits: a tensor [..., L] whose last
+                dimension is the bag, a JaggedTensor of B bags, or a nested tensor [B, L] of layout
+                torch.jagged.
             weights: weights in the shape of the ids; for a JaggedTensor without weights, one per value.
 
         Returns:

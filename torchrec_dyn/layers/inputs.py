@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from torchrec_dyn.layers.row_pooling import pooled_rows
-from torchrec_dyn.modules import check_not_traced
+from torchrec_dyn.modules import as_int64, check_not_traced
 
 Input: TypeAlias = Tensor | JaggedTensor
 
@@ -47,7 +47,7 @@ def values_of(source: Input) -> Tensor:
 
 
 def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
-    """Checks an input of int64 ids and returns the ids other than `padding_idx`.
+    """Checks an input and returns the ids other than `padding_idx`, as int64.
 
     Holes between the bags of a nested tensor are skipped.
 
@@ -55,11 +55,7 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
         ValueError: if the input has the wrong type, or its tensors do not match each other.
     """
     _check_kind(source, where)
-    values = values_of(source)
-    if values.dtype != torch.int64:
-        raise ValueError(
-            f"{where}: expected ids of dtype int64, got {values.dtype}. Convert with ids.long()."
-        )
+    values = as_int64(values_of(source), where)
     lengths, offsets, keep = _bags(source, values, where)
     if padding_idx is not None:
         is_id = values != padding_idx

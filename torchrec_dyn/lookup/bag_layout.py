@@ -167,7 +167,7 @@ class BagLayout:
         if len(self._first_feature) == self._features + 1:  # each table has one feature
             return begins
         # Not waited for: the copy is in the order of the stream.
-        return begins[torch.tensor(self._first_feature).to(begins.device, non_blocking=True)]
+        return begins[host_numbers(self._first_feature).to(begins.device, non_blocking=True)]
 
     def begins_of_features(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None

@@ -553,8 +553,8 @@ class TableGroup:
             return
         try:
             self._write(update)
-        except RuntimeError as error:
-            if not self._current().nonfinite:
+        except Exception as error:
+            if not self._current().nonfinite and self.tables[0].optimizer.own is None:
                 raise
             raise_after_backward(error)
         if forward.open_forward is not None:

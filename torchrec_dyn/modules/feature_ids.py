@@ -242,7 +242,7 @@ def _read_features(
 
 
 def as_int64(ids: Tensor, where: str) -> Tensor:
-    """Returns ids [N] of a batch as int64: themselves, or int32 ids in a new tensor.
+    """Returns ids [N] of a batch as int64: themselves, int32 ids in a new tensor, or the bits of uint64 ids.
 
     Raises:
         ValueError: if they have another dtype.
@@ -251,8 +251,10 @@ def as_int64(ids: Tensor, where: str) -> Tensor:
         return ids
     if ids.dtype == torch.int32:
         return ids.long()
+    if ids.dtype == torch.uint64:
+        return ids.view(torch.int64)
     raise ValueError(
-        f"{where}: expected ids of dtype int64 or int32, got {ids.dtype}. Convert with ids.long()."
+        f"{where}: expected ids of dtype int64, int32 or uint64, got {ids.dtype}. Convert with ids.long()."
     )
 
 

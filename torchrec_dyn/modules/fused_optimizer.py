@@ -59,8 +59,8 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
     """Writes learning rates and deferred updates to all tables.
 
     Raises:
-        RuntimeError, ValueError: as `TableGroup.write_updates`, the first error, after the other groups have
-            written.
+        Exception: the first error of `TableGroup.write_updates`, which may be one of a rule in Python, after
+            the other groups have written.
     """
     faults: list[Exception] = []
     for one in rates:
@@ -68,7 +68,7 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
         for group in one.deferring():
             try:
                 group.write_updates()
-            except (RuntimeError, ValueError) as fault:
+            except Exception as fault:
                 faults.append(fault)
     if faults:
         raise faults[0]
@@ -115,6 +115,7 @@ class DynamicOptimizer(FusedOptimizer):
                 GradientClippingOptimizer, which does not clip rows.
             RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
                 deferred update.
+            Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
         check_step(type(self).__name__)
         write_updates([self._rates])

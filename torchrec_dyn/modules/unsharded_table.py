@@ -25,7 +25,7 @@ from torchrec_dyn.modules.wrapper_checks import (
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
-from torchrec_dyn.storage import TableLock, locked, run_to_end
+from torchrec_dyn.storage import TableLock, lasting, locked, run_to_end
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
 _META = torch.device("meta")
@@ -232,7 +232,7 @@ class UnshardedTable(nn.Module):
         except NotImplementedError:
             # .to(device) raises for a meta tensor, because it has no data to copy. A table on the meta device
             # has no rows, so it can be moved.
-            converted = fn(torch.empty(0, dtype=self.weight.dtype))
+            converted = fn(torch.empty(0, dtype=self.weight.dtype, device="cpu"))
         dtype, device = converted.dtype, converted.device
         if dtype not in ROW_DTYPES:
             raise ValueError(
@@ -240,9 +240,8 @@ class UnshardedTable(nn.Module):
             )
         placeholder: Tensor | None = None
         if dtype != self.weight.dtype:
-            # Before the rows are converted. A parameter made outside of inference mode takes no other tensor.
-            with torch.inference_mode(False):
-                placeholder = torch.empty(self.weight.shape, dtype=dtype, device=_META)
+            # Before the rows are converted.
+            placeholder = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
         if self._table is not None:
             if device == _META and self._table.num_rows:
                 raise ValueError(
@@ -367,6 +366,7 @@ class _Placeholder(nn.Parameter):
         return made
 
 
+@lasting
 def _placeholder(
     shape: tuple[int, ...],
     dtype: torch.dtype,

@@ -321,7 +321,7 @@ class OptimizerEntry(TableEntry):
                     f"got a copy of state cut at {cuts}. Save and load it with "
                     "torch.distributed.checkpoint."
                 )
-        first = next(iter(by_row.values()), torch.empty(0))
+        first = next(iter(by_row.values()), torch.empty(0, device="cpu"))
         widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
         self.stage(Places(row_ranges_of(first)), len(first), widths)
         for name, tensor in by_row.items():

@@ -42,6 +42,7 @@ from torchrec_dyn.storage.id_map import (
     put_all,
 )
 from torchrec_dyn.storage.interrupts import check_stack, run_to_end
+from torchrec_dyn.storage.lasting_tensors import lasting
 from torchrec_dyn.storage.memory_errors import lacks_memory
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.storage.lasting_tensors import lasting
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 # Approximate block count of a full table on a GPU: each block of a call costs host time.
@@ -68,12 +69,14 @@ class RowMarks:
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         while len(self.blocks) << self.shift < rows:
-            shape = (1 << self.shift, 1)
-            block = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            bits = torch.zeros(1 << self.shift - 3, dtype=torch.uint8, device=self._device)
+            block, bits = self._new_block(), clear_bits(self.shift, self._device)
             self._words[len(self.blocks) :] = [block.view(torch.float32)]
             self.bits[len(self.blocks) :] = [bits]
             self.blocks.append(block)
+
+    @lasting
+    def _new_block(self) -> Tensor:
+        return torch.zeros(1 << self.shift, 1, dtype=torch.int32, device=self._device)
 
     def read(self, rows: Tensor) -> Tensor:
         """Returns the marks of rows [M] int64, [M] int32."""
@@ -145,6 +148,12 @@ def list_bits(tables: Sequence[HasBits | None]) -> tuple[list[Tensor], Tensor]:
         layout.append([len(blocks), len(bits), shift - 3, 1])
         blocks.extend(bits)
     return blocks, torch.tensor(layout, device="cpu")
+
+
+@lasting
+def clear_bits(shift: int, device: torch.device) -> Tensor:
+    """Returns the bits of a block of 2^shift rows, all clear, [2^(shift - 3)] uint8."""
+    return torch.zeros(1 << shift - 3, dtype=torch.uint8, device=device)
 
 
 def flags_of(bits: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torchrec_dyn.storage import growing_block
 from torchrec_dyn.storage.block_files import mapped_block
 from torchrec_dyn.storage.host_copies import for_device
 from torchrec_dyn.storage.id_map import SLOT_BYTES
+from torchrec_dyn.storage.lasting_tensors import lasting
 from torchrec_dyn.storage.page_advice import (
     HUGE_PAGE_BYTES,
     advise_huge_pages,
@@ -158,6 +159,7 @@ class RowStore:
             advise_huge_pages(self.blocks[0])
         self._begins_small = is_small
 
+    @lasting
     def _several_blocks(self) -> list[Tensor]:
         """Returns new blocks, reserved together: as many as the store has, up to _BLOCK_BYTES in all.
 
@@ -189,6 +191,7 @@ class RowStore:
             together = mapped_block(directory, block_rows, self.columns, self.dtype)
         return list(together.split(block_rows))[::-1]
 
+    @lasting
     def _zeros(self, rows: int) -> Tensor:
         """Returns [rows, columns] of zeros; from HUGE_PAGE_BYTES on a CPU commits it where it is written."""
         nothing = torch.empty(0, 2, dtype=torch.int64, device=self.device)
@@ -196,6 +199,7 @@ class RowStore:
         slots = ops.new_slots(nothing, max(1, lines) * _LINE_BYTES // SLOT_BYTES)
         return slots.view(self.dtype).flatten()[: rows * self.columns].view(-1, self.columns)
 
+    @lasting
     def _grow(self, rows: int) -> None:
         """Makes the last block longer, and appends blocks, until `rows` rows fit."""
         blocks, whole, missing = list(self.blocks), 1 << self.shift, rows - self.capacity

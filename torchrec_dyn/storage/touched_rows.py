@@ -24,12 +24,19 @@ from torchrec_dyn import ops
 from torchrec_dyn.storage.canonical_rows import unsigned
 from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.id_map import IdMap
-from torchrec_dyn.storage.row_marks import HasBits, block_shift_of, flags_of, list_bits
+from torchrec_dyn.storage.row_marks import (
+    HasBits,
+    block_shift_of,
+    clear_bits,
+    flags_of,
+    list_bits,
+)
 
 # Returns the content sums, by tensor, of ids [M] int64, which have rows [M] int64.
 SumRows = Callable[[Tensor, Tensor], Mapping[str, int]]
 
 _LEAST_COMPACTED = 1 << 12
+_CPU = torch.device("cpu")
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
@@ -97,7 +104,7 @@ class TouchedRows:
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         while self.capacity < rows:
-            self.bits.append(torch.zeros(1 << self.shift - 3, dtype=torch.uint8, device="cpu"))
+            self.bits.append(clear_bits(self.shift, _CPU))
 
     @property
     def capacity(self) -> int:
@@ -120,7 +127,7 @@ class TouchedRows:
         """
         self._complete(id_map)
         self._compact(id_map)
-        bits = [torch.zeros_like(block) for block in self.bits]
+        bits = [clear_bits(self.shift, _CPU) for _ in self.bits]
         if withheld.numel():
             _set_bits(_Bits(bits, self.shift), withheld)
         # Together: a row whose id is listed for this version has its bit, else it would be subtracted twice.

@@ -27,6 +27,7 @@ from torchrec_dyn.storage import (
     RowStore,
     TableLock,
     block_shift,
+    lasting,
     most_block_bytes,
 )
 from torchrec_dyn.table.checks import check_storage, checked_device
@@ -157,6 +158,7 @@ class TableArrays:
         self.optimizer = optimizer
         self.start_as(self.initializer)
 
+    @lasting
     def reset(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the table empty. The new contents are new objects; the old objects do not change."""
         check_storage(self.where, self.config.storage, device)
@@ -176,7 +178,7 @@ class TableArrays:
         life = (self.config, self.name, self.row_limit, shift, device)
         self.life = RowLife(*life) if self.config.has_life else None
         if self.nonfinite is not None:
-            self.nonfinite = self.nonfinite.to(device)
+            self.nonfinite = self.nonfinite.to(device, copy=True)
         self.generation += 1
 
     @property
