@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
+from checkpoint_cases import (
+    differences,
+    held,
+    optimizer_of,
+    put,
+    quietly,
+    save,
+    state_dict_of,
+    tables_of,
+)
 from checkpoint_small import COUNTED, LRU, case, on_one, read, sharded, step, unsharded
 from sharded_training import Holder, collection_of, sharder_of
 from torch import nn
@@ -243,3 +253,35 @@ def test_a_config_beside_tensors_of_another_module_makes_them_no_table(tmp_path:
             state = {"trainer": {**saved["trainer"], **changed}}
             with pytest.raises(CheckpointException, match=f"trainer.{next(iter(changed))}"):
                 quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
+
+
+# Loads without our planner
+
+
+def load_without_the_planner(path: str) -> list[str]:
+    """Returns the errors of loads with DCP's own planner, of nested and of flat state dicts."""
+    of = case(dist.get_world_size(), "row_wise", ("t", "u"))
+    trained, model = sharded(of), sharded(of)
+    step(trained, [1, 2, 3], [4], names=("t", "u"))
+
+    def states(one: Any) -> list[dict[str, Any]]:
+        return [state_dict_of(one), one.state_dict(), optimizer_of(one).state_dict()]
+
+    told = []
+    for number, (saved, loaded) in enumerate(zip(states(trained), states(model), strict=True)):
+        quietly(dcp.save, saved, checkpoint_id=f"{path}/{number}")
+        with pytest.raises(CheckpointException) as caught:
+            quietly(dcp.load, loaded, checkpoint_id=f"{path}/{number}")
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_load_without_the_planner_names_it(tmp_path: Path, world: int) -> None:
+    """DCP told of sizes that differ, and of "cells"."""
+    for told in workers.run(load_without_the_planner, str(tmp_path), world_size=world):
+        for text in told:
+            assert (
+                "got another planner. Call dcp.load(..., planner=torchrec_dyn.checkpoint.Load"
+                in text
+            )
