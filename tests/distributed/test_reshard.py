@@ -429,10 +429,12 @@ def open_forwards(setup: Setup) -> None:
     assert kept.values().shape == outputs.values().shape
     gc.disable()  # else it may be collected before the move
     try:
-        cycle = [model(mine).values()]
-        cycle.append(cycle)  # type: ignore[arg-type]
-        del cycle
+        model(mine).values()  # in a cycle of TorchRec's
         move(model, plans(setup, (CW,), names=["plain"]))
+        cycle: list[Any] = [model(mine).values()]
+        cycle.append(cycle)
+        del cycle
+        move(model, changed)
     finally:
         gc.enable()
 
