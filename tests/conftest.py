@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import engine
 from shards import Shard, draw, part_of, read_shard
 
 gc.disable()  # until all tests are collected: most of what is made till then lives to the end
@@ -48,7 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     everyday = "ci" if os.environ.get("CI") else "dev"
-    settings.load_profile("deep" if config.getoption("--deep") else everyday)
+    is_deep = config.getoption("--deep")
+    settings.load_profile("deep" if is_deep else everyday)
+    if not is_deep:  # a constant of Hypothesis's pages, and no setting; the default is 5 minutes
+        engine.MAX_SHRINKING_SECONDS = 15
 
 
 def _has_cuda_kernels() -> bool:
@@ -70,6 +74,11 @@ def _runs_simt(item: pytest.Item) -> bool:
 
 def _draw_cases(items: list[pytest.Item]) -> None:
     """Marks the cases of a test as deep that its mark `everyday` leaves out; it draws among the others."""
+
+    def values_of(item: pytest.Item) -> list[str]:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return [f"{name}={value!r}" for name, value in params.items()]
+
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         is_drawn = not item.get_closest_marker("needs_cuda") and not item.get_closest_marker("deep")
@@ -77,7 +86,7 @@ def _draw_cases(items: list[pytest.Item]) -> None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, of_test in cases.items():
         (count,) = of_test[0].get_closest_marker("everyday").args
-        for item in set(of_test) - set(draw(of_test, count, name)):
+        for item in set(of_test) - set(draw(of_test, count, name, values_of)):
             item.add_marker(pytest.mark.deep)
 
 

@@ -290,6 +290,17 @@ def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyP
     checkpoints.close()
 
 
+def test_a_close_ends_the_recording_of_changes(tmp_path: Path) -> None:
+    """So the next save, which opens the directory again, has no changes to write alone."""
+    _, model, optimizer = new(0)
+    checkpoints = Checkpoints(tmp_path / "kept", full_every=9)
+    quietly(checkpoints.save, model, optimizer, step=0)
+    assert not quietly(checkpoints.save, model, optimizer, step=1).is_full
+    checkpoints.close()
+    assert quietly(checkpoints.save, model, optimizer, step=2).is_full
+    checkpoints.close()
+
+
 def test_a_converted_table_is_saved_in_full(tmp_path: Path) -> None:
     _, model, optimizer = new(0)
     checkpoints = Checkpoints(tmp_path / "kept", full_every=9)

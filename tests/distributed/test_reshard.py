@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -426,6 +427,16 @@ def open_forwards(setup: Setup) -> None:
     model(mine)
     move(model, changed)
     assert kept.values().shape == outputs.values().shape
+    gc.disable()  # else it may be collected before the move
+    try:
+        model(mine).values()  # in a cycle of TorchRec's
+        move(model, plans(setup, (CW,), names=["plain"]))
+        cycle: list[Any] = [model(mine).values()]
+        cycle.append(cycle)
+        del cycle
+        move(model, changed)
+    finally:
+        gc.enable()
 
 
 def test_an_open_forward_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 import workers
 
-from torchrec_dyn.ranks import agree, exchange, gather_results, run_together
+from torchrec_dyn.ranks import agree, exchange, gather_results, run_together, settle
 
 
 def fail(held: list[Any]) -> None:
@@ -45,7 +46,7 @@ def test_a_call_that_failed_keeps_no_tensors() -> None:
 
 
 def gather_beside(faults: dict[int, Exception]) -> list[str]:
-    """Returns the errors of a call in which some ranks fail."""
+    """Returns the errors of a call in which some ranks fail, alone and within another call."""
     assert dist.group.WORLD is not None
     rank, texts = dist.get_rank(), []
 
@@ -54,7 +55,10 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
             raise faults[rank]
         return rank
 
-    for call in (gather_results, run_together):
+    def settled(group: dist.ProcessGroup, call: str, work: Callable[[], int]) -> None:
+        settle(group, "around", lambda: run_together(group, call, work))
+
+    for call in (gather_results, run_together, settled):
         with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
             call(dist.group.WORLD, "call", work)
         texts.append(f"{type(caught.value).__name__}: {caught.value}")
@@ -80,7 +84,7 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
 def test_every_rank_raises_the_error_of_the_lowest_rank(
     faults: dict[int, Exception], raised: str
 ) -> None:
-    assert workers.run(gather_beside, faults, world_size=3) == [[raised] * 2] * 3
+    assert workers.run(gather_beside, faults, world_size=3) == [[raised] * 3] * 3
 
 
 def call_by_rank() -> str:

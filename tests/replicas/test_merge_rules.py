@@ -174,6 +174,24 @@ def test_an_erased_id_goes_everywhere_and_what_came_after_stays():
     assert one.ids() == {1, 2, 3}
 
 
+def test_an_id_erased_everywhere_and_seen_again_on_one_counts_with_its_initial_row():
+    """The other replica has erased it, too: it did not evict it, after which it would not count."""
+    (one, other), sides = replicas_of(eviction=dyn.LeastRecentlyUsed())
+    for stream in (one, other):
+        stream.step(1, 2)
+    sync(sides)
+    for stream in (one, other):
+        stream.table.erase(ids_of(1))
+    one.step(1)
+    other.step(2)
+    fresh = Stream()
+    fresh.table.find_or_insert(ids_of(1))
+    mean = (rows_of(one, 1).double() + rows_of(fresh, 1).double()) / 2
+    sync(sides)
+    equal_states([one, other])
+    torch.testing.assert_close(rows_of(other, 1).double(), mean, rtol=1e-6, atol=1e-7)
+
+
 def test_waiting_ids_are_added_up():
     (one, other), sides = replicas_of(admission=dyn.AdmitAfter(4))
     one.step(1, 2, 2, 3, 3, 3)
@@ -292,10 +310,11 @@ def test_scores_are_packed_into_words():
     assert all(map(torch.equal, unpacked(packed(last_seen, counts)), (last_seen, counts)))
 
 
-def test_a_union_over_the_limit_is_refused_without_a_policy():
-    (one, other), sides = replicas_of(limit=3)
-    one.step(1, 2)
-    other.step(2, 3, 4)
+@pytest.mark.parametrize("admission", [None, dyn.AdmitAfter(2)])
+def test_a_union_over_the_limit_is_refused_without_an_eviction(admission):
+    (one, other), sides = replicas_of(limit=3, admission=admission)
+    one.step(1, 1, 2, 2)
+    other.step(2, 2, 3, 3, 4, 4)
     before = [one.table.export_state(), other.table.export_state()]
     with pytest.raises(RuntimeError, match=r"at most 3 rows here .* in the union .* got 4\."):
         sync(sides)

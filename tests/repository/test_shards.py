@@ -1,9 +1,13 @@
-"""The parts of the deep tests together are all of them."""
+"""Which tests run when: parts of the deep tests, cases of every day; and how long a failed one is shrunk."""
 
 import argparse
 import itertools
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture import engine
 from shards import Shard, draw, part_of, read_shard
 
 
@@ -48,3 +52,30 @@ def test_the_same_cases_are_drawn_each_day_from_all_of_a_test():
     assert len(set(drawn)) == 6 and drawn == draw(cases, 6, "tests/a.py::test_b")
     assert set(itertools.chain(*(draw(cases, 6, str(name)) for name in range(99)))) == set(cases)
     assert sorted(draw(cases, 50, "few")) == cases
+
+
+def test_each_value_of_each_parameter_is_drawn_while_there_is_room():
+    """A kind with one case of many was left out for ever: the name draws the same cases each day."""
+    cases = [("common", number) for number in range(30)] + [("rare", 98), ("rarer", 99)]
+    for name in map(str, range(50)):
+        drawn = draw(cases, 3, name, lambda case: [f"{at}={one}" for at, one in enumerate(case)])
+        assert {kind for kind, _ in drawn} == {"common", "rare", "rarer"}
+
+
+def test_shrinking_ends_after_seconds(monkeypatch):
+    """A red test of every day was shrunk for five minutes. Here each call takes a second."""
+    clock = itertools.count()
+    fake = SimpleNamespace(perf_counter=lambda: next(clock), monotonic=lambda: 0)
+    monkeypatch.setattr(engine, "time", fake)
+    failed = 0
+
+    @settings(database=None, derandomize=True)
+    @given(st.lists(st.integers(), min_size=9))
+    def fails(numbers):
+        nonlocal failed
+        failed += max(numbers) > 99
+        assert max(numbers) <= 99
+
+    with pytest.raises(AssertionError):
+        fails()
+    assert 1 < failed < 30

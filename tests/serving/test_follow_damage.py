@@ -100,6 +100,26 @@ def test_numbers_of_generations_do_not_go_back(job: Job) -> None:
         job.generation = job.served / name
 
 
+def test_a_damaged_delta_is_tried_again_at_once_on_other_tables(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same ones after a while only: here the time stands still."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    job.save(7)
+    delta = job.kept / "delta-00000003"
+    (file,), content = delta.glob("changes/*.distcp"), spoil(delta)
+    assert job.follower.poll() is None and len(job.follower.skipped) == 1
+    file.write_bytes(content)
+    assert job.follower.poll() is None and len(job.follower.skipped) == 1
+    spoil(delta)
+    job.damage("manifest is cut")
+    with pytest.warns(UserWarning, match="built anew"):
+        serving.Follower(job.kept, job.served, rows=torch.float32).poll()
+    file.write_bytes(content)
+    assert job.follower.poll().entry.step == 3 and job.is_served()
+
+
 @pytest.mark.parametrize("before", ["build_again_from", "read_chain"])
 def test_another_follower_built_the_tables_meanwhile(
     job: Job, monkeypatch: pytest.MonkeyPatch, before: str

@@ -1,15 +1,30 @@
-"""Loads into tables with other policies, another dtype or fewer rows; and training after them."""
+"""Loads into tables with other policies, another name or dtype, or fewer rows; and training after them."""
 
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import contents, differences, load, put, save, state_dict_of, tables_of
+from checkpoint_cases import (
+    Setup,
+    contents,
+    differences,
+    held,
+    load,
+    optimizer_of,
+    put,
+    quietly,
+    run_on,
+    save,
+    state_dict_of,
+    tables_of,
+)
 from checkpoint_small import (
     AGED,
     COUNTED,
@@ -23,9 +38,12 @@ from checkpoint_small import (
 from sharded_cases import shard_by_hand
 from sharded_training import Holder
 from table_cases import same_state
+from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import LoadPlanner
+from torchrec_dyn.checkpoint_format import open_checkpoint
 
 # Rows without scores, into a table with a policy
 
@@ -114,6 +132,56 @@ def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
     model = unsharded(case(config=LRU))
     load(model, tmp_path)
     assert model.table("t").num_rows == 3
+
+
+# Another name
+
+
+def renamed(state: Any) -> Any:
+    """Returns a state dict with table "u" in place of "t"."""
+    if not isinstance(state, dict):
+        return state
+    return {re.sub(r"\bt\.", "u.", key): renamed(value) for key, value in state.items()}
+
+
+def load_renamed(setup: Setup, path: str) -> list[str]:
+    """Returns the errors of the loads of a renamed table, after which the table is as before."""
+
+    def make(name: str) -> Any:
+        of = case(max(1, setup.world), "row_wise", names=(name,))
+        return sharded(of) if setup.world else Holder(unsharded(of))
+
+    trained, model = make("t"), make("u")
+    step(trained, [1, 2, 3])
+    step(model, [1, 2, 3], names=("u",))
+    before, state = held(model), renamed(state_dict_of(trained))
+    quietly(dcp.save, state, checkpoint_id=path)
+    loads = [
+        lambda: model.load_state_dict(state["model"]),
+        lambda: load(model, path),
+        lambda: load(model, path, LoadPlanner(path=path)),
+        lambda: open_checkpoint(path),
+        lambda: optimizer_of(model).load_state_dict(state["optimizer"]),
+    ]
+    told = []
+    for one in loads:
+        with pytest.raises((ValueError, CheckpointException)) as caught:
+            one()
+        told.append(str(caught.value))
+    assert not differences(held(model), before)
+    return told
+
+
+@pytest.mark.parametrize("world", [0, 2])
+def test_a_renamed_table_is_named(tmp_path: Path, world: int) -> None:
+    """It was said to be damaged: all content sums depend on the table's name."""
+    for told in run_on(Setup(world), load_renamed, str(tmp_path)):
+        for text in told[:3]:
+            assert "expected a checkpoint with table 'u' as the model has, got 't'" in text
+        assert "embedding_bags.u" in told[3] and "got a config of 't'" in told[3]
+        assert "expected optimizer state of table 'u'" in told[4]
+        assert all("table was renamed" in text and "saved name" in text for text in told)
+        assert not any("damaged" in text for text in told[:4])
 
 
 # Other dtypes and fewer rows

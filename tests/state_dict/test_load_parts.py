@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
-from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
+from checkpoint_cases import (
+    differences,
+    held,
+    optimizer_of,
+    put,
+    quietly,
+    save,
+    state_dict_of,
+    tables_of,
+)
 from checkpoint_small import COUNTED, LRU, case, on_one, read, sharded, step, unsharded
 from sharded_training import Holder, collection_of, sharder_of
 from torch import nn
@@ -38,7 +48,7 @@ def test_a_partial_load_without_optimizer_state(tmp_path: Path) -> None:
     assert on_one(only_the_model, tmp_path) == 3
 
 
-def load_the_model_only(path: str) -> list[tuple[int, int, int]]:
+def load_the_model_only(path: str) -> list[tuple[int, int, int, int]]:
     names = ("t", "u")
     of = case(2, "row_wise", names, LRU, rows=40_000)
     trained = sharded(of)
@@ -52,8 +62,12 @@ def load_the_model_only(path: str) -> list[tuple[int, int, int]]:
     model = sharded(of)
     state = read({"model": model.state_dict()}, path)
     model.load_state_dict(state["model"])
+    tables = tables_of(model)
+    told = [(one.step, one.row_numbers.high_water_mark, scored_rows(one)) for one in tables]
+    more = list(range(10**6, 10**6 + 40))
+    step(model, more, more, names=names)
     return [
-        (one.step, one.row_numbers.high_water_mark, scored_rows(one)) for one in tables_of(model)
+        (*one, table.row_numbers.high_water_mark) for one, table in zip(told, tables, strict=True)
     ]
 
 
@@ -69,7 +83,9 @@ def test_a_model_only_load_on_two_ranks(tmp_path: Path) -> None:
     """Without optimizer state scores tell the step. Of many rows a rank reads its own, and few others."""
     found = workers.run(load_the_model_only, str(tmp_path / "saved"), world_size=2)
     assert [step for of_rank in found for step, *_ in of_rank] == [4] * 4
-    assert all(high > scored for _, high, scored in found[0])  # else no score has to be forgotten
+    for _, high, scored, later in found[0]:
+        assert high > scored + 40  # else no score has to be forgotten
+        assert later == high  # new ids get the rows of the others
 
 
 TIMED = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=10))
@@ -243,3 +259,35 @@ def test_a_config_beside_tensors_of_another_module_makes_them_no_table(tmp_path:
             state = {"trainer": {**saved["trainer"], **changed}}
             with pytest.raises(CheckpointException, match=f"trainer.{next(iter(changed))}"):
                 quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
+
+
+# Loads without our planner
+
+
+def load_without_the_planner(path: str) -> list[str]:
+    """Returns the errors of loads with DCP's own planner, of nested and of flat state dicts."""
+    of = case(dist.get_world_size(), "row_wise", ("t", "u"))
+    trained, model = sharded(of), sharded(of)
+    step(trained, [1, 2, 3], [4], names=("t", "u"))
+
+    def states(one: Any) -> list[dict[str, Any]]:
+        return [state_dict_of(one), one.state_dict(), optimizer_of(one).state_dict()]
+
+    told = []
+    for number, (saved, loaded) in enumerate(zip(states(trained), states(model), strict=True)):
+        quietly(dcp.save, saved, checkpoint_id=f"{path}/{number}")
+        with pytest.raises(CheckpointException) as caught:
+            quietly(dcp.load, loaded, checkpoint_id=f"{path}/{number}")
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_load_without_the_planner_names_it(tmp_path: Path, world: int) -> None:
+    """DCP told of sizes that differ, and of "cells"."""
+    for told in workers.run(load_without_the_planner, str(tmp_path), world_size=world):
+        for text in told:
+            assert (
+                "got another planner. Call dcp.load(..., planner=torchrec_dyn.checkpoint.Load"
+                in text
+            )

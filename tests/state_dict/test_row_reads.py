@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,38 @@ def _refuses(path: str) -> None:
         load_into(model, path, LoadPlanner(path=path))
     after = [one.export_state() for one in tables_of(model)]
     assert all(a[name].equal(b[name]) for a, b in zip(before, after, strict=True) for name in a)
+
+
+def loads_twice(path: str) -> None:
+    """Reads into a state dict with the path of a checkpoint, then others without: a whole, a damaged one."""
+    first, whole, damaged = (f"{path}/{name}" for name in ("first", "whole", "damaged"))
+    model = trained("table_wise")
+    save(model, first)
+    step(model, IDS)
+    save(model, whole)  # as many rows
+    if dist.get_rank() == 0:
+        shutil.copytree(whole, damaged)
+        for damage in flips_in_numbers(Path(damaged), random.Random(2), 1, ".weight")[:1]:
+            damage.do(damaged)
+    dist.barrier()
+
+    def read_both(before: str, then: str) -> Any:
+        other = trained("table_wise", [5])
+        state = state_dict_of(other)
+        quietly(dcp.load, state, checkpoint_id=before, planner=LoadPlanner(path=before))
+        quietly(dcp.load, state, checkpoint_id=then, planner=LoadPlanner())
+        other.load_state_dict(state["model"])
+        other.fused_optimizer.load_state_dict(state["optimizer"])
+        return other
+
+    assert alike(read_both(first, whole), model)
+    with pytest.raises(ValueError, match="expected weight with content sum"):
+        read_both(whole, damaged)
+
+
+def test_a_state_dict_that_is_read_into_again_forgets_the_first_sums(tmp_path: Path) -> None:
+    """A whole checkpoint was refused, and a damaged one was loaded."""
+    workers.run(loads_twice, str(tmp_path), world_size=2)
 
 
 def only_loads(path: str) -> None:

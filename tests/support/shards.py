@@ -45,9 +45,23 @@ def part_of(tests: list[T], shard: Shard, name_of: Callable[[T], str]) -> list[T
     return chosen
 
 
-def draw(cases: list[T], count: int, name: str) -> list[T]:
-    """Returns `count` of the cases of a test, the same ones each day: their number and its name decide."""
-    return random.Random(name).sample(cases, min(count, len(cases)))
+def draw(
+    cases: list[T], count: int, name: str, values_of: Callable[[T], Iterable[Any]] = lambda case: ()
+) -> list[T]:
+    """Returns `count` of the cases of a test, the same ones each day: their number and its name decide.
+
+    Each next case has as many values as possible that no case before it has, so that no kind is left out
+    while another is taken twice. `values_of` returns the values of a case's parameters.
+    """
+    left = random.Random(name).sample(cases, len(cases))
+    drawn: list[T] = []
+    seen: set[Any] = set()
+    while left and len(drawn) < count:
+        case = max(left, key=lambda one: len({*values_of(one)} - seen))
+        left.remove(case)
+        drawn.append(case)
+        seen.update(values_of(case))
+    return drawn
 
 
 def deep_but(everyday: Container[Any], cases: Iterable[Any]) -> list[Any]:

@@ -30,7 +30,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     OPTIMIZER_TENSORS,
     add_sums,
     as_words,
-    check_config_is_whole,
     compare_sums,
     content_sum,
     from_words,
@@ -59,6 +58,7 @@ from torchrec_dyn.checkpoint_format.saved_chain import (
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,
+    check_config_is_whole,
     check_optimizer,
     from_bytes,
     named_initializer,

@@ -313,11 +313,13 @@ def _open_table(
                 of_table[name] = tensor
             elif name != "cells":
                 of_table[OPTIMIZER + name] = tensor
-    if config["table"] != _name_of(key):
+    opened = SavedTable(where, key, config, rule, of_table)
+    if opened.name != _name_of(key):
         raise ValueError(
-            f"{where}: expected a config of this table, got a config of {config['table']!r}. {DAMAGED}"
+            f"{where}: expected a config of this table, got a config of {opened.name!r}. "
+            f"{saved_config.RENAMED}"
         )
-    return SavedTable(where, key, config, rule, of_table)
+    return opened
 
 
 def _read_config(

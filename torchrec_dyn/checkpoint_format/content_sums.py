@@ -111,15 +111,3 @@ def compare_sums(
                 f"{where}: expected {name} with content sum {saved[name]:016x}, got "
                 f"{summed.get(name, 0):016x}. {DAMAGED}"
             )
-
-
-def check_config_is_whole(
-    where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
-) -> None:
-    """Raises ValueError if the config of a table is damaged. Call it before the config is read.
-
-    saved: tensors by name.
-    """
-    if {"config", "checksum"} <= saved.keys():
-        summed = {"config": sum_of_small(table, "config", saved["config"])}
-        compare_sums(where, saved["checksum"], order, summed, summed)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format.content_sums import (
+    DAMAGED,
+    MODEL_TENSORS,
+    compare_sums,
+    from_words,
+    sum_of_small,
+)
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.optimizers import RowOptimizer
 
 FORMAT = 1
+RENAMED = "The table was renamed: give it its saved name, on which its initial rows depend."
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
 
@@ -66,6 +75,35 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
     return config
 
 
+def check_config_is_whole(
+    where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
+) -> None:
+    """Raises ValueError if a config is damaged, or of a table with another name.
+
+    Call it before any sum is compared: all sums depend on the table's name, so those of a renamed table are
+    as wrong as those of a damaged one. saved: tensors by name.
+    """
+    if not {"config", "checksum"} <= saved.keys():
+        return
+    config, total = saved["config"], from_words(saved["checksum"], order)["config"]
+    own = sum_of_small(table, "config", config)
+    if total == own:
+        return
+    if order != MODEL_TENSORS:  # the config of optimizer state has no name of a table
+        raise ValueError(
+            f"{where}: expected optimizer state of table {table!r}, got a config without its content sum. If "
+            f"the table was renamed, give it its saved name. If it was not: {DAMAGED}"
+        )
+    name = table
+    with suppress(ValueError):
+        name = str(from_bytes(where, config).get("table"))
+    if total == sum_of_small(name, "config", config):
+        raise ValueError(
+            f"{where}: expected a checkpoint with table {table!r} as the model has, got {name!r}. {RENAMED}"
+        )
+    compare_sums(where, saved["checksum"], order, ["config"], {"config": own})
+
+
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
     """Returns the initializer of a table's config.
 
@@ -96,7 +134,7 @@ def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None
     Another dtype or initializer is allowed: a load converts the rows and takes over the saved initializer.
     """
     for field, remedy in (
-        ("table", "Give the table its saved name: initial rows depend on the name."),
+        ("table", RENAMED),
         ("embedding_dim", "Use the embedding_dim of the checkpoint."),
         ("seed", "Set DynamicTableConfig(seed=...) to the seed of the checkpoint."),
     ):

@@ -150,13 +150,15 @@ def _check_at_rest(shards: LocalShards) -> None:
     The forward of a deferred update is open, too. Tables that stay count as well: they get another group, and
     `step()` writes no update of the present one.
     """
-    for attempt in range(2):
+    for attempt in range(3):
         forwards = [len(shard.forwards) for group in shards.groups() for shard in group.tables]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
-        if not attempt:
-            gc.collect()  # garbage may be the only holder of open forwards
+        if attempt < 2:
+            # Garbage may be the only holder of open forwards: a cycle of the user's, and only after it
+            # TorchRec's own of a forward, which goes through autograd's graph.
+            gc.collect()
     if len(shards.batches):
         raise ValueError(
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "

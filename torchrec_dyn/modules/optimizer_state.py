@@ -92,7 +92,7 @@ def saved_states(
         load: function that loads all tensors of the table.
         made: an empty dict, the same for these tables.
     """
-    names = (*optimizer.state_names, "step", "config", "checksum", "cells")
+    names = ("cells", *optimizer.state_names, "step", "config", "checksum")
     given: dict[str, Tensor | None] = dict.fromkeys(names)
     return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
 

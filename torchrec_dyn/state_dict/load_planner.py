@@ -34,6 +34,7 @@ from torchrec_dyn.checkpoint_format import (
     ROW_TENSORS,
     ChunkedTensor,
     SavedTensor,
+    check_config_is_whole,
     compare_sums,
     content_sum,
     sum_of_small,
@@ -279,6 +280,7 @@ def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object])
         tensors, table = groups[prefix], prefix.rpartition(".")[2]
         if "checksum" not in tensors:
             return
+        check_config_is_whole(prefix, table, tensors, order)
         sums = {
             name: content_sum(table, name, ids, tensors[name])
             if name in ROW_TENSORS

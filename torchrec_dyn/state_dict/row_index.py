@@ -23,6 +23,9 @@ from torchrec_dyn.storage import CELL_BITS, CanonicalRows
 # other number of chunks as no index and read all rows.
 _CHUNKS = 5
 _MOST_BITS = 32
+# Rows of "cells", more than its chunks ever have. It is as large in every state dict, and the first tensor of
+# its table: so DCP's own planner gets to our error, not to one about sizes (`__create_chunk_list__`).
+_SIZE = 1 << 62
 
 
 class CellCounts(NamedTuple):
@@ -64,7 +67,7 @@ def indexed(parts: Sequence[CellCounts]) -> tuple[int, int]:
 def index_tensor(
     rows: Sequence[CellCounts], waiting: Sequence[CellCounts], is_saved: bool, entry: Any
 ) -> SavedTensor:
-    """Returns "cells", [n + 5, 1, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
+    """Returns "cells", [2^62, 1, 0]: it has no numbers, but DCP's metadata keep the sizes of its chunks.
 
     `rows` and `waiting` are those of the ranks; `is_saved` is True if this rank saves the tensor.
     """
@@ -72,7 +75,7 @@ def index_tensor(
     for number in (*indexed(rows), *indexed(waiting), CELL_BITS):
         parts.append(Part((begin, 0, 0), (number + 1, 1, 0), _no_numbers))
         begin += number + 1
-    return SavedTensor((begin, 1, 0), torch.uint8, parts if is_saved else [], entry)
+    return SavedTensor((_SIZE, 1, 0), torch.uint8, parts if is_saved else [], entry)
 
 
 def _no_numbers(start: int, stop: int) -> Tensor:

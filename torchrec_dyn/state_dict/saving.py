@@ -240,7 +240,7 @@ class ShardSource(ABC):
         }
 
     def _not_by_row(self, known: Sequence[ShardSummary]) -> dict[str, SavedTensor]:
-        """Returns the tensors that are not by row: the small tensors, "checksum" and "cells"."""
+        """Returns the tensors that are not by row: "cells", the small tensors and "checksum"."""
         sums, is_saved = [one.sums for one in known], self.table.rank == 0
         whole = self._small(sums)
         made = {one: whole_tensor(tensor, is_saved, self._entry) for one, tensor in whole.items()}
@@ -253,7 +253,7 @@ class ShardSource(ABC):
             made["checksum"] = whole_tensor(words, is_saved, self._entry)
         cells = [one.cells for one in known if one.cells is not None]
         waiting = [one.waiting_cells for one in known if one.waiting_cells is not None]
-        return {**made, "cells": index_tensor(cells, waiting, is_saved, self._entry)}
+        return {"cells": index_tensor(cells, waiting, is_saved, self._entry), **made}
 
 
 class ModelSource(ShardSource):
@@ -300,7 +300,7 @@ class ModelSource(ShardSource):
                 read = _shifted(run, self._read_waiting)
                 parts.append(Part((run.place, 0), (run.rows, 3), read, is_saved))
             made["waiting"] = SavedTensor((runs.total, 3), torch.int64, parts, self._entry)
-        return {**made, **self._not_by_row(known)}
+        return {**self._not_by_row(known), **made}
 
     @property
     def _one_a_row(self) -> tuple[str, ...]:
@@ -353,7 +353,7 @@ class OptimizerSource(ShardSource):
             name: ((len(cuts) - 1 if optimizer.is_rowwise(name) else cuts[-1],), torch.float32)
             for name in optimizer.state_names
         }
-        return {**self._by_row(known, wholes), **self._not_by_row(known)}
+        return {**self._not_by_row(known), **self._by_row(known, wholes)}
 
     def tensors_of(self, shard: TableShard) -> list[RowTensor]:
         """Returns the tensors by row of a shard."""
