@@ -12,12 +12,15 @@ from torchrec_dyn.modules.embedding_collection import DefaultSelection, DynamicE
 from torchrec_dyn.modules.embeddingbag_collection import (
     DynamicEmbeddingBagCollection,
     bags_of_samples,
+    checked_inverse,
     outputs_by_sample,
 )
 from torchrec_dyn.modules.feature_ids import (
+    FeatureIds,
     FeatureReader,
     as_int64,
     check_keyed,
+    check_keys_once,
     checked_features,
 )
 from torchrec_dyn.modules.fused_optimizer import (
