@@ -120,6 +120,16 @@ def test_shards_that_do_not_match_ranks_are_refused() -> None:
     assert "expected a sharding spec that lists its shards, got NoneType." in text
 
 
+def test_placements_on_other_ranks_than_the_plans_are_refused() -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}
+    plan["t"].ranks = [1]
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert (
+            "(table='t'): expected shards placed on the ranks [1] of the plan, got placem" in text
+        )
+        assert text.endswith("on [0]. " + MADE_BY)
+
+
 def test_overlapping_columns_are_refused() -> None:
     # torch lets them pass where the rows are apart.
     plan = {"t": shard_by_hand("column_wise", [([0], 0, 4), ([0], 4, 4)])}

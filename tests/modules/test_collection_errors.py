@@ -147,6 +147,51 @@ def test_impossible_optimizers_on_the_parameter() -> None:
             ebc(batch())
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lr": 0.1, "learning_rate": 0.2},
+            "expected lr or learning_rate on the .* got lr and learn",
+        ),
+        (
+            {"betas": (0.8, 0.9), "beta2": 0.9},
+            "expected betas or beta1 and beta2 .* betas and beta2",
+        ),
+        (
+            {"lr": 0.1, "optimizer": "EXACT_SGD"},
+            "expected one optimizer .* got RowWiseAdagrad and EXACT_SGD",
+        ),
+    ],
+)
+def test_options_twice_on_the_parameter(options: dict[str, Any], message: str) -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD])
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), options)
+    with pytest.raises(ValueError, match=r"\(table='t'\): " + message):
+        ebc(batch())
+    assert ebc.local_tables() == {}
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagConfig, EmbeddingConfig])
+def test_two_outputs_of_one_name(kind: Any) -> None:
+    """Features "f" of two tables and "f@t": TorchRec names the output of a shared feature so, too."""
+    tables = [
+        kind(100, 4, name, feature_names=[feature])
+        for name, feature in (("t", "f"), ("u", "f"), ("v", "f@t"))
+    ]
+    collection: Any = (
+        dyn.DynamicEmbeddingBagCollection
+        if kind is EmbeddingBagConfig
+        else dyn.DynamicEmbeddingCollection
+    )
+    with pytest.raises(
+        ValueError, match=r"an output name once, got 'f@t' 2 times.* rename the fea"
+    ):
+        collection(tables)
+    collection(tables[1:])
+
+
 def batch(**fields: object) -> KeyedJaggedTensor:
     """Returns a batch of two bags of one feature."""
     made = {"keys": ["f"], "values": torch.tensor([1, 2, 3]), "lengths": torch.tensor([2, 1])}

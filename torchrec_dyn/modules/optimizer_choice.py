@@ -26,6 +26,8 @@ DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 # Options that change only how torch computes, not the result.
 _WITHOUT_EFFECT = ("foreach", "capturable", "fused")
+# Options of torch, and FBGEMM's of the same meaning.
+_TWICE = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 
 
 def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
@@ -48,6 +50,12 @@ def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
         if spelled.pop(name, False):
             raise ValueError(
                 f"{where}: expected {name}=False, got {options[name]!r}. Row optimizers lack it: remove it."
+            )
+    for name, others in _TWICE.items():
+        if name in spelled and (twice := [other for other in others if other in spelled]):
+            raise ValueError(
+                f"{where}: expected {name} or {' and '.join(others)} on the parameter, got {name} and "
+                f"{' and '.join(twice)}. Remove one of them."
             )
     if "betas" in spelled:
         try:
@@ -97,6 +105,11 @@ def chosen_fused_params(
         return None
     on_parameter = _as_fused_params(kwargs[0], where) if classes else {}
     if classes and classes[0] is not None:
+        if "optimizer" in on_parameter:
+            raise ValueError(
+                f"{where}: expected one optimizer on the parameter, got {classes[0].__name__} and "
+                f"{on_parameter['optimizer']} among its options. Remove the latter."
+            )
         try:
             on_parameter["optimizer"] = matching_optimizer(classes[0])
         except ValueError:
