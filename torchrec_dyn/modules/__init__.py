@@ -37,6 +37,8 @@ from torchrec_dyn.modules.optimizer_choice import (
     chosen_output_dtype,
     matching_optimizer,
     merged_fused_params,
+    placement_options,
+    placement_warning,
     with_fbgemm_dtype,
 )
 from torchrec_dyn.modules.optimizer_state import saved_states
