@@ -7,7 +7,6 @@ what a rule says of itself; tests/ops/test_optimizer_states.py compares both.
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,8 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchrec_dyn.row_rules import RowRule, RuleState
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 
 class OptimizerKind(enum.IntEnum):
@@ -101,10 +98,9 @@ _REMEDIES = {"lr": "Write learning_rate.", "betas": "Write beta1 and beta2."}
 
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
-# Keys for the placement and the monitoring of a table. They have no meaning here and are safe to ignore.
-_PLACEMENT_KEYS = frozenset(
+# Keys for FBGEMM's cache of rows and for other places of rows. They have no effect; collections warn of them.
+PLACEMENT_KEYS = frozenset(
     {
-        "bounds_check_mode",
         "cache_algorithm",
         "cache_assoc",
         "cache_load_factor",
@@ -237,7 +233,7 @@ class RowOptimizer:
         Args:
             fused_params: `optimizer` as an FBGEMM EmbOptimType, the name of an OptimizerKind or a RowRule;
                 the hyper-parameters of `RowOptimizer`; `output_dtype`, which is only checked here
-                (`output_dtype_of`); and keys for the placement of a table, which are ignored with a log line.
+                (`output_dtype_of`); `bounds_check_mode` and PLACEMENT_KEYS, which have no effect.
             where: owner of the parameters for error messages, e.g. "table 'user'".
 
         Raises:
@@ -265,8 +261,8 @@ class RowOptimizer:
                         "Rows below float32 are always rounded stochastically; remove the key, or the option "
                         "of the table's ParameterConstraints."
                     )
-            elif key in _PLACEMENT_KEYS:
-                logger.info("fused_params of %s: %r only places a table; ignored", where, key)
+            elif key in PLACEMENT_KEYS or key == "bounds_check_mode":  # any int64 is an id
+                continue
             elif key == "output_dtype":
                 output_dtype_of(value, where)
             else:

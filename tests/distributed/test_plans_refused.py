@@ -1,7 +1,9 @@
 """A plan, a name or an optimizer that cannot be honoured is refused before anything is built."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
 from sharded_training import Holder, batches, collection_of, outputs_by_name, shard
 from torch import nn
@@ -17,7 +20,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.shard import shard_modules
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import (
+    CacheParams,
+    KeyValueParams,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
@@ -120,6 +129,16 @@ def test_shards_that_do_not_match_ranks_are_refused() -> None:
     assert "expected a sharding spec that lists its shards, got NoneType." in text
 
 
+def test_placements_on_other_ranks_than_the_plans_are_refused() -> None:
+    plan = {"t": shard_by_hand("table_wise", WHOLE)}
+    plan["t"].ranks = [1]
+    for text in workers.run(refuse_plan, True, plan, world_size=2):
+        assert (
+            "(table='t'): expected shards placed on the ranks [1] of the plan, got placem" in text
+        )
+        assert text.endswith("on [0]. " + MADE_BY)
+
+
 def test_overlapping_columns_are_refused() -> None:
     # torch lets them pass where the rows are apart.
     plan = {"t": shard_by_hand("column_wise", [([0], 0, 4), ([0], 4, 4)])}
@@ -159,6 +178,50 @@ def test_bad_option_of_a_plan_is_refused_on_every_rank() -> None:
     for text in workers.run(refuse_plan, True, plan, world_size=2):
         assert "(table='t'): expected stochastic_rounding=True, got False." in text
         assert "or the option of the table's ParameterConstraints" in text
+
+
+PLACED: dict[str, Any] = {
+    "cache_params": CacheParams(load_factor=0.2, prefetch_pipeline=True),
+    "enforce_hbm": True,
+    "key_value_params": KeyValueParams(ssd_storage_directory="/nowhere"),
+}
+# Fields of a plan that have an effect, or an error of their own.
+READ = {*("sharding_type", "compute_kernel", "ranks", "sharding_spec")}
+READ |= {*("output_dtype", "stochastic_rounding")}
+
+
+def warnings_of_plans() -> dict[str, list[str]]:
+    """Returns the warnings that a collection gives of each option of a plan, and of two of a sharder."""
+    table = Table("t", ["a"], shard_by_hand("table_wise", WHOLE))
+    told = {}
+    for name in (*PLACED, "bounds_check_mode", "a sharder's"):
+        plan, params = copy.deepcopy(table.plan), dict(FUSED_PARAMS)
+        if name == "a sharder's":
+            params |= {"cache_load_factor": 0.2, "prefetch_pipeline": False, "enforce_hbm": True}
+        else:
+            setattr(plan, name, PLACED.get(name, BoundsCheckMode.FATAL))
+        case = Case([replace(table, plan=plan)], fused_params=params)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = shard(case, collection_of(case))
+            model(batches(case, 0)[0][dist.get_rank()]).values().sum().backward()
+        told[name] = [str(one.message) for one in caught if "a cache" in str(one.message)]
+    return told
+
+
+def test_options_of_plans_that_have_no_effect_are_warned_of() -> None:
+    for told in workers.run(warnings_of_plans, world_size=2):
+        assert told.pop("bounds_check_mode") == []
+        (of_sharder,) = told.pop("a sharder's")
+        assert "('collection'): expected no options for a cache" in of_sharder
+        assert "got ['cache_load_factor', 'enforce_hbm'], which have no effect yet" in of_sharder
+        for name, (text,) in told.items():
+            assert f"got ['{name}'], which have no effect yet" in text
+            assert "cache_params and the other options of a cache will have an effect once" in text
+
+
+def test_every_field_of_a_plan_is_known() -> None:
+    assert {one.name for one in fields(ParameterSharding)} == {*READ, *PLACED, "bounds_check_mode"}
 
 
 def refuse_fused_params(plan: dict[str, ParameterSharding], fused_params: dict[str, Any]) -> str:

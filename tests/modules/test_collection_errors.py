@@ -1,12 +1,17 @@
 """Invalid configs and batches raise errors that name the rule; nothing has changed then."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.types import LazyNoWait
 from torchrec.modules.embedding_configs import DataType, NoEvictionPolicy, PoolingType
@@ -145,6 +150,98 @@ def test_impossible_optimizers_on_the_parameter() -> None:
             apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
         with pytest.raises(ValueError, match=message):
             ebc(batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lr": 0.1, "learning_rate": 0.2},
+            "expected lr or learning_rate on the .* got lr and learn",
+        ),
+        (
+            {"betas": (0.8, 0.9), "beta2": 0.9},
+            "expected betas or beta1 and beta2 .* betas and beta2",
+        ),
+        (
+            {"lr": 0.1, "optimizer": "EXACT_SGD"},
+            "expected one optimizer .* got RowWiseAdagrad and EXACT_SGD",
+        ),
+    ],
+)
+def test_options_twice_on_the_parameter(options: dict[str, Any], message: str) -> None:
+    ebc = dyn.DynamicEmbeddingBagCollection([GOOD])
+    with pytest.warns(DeprecationWarning):
+        apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), options)
+    with pytest.raises(ValueError, match=r"\(table='t'\): " + message):
+        ebc(batch())
+    assert ebc.local_tables() == {}
+
+
+READ = {
+    "optimizer": EmbOptimType.EXACT_SGD,
+    "output_dtype": DataType.FP32,
+    "weight_decay_mode": 0,
+    "stochastic_rounding": True,
+    "gradient_clipping": True,
+    **dict.fromkeys(("learning_rate", "eps", "beta1", "beta2", "weight_decay", "max_norm"), 0.0),
+}
+WARNED = {
+    *("cache_algorithm", "cache_load_factor", "cache_precision", "cache_reserved_memory"),
+    *("cache_sets", "enforce_hbm", "gather_uvm_cache_stats", "multipass_prefetch_config"),
+    *("prefetch_pipeline", "record_cache_metrics", "uvm_host_mapped", "uvm_non_rowwise_momentum"),
+}
+
+
+def test_each_option_of_fbgemm_is_read_or_warned_of_or_refused() -> None:
+    """Only bounds_check_mode is ignored in silence: any int64 is an id."""
+    found: dict[str, set[str]] = {"read": set(), "warned": set(), "refused": set()}
+    for option in list(signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters)[2:]:
+        given = {**SGD, option: READ.get(option, 1)}
+        try:
+            ebc = dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=given)
+        except ValueError as error:
+            alone = "expected gradient_clipping=True with max_gradient"  # so this one is read
+            assert f"got '{option}'. " in str(error) or alone in str(error)
+            found["read" if alone in str(error) else "refused"].add(option)
+            continue
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):  # it warns once
+                ebc(batch())
+        found["warned" if told else "read"].add(option)
+        for text in [str(warning.message) for warning in told]:
+            assert f"cache or another place of the rows, got ['{option}'], which have no ef" in text
+            assert "will have an effect once rows of a GPU's tables can be in host memory" in text
+        assert len(told) < 2
+    assert found["warned"] == WARNED
+    assert found["read"] == {*READ, "max_gradient", "bounds_check_mode"}
+    for option in ("feature_table_map", "momentum", "weights_precision", "stats_reporter_config"):
+        assert option in found["refused"]
+
+
+def test_options_that_ask_for_no_cache_are_not_warned_of() -> None:
+    given = {**SGD, "prefetch_pipeline": False, "cache_precision": None, "enforce_hbm": False}
+    dyn.DynamicEmbeddingBagCollection([GOOD], fused_params=given)(batch())
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagConfig, EmbeddingConfig])
+def test_two_outputs_of_one_name(kind: Any) -> None:
+    """Features "f" of two tables and "f@t": TorchRec names the output of a shared feature so, too."""
+    tables = [
+        kind(100, 4, name, feature_names=[feature])
+        for name, feature in (("t", "f"), ("u", "f"), ("v", "f@t"))
+    ]
+    collection: Any = (
+        dyn.DynamicEmbeddingBagCollection
+        if kind is EmbeddingBagConfig
+        else dyn.DynamicEmbeddingCollection
+    )
+    with pytest.raises(
+        ValueError, match=r"an output name once, got 'f@t' 2 times.* rename the fea"
+    ):
+        collection(tables)
+    collection(tables[1:])
 
 
 def batch(**fields: object) -> KeyedJaggedTensor:

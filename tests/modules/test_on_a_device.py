@@ -410,10 +410,14 @@ def test_a_handle_reads_and_edits_rows_of_a_device(device):
     assert_same(states(there), states(here))
 
 
-WRONG = {
-    "too few": torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0]),
-    "negative": torch.tensor([3, -1, 1, 0, 0, 0, 0, 0, 0]),
-    "overflow": torch.tensor([2**62, 2**62, 2**62, 2**62, 3, 0, 0, 0, 0]),
+WRONG: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
+    "too few": (torch.tensor([1, 1, 0, 0, 0, 0, 0, 0, 0]), None),
+    "negative": (torch.tensor([3, -1, 1, 0, 0, 0, 0, 0, 0]), None),
+    "overflow": (torch.tensor([2**62, 2**62, 2**62, 2**62, 3, 0, 0, 0, 0]), None),
+    "other offsets": (
+        torch.tensor([1, 1, 1, 0, 0, 0, 0, 0, 0]),
+        torch.tensor([0, 1, 1, 3, 3, 3, 3, 3, 3, 3]),
+    ),
 }
 
 
@@ -422,8 +426,8 @@ WRONG = {
 @pytest.mark.parametrize("name", ["pooled", "two groups", "half", "replaces", "expires", "frozen"])
 def test_wrong_lengths_change_nothing(device, name, lengths):
     module = MODULES[name]()
-    wrong = KeyedJaggedTensor(["a", "c", "b"], torch.arange(3), torch.ones(3), WRONG[lengths])
-    with pytest.raises(ValueError, match="expected lengths") as of_cpu:
+    wrong = KeyedJaggedTensor(["a", "c", "b"], torch.arange(3), torch.ones(3), *WRONG[lengths])
+    with pytest.raises(ValueError, match=r"expected (lengths|offsets)") as of_cpu:
         module(wrong)
     train(module.to("cuda"), CUDA, steps=3)
     before = states(module)

@@ -205,6 +205,8 @@ def test_what_cannot_be_traced_is_named(served):
     for call in (ours, partial(serving.export_program, ours)):
         with pytest.raises(ValueError, match="expected a KeyedJaggedTensor, got Tensor"):
             call(torch.arange(3))
+        with pytest.raises(ValueError, match=r"once in a batch, got features \['f_a'\] repeatedly"):
+            call(batch(["f_a", "f_a"], IDS, 6, seed=0))
     features = batch(["f_a"], IDS, 6, seed=0)
     small = KeyedJaggedTensor(["f_a"], features.values().short(), lengths=features.lengths())
     with pytest.raises(ValueError, match="expected ids of dtype int64"):

@@ -31,6 +31,8 @@ from torchrec_dyn.modules import (
     chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
+    placement_options,
+    placement_warning,
     with_fbgemm_dtype,
 )
 from torchrec_dyn.name_lists import listed
@@ -110,6 +112,10 @@ def set_up(
             UserWarning,
             stacklevel=4,
         )
+    if view.placement_options:
+        warnings.warn(
+            placement_warning(sorted(view.placement_options), where), UserWarning, stacklevel=4
+        )
     dynamic = {name: table.dynamic for name, table in tables.items()}
     frozen = {name for name, table in tables.items() if table.is_frozen}
     unsharded = module.without_rows()
@@ -174,6 +180,10 @@ def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> No
     claimed.update(dict.fromkeys(names, module_fqn))
 
 
+# Fields of a plan, from ParameterConstraints, that place rows as PLACEMENT_KEYS of `fused_params` do.
+_PLACED_BY_PLAN = ("cache_params", "enforce_hbm", "key_value_params")
+
+
 class ShardableView(DefaultSelection, nn.Module):
     """The module that TorchRec shards in place of a dynamic collection; read only.
 
@@ -182,6 +192,7 @@ class ShardableView(DefaultSelection, nn.Module):
 
     Attributes:
         tables_by_default: names of the tables without a chosen optimizer.
+        placement_options: options for a cache or another place of rows, which have no effect.
         optimizers: the row optimizer of each table, by name.
         output_dtypes: the dtypes of the tables' outputs.
 
@@ -219,6 +230,7 @@ class ShardableView(DefaultSelection, nn.Module):
         kernel_options = KernelOptions(options)
         placeholders = nn.ModuleDict()
         self.tables_by_default: list[str] = []
+        self.placement_options: set[str] = set()
         self.optimizers: dict[str, RowOptimizer] = {}
         outputs: dict[str, dict[torch.dtype, list[str]]] = {}
         pooled = any(isinstance(config, EmbeddingBagConfig) for config in configs)
@@ -229,6 +241,10 @@ class ShardableView(DefaultSelection, nn.Module):
             if chosen is None:
                 self.tables_by_default.append(config.name)
                 chosen = dict(DEFAULT_FUSED_PARAMS)
+            self.placement_options.update(placement_options(chosen))
+            self.placement_options.update(
+                name for name in _PLACED_BY_PLAN if getattr(plan[config.name], name)
+            )
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan[config.name])
             chosen = with_fbgemm_dtype(chosen, table)

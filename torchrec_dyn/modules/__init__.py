@@ -12,12 +12,15 @@ from torchrec_dyn.modules.embedding_collection import DefaultSelection, DynamicE
 from torchrec_dyn.modules.embeddingbag_collection import (
     DynamicEmbeddingBagCollection,
     bags_of_samples,
+    checked_inverse,
     outputs_by_sample,
 )
 from torchrec_dyn.modules.feature_ids import (
+    FeatureIds,
     FeatureReader,
     as_int64,
     check_keyed,
+    check_keys_once,
     check_not_traced,
     checked_features,
 )
@@ -35,6 +38,8 @@ from torchrec_dyn.modules.optimizer_choice import (
     chosen_output_dtype,
     matching_optimizer,
     merged_fused_params,
+    placement_options,
+    placement_warning,
     with_fbgemm_dtype,
 )
 from torchrec_dyn.modules.optimizer_state import saved_states

@@ -24,6 +24,7 @@ from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.table_configs import checked_configs
 from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.storage import host_numbers
 
 
@@ -67,7 +68,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         self._embedding_names = [
             name for names in get_embedding_names_by_table(configs) for name in names
         ]
-        self._feature_names = [config.feature_names for config in configs]
+        self._features = [name for config in configs for name in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     @forward_of_tables
@@ -93,14 +94,15 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
                 f"{read.batch_sizes}. "
                 "Pass inverse_indices in the KeyedJaggedTensor."
             )
+        if inverse_indices is not None:
+            checked_inverse(features, self._features, type(self).__name__)
         if self.training:
             self._lookup.note_training()
         pooled = self._lookup.pooled(read, self.training)
         if inverse_indices is not None and len(pooled) == 1:
             pooled = list(torch.split(pooled[0], self._columns, dim=1))
         if inverse_indices is not None or len(pooled) > 1:
-            names = [name for names in self._feature_names for name in names]
-            pooled = [outputs_by_sample(pooled, inverse_indices, names)]
+            pooled = [outputs_by_sample(pooled, inverse_indices, self._features)]
         return KeyedTensor(
             keys=self._embedding_names, length_per_key=self._columns, values=pooled[0]
         )
@@ -149,6 +151,37 @@ def outputs_by_sample(
         bags = bags_of_samples(inverse_indices, names)
         pooled = [repeat_rows(of_bags, one) for of_bags, one in zip(pooled, bags, strict=True)]
     return torch.cat(list(pooled), dim=1)
+
+
+def checked_inverse(
+    features: KeyedJaggedTensor, names: Sequence[str], where: str
+) -> tuple[list[str], Tensor]:
+    """Returns the inverse_indices of a batch, checked for the features `names`.
+
+    Raises:
+        ValueError: if a feature has none or several, or the batch has one number of bags for all features:
+            TorchRec's sharded collections ignore them there, and its unsharded ones read them.
+    """
+    given = features.inverse_indices_or_none()
+    keys, bags = given if given is not None else ([], torch.empty(0, 0))
+    if missing := sorted(set(names) - set(keys)):
+        raise ValueError(
+            f"{where}: expected inverse_indices of every feature where the number of bags varies "
+            f"by feature, {features.stride_per_key()}, got none of features {listed(missing)}. "
+            "Pass them in the KeyedJaggedTensor."
+        )
+    if len(set(keys)) != len(keys) or bags.dim() != 2 or len(bags) != len(keys):
+        raise ValueError(
+            f"{where}: expected inverse_indices [features, samples] with a line for each feature, got "
+            f"{list(bags.shape)} for features {listed(keys)}."
+        )
+    if not features.variable_stride_per_key():
+        raise ValueError(
+            f"{where}: expected inverse_indices only with stride_per_key_per_rank, got them with one "
+            f"number of bags, {features.stride()}, for all features. Pass stride_per_key_per_rank="
+            f"[[{features.stride()}], ...] if samples share bags, or leave inverse_indices out."
+        )
+    return keys, bags
 
 
 def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> Tensor:

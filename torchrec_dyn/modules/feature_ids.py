@@ -8,7 +8,7 @@ Legend: F features read, N ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
@@ -19,6 +19,7 @@ from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import UnreadCounts
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ops import complete_cumsum
 
 
@@ -158,7 +159,9 @@ class FeatureReader:
             for name in names:
                 if name not in index:
                     raise ValueError(f"{table}: expected feature '{name}', got features {keys}.")
-        positions = [index[name] for names in self._feature_names for name in names]
+        read = [name for names in self._feature_names for name in names]
+        check_keys_once(keys, read, self._collection)
+        positions = [index[name] for name in read]
         return None if positions == list(range(len(keys))) else positions
 
 
@@ -178,6 +181,18 @@ def check_not_traced(ids: object, where: str) -> None:
         raise ValueError(
             f"{where}: expected ids, got a Proxy of torch.fx, which cannot trace a lookup. Make the class of "
             "the module a leaf: torchrec.fx.symbolic_trace(model, leaf_modules=[type(module).__name__])."
+        )
+
+
+def check_keys_once(keys: Sequence[str], features: Iterable[str], where: str) -> None:
+    """Raises ValueError if the keys of a batch have one of the features that a collection reads twice."""
+    if len(set(keys)) == len(keys):
+        return
+    repeated = sorted(name for name in set(features) if keys.count(name) > 1)
+    if repeated:
+        raise ValueError(
+            f"{where}: expected each feature once in a batch, got features {listed(repeated)} repeatedly "
+            f"in keys {listed(keys)}. Rename one of them, or join their bags."
         )
 
 
@@ -202,6 +217,8 @@ def _read_features(
 ) -> FeatureIds:
     """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
     ids = as_int64(features.values(), where)
+    if ids.dim() != 1:
+        raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
     weights = features.weights_or_none() if weighted or scored else None
     if weighted and weights is None:
         raise ValueError(
@@ -214,7 +231,8 @@ def _read_features(
         raise ValueError(
             f"{where}: expected one weight per id, got {weights.numel()} for {ids.numel()} ids."
         )
-    lengths, batch_sizes = features.lengths(), features.stride_per_key()
+    stated = features.offsets_or_none()
+    lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
     if lengths.numel() != sum(batch_sizes):
@@ -222,12 +240,15 @@ def _read_features(
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
+    if stated is not None and lengths.numel() and stated.numel() != lengths.numel() + 1:
+        raise _offsets_that_differ(where)
     weights = None if weights is None else weights.float()
     scores = weights.detach() if weights is not None and scored else None
     weights = weights if weighted else None
     if lengths.numel() and not lengths.is_cpu:
         offsets = complete_cumsum(lengths)
-        unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel())
+        differ = [] if stated is None else [(stated != offsets).any()]
+        unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel(), differ)
         return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets, scores)
     least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
     if least == most:
@@ -238,7 +259,39 @@ def _read_features(
         counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
     _check_sums(where, ids.numel(), counts, (least, most))
     bag = most if least == most else None
+    if stated is not None and lengths.numel():
+        own = stated.diff().to(lengths.dtype)
+        if int(stated[0]) or not torch.equal(own, lengths):
+            raise _offsets_that_differ(where)
     return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, None, scores)
+
+
+def _batch_sizes(features: KeyedJaggedTensor, where: str) -> list[int]:
+    """Returns the number of bags of each feature, [F].
+
+    Raises:
+        ValueError: if the batch says it in two ways that differ.
+    """
+    sizes, name = features.stride_per_key(), "stride"
+    if features.variable_stride_per_key():
+        name = "stride_per_key_per_rank"
+        others = [sum(of_ranks) for of_ranks in features.stride_per_key_per_rank()]
+    else:
+        others = [features.stride()] * len(sizes)
+    if sizes != others:
+        raise ValueError(
+            f"{where}: expected one number of bags of each feature, got {listed(sizes)} by "
+            f"stride_per_key and {listed(others)} by {name}. Leave stride_per_key out of the "
+            "KeyedJaggedTensor."
+        )
+    return sizes
+
+
+def _offsets_that_differ(where: str) -> ValueError:
+    return ValueError(
+        f"{where}: expected offsets that begin at 0 and agree with the lengths of a batch, got others. Pass "
+        "lengths or offsets to the KeyedJaggedTensor, not both."
+    )
 
 
 def as_int64(ids: Tensor, where: str) -> Tensor:
@@ -261,19 +314,27 @@ def as_int64(ids: Tensor, where: str) -> Tensor:
 def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:
     """Raises ValueError unless the lengths of a batch with so many ids are valid.
 
-    `counts` [F] are the sums of the lengths of each feature, `bounds` the least and the greatest length.
+    `counts` [F] are the sums of the lengths of each feature, `bounds` the least and the greatest length; a
+    batch that has offsets, too, has a third number: 1 if they differ.
     """
-    least, most = bounds
+    least, most, *differ = bounds
     # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
     if least < 0 or most > ids or sum(counts) != ids:
         raise ValueError(
             f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
             f"got a minimum of {least} and a sum of {sum(counts)}."
         )
+    if any(differ):
+        raise _offsets_that_differ(where)
 
 
 def _unread_counts(
-    lengths: Tensor, offsets: Tensor, batch_sizes: list[int], where: str, ids: int
+    lengths: Tensor,
+    offsets: Tensor,
+    batch_sizes: list[int],
+    where: str,
+    ids: int,
+    differ: Sequence[Tensor],
 ) -> UnreadCounts:
     """Returns the counts of a batch on a GPU, with the check of its lengths."""
     features = len(batch_sizes)
@@ -282,5 +343,5 @@ def _unread_counts(
     else:
         bags = torch.tensor([0, *accumulate(batch_sizes)], device="cpu")
         begins = offsets[bags.to(offsets.device, non_blocking=True)]
-    words = torch.hstack([begins, *torch.aminmax(lengths)])
+    words = torch.hstack([begins, *torch.aminmax(lengths), *differ])
     return UnreadCounts(words, features, partial(_check_sums, where, ids))

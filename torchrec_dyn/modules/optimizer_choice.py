@@ -5,7 +5,7 @@ If a sharder and a module both have `fused_params`, the sharder's have priority.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torchrec.distributed.utils import (
     optimizer_type_to_emb_opt_type,
 )
 
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer, output_dtype_of
+from torchrec_dyn.name_lists import listed
+from torchrec_dyn.optimizers import PLACEMENT_KEYS, OptimizerKind, RowOptimizer, output_dtype_of
 
 # FBGEMM's default if no optimizer is chosen: EXACT_SGD, learning rate 0.01.
 # Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
@@ -26,6 +27,8 @@ DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 # Options that change only how torch computes, not the result.
 _WITHOUT_EFFECT = ("foreach", "capturable", "fused")
+# Options of torch, and FBGEMM's of the same meaning.
+_TWICE = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 
 
 def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
@@ -48,6 +51,12 @@ def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
         if spelled.pop(name, False):
             raise ValueError(
                 f"{where}: expected {name}=False, got {options[name]!r}. Row optimizers lack it: remove it."
+            )
+    for name, others in _TWICE.items():
+        if name in spelled and (twice := [other for other in others if other in spelled]):
+            raise ValueError(
+                f"{where}: expected {name} or {' and '.join(others)} on the parameter, got {name} and "
+                f"{' and '.join(twice)}. Remove one of them."
             )
     if "betas" in spelled:
         try:
@@ -97,6 +106,11 @@ def chosen_fused_params(
         return None
     on_parameter = _as_fused_params(kwargs[0], where) if classes else {}
     if classes and classes[0] is not None:
+        if "optimizer" in on_parameter:
+            raise ValueError(
+                f"{where}: expected one optimizer on the parameter, got {classes[0].__name__} and "
+                f"{on_parameter['optimizer']} among its options. Remove the latter."
+            )
         try:
             on_parameter["optimizer"] = matching_optimizer(classes[0])
         except ValueError:
@@ -152,3 +166,19 @@ def check_fused_params(fused_params: object, where: str) -> None:
             f"{where}.fused_params: expected a dict, got {fused_params!r}. Write "
             "{'optimizer': ..., 'learning_rate': ...}."
         )
+
+
+def placement_options(fused_params: Mapping[str, Any] | None) -> list[str]:
+    """Returns the keys of `fused_params` that ask for a cache or another place of the rows."""
+    given = fused_params or {}
+    return sorted(key for key in PLACEMENT_KEYS & given.keys() if given[key] not in (None, False))
+
+
+def placement_warning(options: Iterable[str], where: str) -> str:
+    """Returns the text of the warning that options of `placement_options` and of plans have no effect."""
+    return (
+        f"{where}: expected no options for a cache or another place of the rows, got {listed(options)}, "
+        "which have no effect yet: all rows of a dynamic table are on its device. cache_params and the other "
+        "options of a cache will have an effect once rows of a GPU's tables can be in host memory. Remove "
+        "them; on the CPU, DynamicTableConfig(storage=MappedFiles(...)) keeps rows on disk."
+    )

@@ -22,6 +22,7 @@ from torchrec.modules.embedding_configs import (
     data_type_to_dtype,
     dtype_to_data_type,
 )
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer, Uniform, default_initializer, for_dimension
@@ -90,7 +91,7 @@ def checked_configs(
     for name, times in Counter(config.name for config in tables).items():
         if times > 1:
             raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
-    return [
+    copies = [
         replace(
             config,
             feature_names=list(config.feature_names) or [config.name],
@@ -98,6 +99,14 @@ def checked_configs(
         )
         for config in tables
     ]
+    outputs = Counter(name for names in get_embedding_names_by_table(copies) for name in names)
+    for name, times in outputs.items():
+        if times > 1:
+            raise ValueError(
+                f"{where}: expected an output name once, got '{name}' {times} times. The output of a feature "
+                f"of several tables is named feature@table: rename the feature '{name}'."
+            )
+    return copies
 
 
 def _check_config(config: BaseEmbeddingConfig, where: str) -> None:

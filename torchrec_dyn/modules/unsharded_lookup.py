@@ -18,7 +18,11 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, write_updates
-from torchrec_dyn.modules.optimizer_choice import chosen_output_dtype
+from torchrec_dyn.modules.optimizer_choice import (
+    chosen_output_dtype,
+    placement_options,
+    placement_warning,
+)
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_step
@@ -164,7 +168,8 @@ class UnshardedLookup:
     def note_training(self) -> None:
         """Looks at what is around a training forward.
 
-        Warns once if tables train with FBGEMM's default because no optimizer was chosen.
+        Warns once if tables train with FBGEMM's default because no optimizer was chosen, and of options that
+        have no effect.
 
         Raises:
             ValueError: if the forward is one of DistributedModelParallel on several ranks.
@@ -183,6 +188,8 @@ class UnshardedLookup:
                 UserWarning,
                 stacklevel=7,
             )
+        if options := placement_options(self.tables[0].fused_params):
+            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=7)
 
     @property
     def _where(self) -> str:

@@ -202,6 +202,12 @@ def _shards_and_ranks(
             f"{where}: expected ranks from 0 to {env.world_size - 1}, got {outside}. "
             "Make the plan for the ranks of this run."
         )
+    placed = [shard.placement.rank() if shard.placement else None for shard in spec.shards]
+    if any(place not in (None, rank) for place, rank in zip(placed, ranks, strict=True)):
+        raise ValueError(
+            f"{where}: expected shards placed on the ranks {ranks} of the plan, got placements on {placed}. "
+            f"{_MADE_BY}"
+        )
     for shard in spec.shards:
         if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
             raise ValueError(

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config as symbolic_shapes
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.modules import as_int64, check_keyed
+from torchrec_dyn.modules import as_int64, check_keyed, check_keys_once
 
 
 def export_program(module: nn.Module, features: KeyedJaggedTensor) -> ExportedProgram:
@@ -101,6 +101,7 @@ def traced_features(
     missing = [name for name in names if name not in keys]
     if missing:
         raise ValueError(f"{where}: expected features {list(names)}, got {keys}.")
+    check_keys_once(keys, names, where)
     ids = as_int64(features.values(), where)
     if weighted and features.weights_or_none() is None:
         raise ValueError(f"{where}: expected weights for weighted bags, got none.")

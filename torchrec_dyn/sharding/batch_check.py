@@ -12,8 +12,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.lookup import no_scores, wrong_scores
-from torchrec_dyn.modules import bags_of_samples, check_keyed, checked_features
-from torchrec_dyn.name_lists import listed
+from torchrec_dyn.modules import (
+    FeatureIds,
+    bags_of_samples,
+    check_keyed,
+    check_keys_once,
+    checked_features,
+    checked_inverse,
+)
 
 _InverseIndices: TypeAlias = tuple[list[str], Tensor]
 
@@ -73,9 +79,7 @@ class BatchCheck:
             self._scored,
         )
         inverse = self._inverse_indices(features)
-        features = _sendable(features, read.ids, self._sent_weights(features, training), inverse)
-        # TorchRec would add up the lengths again, and wait for a GPU.
-        features._length_per_key = read.counts
+        features = _sendable(features, read, self._sent_weights(features, training), inverse)
         if is_usual:
             return features
         if self._first_keys is None:
@@ -90,18 +94,13 @@ class BatchCheck:
     def _inverse_indices(self, features: KeyedJaggedTensor) -> _InverseIndices | None:
         """Returns the bag of each sample, for the collection's features in order if their bags vary."""
         given = features.inverse_indices_or_none()
-        if not features.variable_stride_per_key() or (given is None and not self._pooled):
+        varies = features.variable_stride_per_key()
+        if not self._pooled and (given is None or not varies):
             return given
-        names = [] if given is None else given[0]
-        if names == self.features:
+        if given is not None or varies:
+            given = checked_inverse(features, self.features, self.where)
+        if given is None or given[0] == self.features:
             return given
-        if missing := sorted(set(self.features) - set(names)):
-            raise ValueError(
-                f"{self.where}: expected inverse_indices of every feature where the number of bags varies "
-                f"by feature, {features.stride_per_key()}, got none of features {listed(missing)}. "
-                "Pass them in the KeyedJaggedTensor."
-            )
-        assert given is not None
         return self.features, bags_of_samples(given, self.features)
 
     def _sent_weights(self, features: KeyedJaggedTensor, training: bool) -> Tensor | None:
@@ -131,35 +130,29 @@ class BatchCheck:
         for name in self.features:
             if name not in keys:
                 raise ValueError(f"{self.where}: expected feature '{name}', got features {keys}.")
+        check_keys_once(keys, self.features, self.where)
 
 
 def _sendable(
     features: KeyedJaggedTensor,
-    ids: Tensor,
+    read: FeatureIds,
     weights: Tensor | None,
     inverse: _InverseIndices | None,
 ) -> KeyedJaggedTensor:
-    """Returns a batch with these tensors: ranks must not send different dtypes.
+    """Returns a batch with what was read of the user's, in the form that all ranks send.
 
     Ids and lengths are int64. Tensors are contiguous: some backends cannot send e.g. a column of a matrix.
+    Offsets and other numbers that a batch may keep beside its lengths are left behind: TorchRec would read
+    them in some plans.
     """
-    lengths = features.lengths()
-    sent = (
-        ids.contiguous(),
-        lengths.long().contiguous(),
-        None if weights is None else weights.contiguous(),
-    )
-    given = (features.values(), lengths, features.weights_or_none())
-    is_given = all(one is other for one, other in zip(sent, given, strict=True))
-    if is_given and inverse is features.inverse_indices_or_none():
-        return features
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         keys=features.keys(),
-        values=sent[0],
-        lengths=sent[1],
-        weights=sent[2],
+        values=read.ids.contiguous(),
+        lengths=read.lengths.long().contiguous(),
+        weights=None if weights is None else weights.contiguous(),
         stride=None if varies else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        stride_per_key_per_rank=[[size] for size in read.batch_sizes] if varies else None,
+        length_per_key=read.counts,  # else TorchRec adds up the lengths again, and waits for a GPU
         inverse_indices=inverse,
     )
