@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import multiprocessing.util
 import os
 import random
@@ -33,7 +34,7 @@ from typing import Any
 from another_process import environment
 from soak_disk import Disk
 from soak_judge import Judge
-from soak_memory import Samples
+from soak_memory import Samples, keep_telling_memory
 from soak_oracle import Oracle
 from soak_readers import Places, start
 from soak_trainer import STOP, Job, Trainers
@@ -55,7 +56,9 @@ _LONGEST_SPELL = 30.0  # more seconds for a save to fail on a full disk
 _SILENCE = 240.0  # seconds without an event after which the job is taken to hang
 _WARM = 60.0  # seconds of a process before its memory is told
 _SLOPES = {
-    "MB": 1.0,
+    "MB in use": 1.0,
+    "MB in malloc": 1.0,
+    "MB resident": math.inf,  # free pieces between others come and go: told only
     "maps": 2.0,
     "files": 1.0,
 }  # most of each a minute, above three standard errors
@@ -63,14 +66,22 @@ _LEAST_MINUTES = 4.0  # of samples, for a slope to be judged
 _MOST_FAULTS = 5
 
 
+# `python -m torchrec_dyn`, which tells its memory.
+_COMMAND = """
+import pathlib, runpy, sys, soak_memory
+soak_memory.keep_telling_memory(pathlib.Path(sys.argv.pop(1)))
+runpy.run_module("torchrec_dyn", run_name="__main__", alter_sys=True)
+"""
+
+
 class _Command:
     """`python -m torchrec_dyn follow` in a process of its own."""
 
-    def __init__(self, path: Path, to: Path, log: Path) -> None:
+    def __init__(self, path: Path, to: Path, log: Path, told: Path) -> None:
         self.began: float | None = None  # when it served the first entry
         self._log = open(log, "ab")  # noqa: SIM115  as long as the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "torchrec_dyn", "follow", path, "--to", to, "--every", "0.3"],
+            [sys.executable, "-c", _COMMAND, told, "follow", path, "--to", to, "--every", "0.3"],
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -115,7 +126,10 @@ class Soak:
         (scratch / "oracle").mkdir()
         self._oracle = Oracle(chosen.seed, chosen.every, scratch / "oracle")
         self.judge = Judge(self._path, served, self._oracle, self._disk)
-        self._samples = Samples()
+        self._told = scratch / "memory"
+        self._told.mkdir()
+        keep_telling_memory(self._told)
+        self._samples = Samples(self._told)
         self.did: Counter[str] = Counter()
         self._began = self._trained = time.time()
         self._deck: list[str] = []
@@ -130,13 +144,17 @@ class Soak:
         self._pids: set[int] = set()
         self._job: Trainers | None = None
         self._start_job()
-        places = Places(self._path, served["process"], served["command"], scratch / "oracle")
+        places = Places(
+            self._path, served["process"], served["command"], scratch / "oracle", self._told
+        )
         self._server, self._link = start(places, chosen.seed)
         self._command = self._new_command()
 
     def _new_command(self) -> _Command:
         self._samples.forget("command")
-        return _Command(self._path, self._served["command"], self._scratch / "command.log")
+        return _Command(
+            self._path, self._served["command"], self._scratch / "command.log", self._told
+        )
 
     def _start_job(self) -> None:
         self.judge.note_restart()
@@ -146,6 +164,7 @@ class Soak:
             path=self._path,
             store=self._scratch / f"store-{number}",
             log=self._scratch / f"job-{number}",
+            told=self._told,
             seed=self._chosen.seed,
             plan=self._draw.randrange(1000),
             every=self._chosen.every,

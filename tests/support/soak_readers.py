@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import forkserver
+from soak_memory import keep_telling_memory
 from soak_model import DENSE, IDS_A_SAMPLE, TABLES
 from soak_oracle import Rows, digest_of_generation, read_rows
 from torch import Tensor
@@ -47,12 +48,16 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """Directories: the Checkpoints, the served tables of this process and of the command, the oracle's."""
+    """Directories: the Checkpoints, the served tables of this process and of the command, the oracle's.
+
+    `told` is where processes tell their memory.
+    """
 
     path: Path
     served: Path
     served_by_other: Path
     oracle: Path
+    told: Path
 
 
 class _Served:
@@ -231,6 +236,7 @@ def _check_changes(
 def run(places: Places, seed: int, link: Any) -> None:
     """Follows and reads until the other side says something."""
     torch.set_num_threads(1)
+    keep_telling_memory(places.told)
     sends = threading.Lock()
 
     def tell(seen: Seen) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from forked import forkserver
+from soak_memory import keep_telling_memory
 from soak_model import Stream, event_time, plan_of, sharded
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -43,6 +44,7 @@ class Job:
     path: Path  # of the Checkpoints
     store: Path  # file of the process group, one a start
     log: Path  # what the ranks say, with the rank behind it
+    told: Path  # where processes tell their memory
     seed: int
     plan: int  # seed of the first plan
     every: int  # batches from save to save
@@ -184,6 +186,7 @@ class _Trainer:
 def _run(job: Job, rank: int, link: multiprocessing.connection.Connection) -> None:
     """Trains on one rank, in a process of its own."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    keep_telling_memory(job.told)
     log = os.open(f"{job.log}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -21,6 +21,7 @@ import filelock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_dyn.checkpoint.dcp_files import drop_frames
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
 from torchrec_dyn.checkpoint.dense_part import check_has_all, check_optimizer, dense_state
 from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
@@ -441,6 +442,7 @@ class Checkpoints:
                         "may have changed in part. Free memory or use more ranks, and call it again."
                     ) from error
                 skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
+                drop_frames(error)
                 fault = fault or error
                 if entry.is_full:
                     self._damaged.add(entry.id)

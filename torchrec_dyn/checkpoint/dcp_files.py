@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
+import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,6 +60,7 @@ def save_files(
                 no_dist=group is None,
             )
         except CheckpointException as error:
+            drop_frames(error)
             if writer is not None:
                 _remove_files(Path(path), is_new)
             for fault, _ in error.failures.values():
@@ -91,12 +93,32 @@ def load_files(
         )
 
 
+def drop_frames(error: BaseException) -> None:
+    """Drops the frames of an error that is kept, or of DCP, whose text tells them, and of its causes.
+
+    They hold the rows of the call that failed. DCP's frames refer to their own errors, so the rows would stay
+    until Python's garbage collector finds the cycle, beside those of the next try.
+    """
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None:
+            traceback.clear_frames(
+                one.__traceback__
+            )  # of several ranks, DCP's has its own error, too
+            one.__traceback__ = None
+            left.append(one.__cause__)
+            if isinstance(one, CheckpointException):
+                left += [fault for fault, _ in one.failures.values()]
+
+
 @contextmanager
 def _interrupts_raised() -> Iterator[None]:
     """Raises an interrupt of the block on every rank: DCP wraps all that is raised, as if it were damage."""
     try:
         yield
     except CheckpointException as error:
+        drop_frames(error)
         for fault, _ in error.failures.values():
             if not isinstance(fault, Exception):
                 raise fault from error
@@ -182,7 +204,8 @@ class _Stream(io.RawIOBase):
             try:
                 self._file.write(self._place, given)
             except OSError as error:
-                self._error = error
+                # Another one: the frames of this one lead to DCP's, which have the row.
+                self._error = OSError(error.errno, error.strerror, error.filename)
         self._place += len(given)
         return len(given)
 
@@ -196,4 +219,7 @@ class _Stream(io.RawIOBase):
         """Closes the file and raises the error that was kept."""
         self._file.close()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its frames refer to this stream

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from torchrec_dyn.checkpoint.dcp_files import save_files
+from torchrec_dyn.checkpoint.dcp_files import drop_frames, save_files
 from torchrec_dyn.checkpoint.delta_export import Marker
 from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, sums_in
 from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
@@ -116,9 +115,8 @@ class EntryWriter:
 def _without_frames(error: BaseException) -> BaseException:
     """Returns an error with its traceback as a text: the frames hold the copies of the rows."""
     told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    for one in (error, *(fault for fault, _ in failures)):
-        one.__traceback__ = one.__context__ = one.__cause__ = None
+    drop_frames(error)
+    error.__context__ = None
     error.__cause__ = RuntimeError(f"in the thread of async_save\n{told}")
     return error
 
@@ -179,6 +177,12 @@ class Saving:
         self.wait()
         if self._error is not None:
             self.is_told = True
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                if (
+                    self._thread is None
+                ):  # nobody asks again: the frames of the error refer to this save
+                    self._error = None
         assert self.entry is not None
         return self.entry
