@@ -48,6 +48,23 @@ def prepare(folder: Path, dtype: torch.dtype, deltas: int = VERSIONS) -> Path:
     return folder / "served"
 
 
+def test_the_named_generation_is_the_one_that_is_read(tmp_path, monkeypatch):
+    """Also for a thread that asks while another is within `refresh`, after any line that sets something."""
+    served = prepare(tmp_path, torch.float32, deltas=1)
+    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
+    serving.apply_delta(served, tmp_path / "delta0")
+    seen: set[tuple[str, float]] = set()
+
+    def set_and_ask(module, name, value):
+        torch.nn.Module.__setattr__(module, name, value)
+        seen.add((ours.generation, *ask(ours)))
+
+    monkeypatch.setattr(serving_lookup.ServedLookup, "__setattr__", set_and_ask)
+    before = (ours.generation, *ask(ours))
+    assert ours.refresh()
+    assert seen <= {before, (ours.generation, *ask(ours))}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype):
     # Rows move to a new file with every second delta, to other row numbers.

@@ -103,9 +103,7 @@ def drop_frames(error: BaseException) -> None:
     while left:
         one = left.pop()
         if one is not None:
-            traceback.clear_frames(
-                one.__traceback__
-            )  # of several ranks, DCP's has its own error, too
+            traceback.clear_frames(one.__traceback__)  # DCP's of several ranks have their own error
             one.__traceback__ = None
             left.append(one.__cause__)
             if isinstance(one, CheckpointException):

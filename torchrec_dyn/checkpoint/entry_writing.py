@@ -180,9 +180,7 @@ class Saving:
             try:
                 raise self._error
             finally:
-                if (
-                    self._thread is None
-                ):  # nobody asks again: the frames of the error refer to this save
-                    self._error = None
+                if self._thread is None:  # nobody asks again
+                    self._error = None  # its frames refer to this save
         assert self.entry is not None
         return self.entry

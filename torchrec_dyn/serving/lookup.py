@@ -140,8 +140,9 @@ class ServedLookup(nn.Module):
 
     @property
     def served(self) -> Generation:
-        """The generation that is served, also while a program is traced."""
-        return self._served[0]
+        """The generation that calls read, also while a program is traced."""
+        now = self.generation  # as a call does: between two lines of `refresh` `_served` may be newer
+        return self._served[0] if isinstance(now, GivenTables) else now
 
     def given_tables(self) -> GivenTables:
         """Returns tables of the same names and columns for a program, without their tensors."""
@@ -157,7 +158,7 @@ class ServedLookup(nn.Module):
             yield
         finally:
             with _REPLACING:
-                self._modules["generation"] = self.served
+                self._modules["generation"] = self._served[0]
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
