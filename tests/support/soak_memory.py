@@ -20,7 +20,7 @@ _BLOCKS = 20  # samples side by side are not independent: the line goes through 
 
 
 class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of glibc's malloc.h."""
+    """glibc's struct mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
