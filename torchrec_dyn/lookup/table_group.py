@@ -304,11 +304,7 @@ class TableGroup:
             forward.ids = batch.ids.clone()
         if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
-            if self.deferred is not None and trained is not None:
-                forward.step = self.deferred.step
-                self.deferred.waiting += 1
-            if step.learning is not None and step.learning.is_cpu and lists.has_changes:
-                self._record(forward, batch.ids)
+            self._await_backward(forward, batch.ids)
         output = self._output(forward, weights)
         if keeps:
             assert around is not None
@@ -316,13 +312,17 @@ class TableGroup:
             around.keep(self, forward)
         return output.view(bags.shape)
 
-    def _record(self, forward: Forward, ids: Tensor) -> None:
-        """Records the rows that the backward will update, with their ids [N], which it does not have."""
-        assert forward.rows is not None
-        logs = self._logs()
-        now = tokens_of(logs)
-        note_changed(unrecorded(logs, forward.noted), ids, forward.rows, forward.bags.table_offsets)
-        forward.noted = now
+    def _await_backward(self, forward: Forward, ids: Tensor) -> None:
+        """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
+        if forward.rows is None:
+            return
+        if self.deferred is not None:
+            forward.step = self.deferred.step
+            self.deferred.waiting += 1
+        if ids.is_cpu and self._current().has_changes:
+            logs, table_offsets = self._logs(), forward.bags.table_offsets
+            note_changed(unrecorded(logs, forward.noted), ids, forward.rows, table_offsets)
+            forward.noted = tokens_of(logs)
 
     def _repeat(self, batch: Batch, around: CheckpointedCalls) -> Tensor:
         """Returns the output of a lookup that activation checkpointing runs again; no table changes."""

@@ -219,18 +219,9 @@ def _read_features(
     ids = as_int64(features.values(), where)
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
-    weights = features.weights_or_none() if weighted or scored else None
-    if weighted and weights is None:
-        raise ValueError(
-            f"{where}: expected weights for weighted bags, got none. "
-            "Pass weights in the KeyedJaggedTensor, or create the collection with is_weighted=False."
-        )
-    if weights is not None and not weights.is_floating_point():
-        raise ValueError(f"{where}: expected weights of a floating dtype, got {weights.dtype}.")
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(
-            f"{where}: expected one weight per id, got {weights.numel()} for {ids.numel()} ids."
-        )
+    given = _weights(features, weighted, where) if weighted or scored else None
+    weights = given if weighted else None
+    scores = given.detach() if given is not None and scored else None
     stated = features.offsets_or_none()
     lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
@@ -242,9 +233,6 @@ def _read_features(
         )
     if stated is not None and lengths.numel() and stated.numel() != lengths.numel() + 1:
         raise _offsets_that_differ(where)
-    weights = None if weights is None else weights.float()
-    scores = weights.detach() if weights is not None and scored else None
-    weights = weights if weighted else None
     if lengths.numel() and not lengths.is_cpu:
         offsets = complete_cumsum(lengths)
         differ = [] if stated is None else [(stated != offsets).any()]
@@ -264,6 +252,30 @@ def _read_features(
         if int(stated[0]) or not torch.equal(own, lengths):
             raise _offsets_that_differ(where)
     return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, None, scores)
+
+
+def _weights(features: KeyedJaggedTensor, weighted: bool, where: str) -> Tensor | None:
+    """Returns the weights of a batch, [N] float32; None without, which `weighted` bags need.
+
+    Raises:
+        ValueError: if there are none for weighted bags, or their dtype or shape is wrong.
+    """
+    weights = features.weights_or_none()
+    if weights is None:
+        if weighted:
+            raise ValueError(
+                f"{where}: expected weights for weighted bags, got none. "
+                "Pass weights in the KeyedJaggedTensor, or create the collection with is_weighted=False."
+            )
+        return None
+    if not weights.is_floating_point():
+        raise ValueError(f"{where}: expected weights of a floating dtype, got {weights.dtype}.")
+    ids = features.values()
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"{where}: expected one weight per id, got {weights.numel()} for {ids.numel()} ids."
+        )
+    return weights.float()
 
 
 def _batch_sizes(features: KeyedJaggedTensor, where: str) -> list[int]:
