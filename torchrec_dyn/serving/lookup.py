@@ -141,9 +141,7 @@ class ServedLookup(nn.Module):
     @property
     def served(self) -> Generation:
         """The generation that calls read, also while a program is traced."""
-        now = (
-            self.generation
-        )  # as a call does: between two lines of `refresh` `_served` may be newer
+        now = self.generation  # as calls do: within a `refresh`, `_served` may be newer
         return self._served[0] if isinstance(now, GivenTables) else now
 
     def given_tables(self) -> GivenTables:
