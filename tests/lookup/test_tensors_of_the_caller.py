@@ -19,6 +19,7 @@ import pytest
 import torch
 import workers
 from mixed_cases import IDS, tables
+from mock_device import CUDA, MockDevice, run_lookups_backward
 from sharded_cases import usual_plan
 from sharded_training import Holder
 from torch import Tensor, nn
@@ -351,3 +352,29 @@ def test_one_rank_whose_dists_return_the_tensors_of_the_caller(types, tmp_path):
     if types in PLANS[:2]:
         kinds += ["sequences", "deferred sequences"]
     workers.run(train_twice_on_one_rank, kinds, types, tmp_path, world_size=1)
+
+
+@pytest.mark.parametrize("defers", [False, True])
+@pytest.mark.parametrize("dtype", ["FP32", "FP16"])
+def test_on_a_device_as_fresh_tensors_on_the_cpu(dtype, defers):
+    here = pooled(dtype, fused_params=DEFERRED if defers else ADAM)
+    there = copy.deepcopy(here)
+    fresh = Run(here, False, True, False)
+    for number in range(STEPS):
+        fresh.step(number)
+        fresh.end()
+    with MockDevice():
+        there.to(CUDA)
+        for number in range(STEPS):
+            features = given(number).features(False, True).to(CUDA)
+            output = there(features)
+            features.values().fill_(10**12)
+            features.offsets().zero_()
+            grad = torch.linspace(-1, 1, output.values().numel()).to(CUDA)
+            run_lookups_backward(output, grad=grad)
+            grad.fill_(math.nan)
+            there.fused_optimizer.step()
+        for name in ("a", "b"):
+            rows, found = there.table(name).lookup(torch.tensor(IDS).to(CUDA))
+            expected = here.table(name).lookup(torch.tensor(IDS))
+            assert torch.equal(rows.cpu(), expected[0]) and torch.equal(found.cpu(), expected[1])
