@@ -278,7 +278,7 @@ CODE = [
     ),
     *(ROOT / name for name in ("setup.py", "Makefile", "csrc/sanitize/run")),
 ]
-OTHER_PROJECTS = ("fbgemm_gpu/", "recis/", "torch/", "torchrec/", "torchrec_dlrm/")
+OTHER_PROJECTS = ("corelib/", "fbgemm_gpu/", "recis/", "torch/", "torchrec/", "torchrec_dlrm/")
 READERS_OWN = {"first.py", "page.py"}  # the code of a page, saved
 # Named, and not there: of the past, to come.
 ELSEWHERE = {
@@ -286,7 +286,6 @@ ELSEWHERE = {
         f"docs/{name}.md" for name in ("guide", "checkpoints", "migrating", "mixed_dimensions")
     },
     "0023-rooms.md": {"lookup/row_update_cuda.cu", "tests/test_house.py"},
-    "compared.md": {"initializer.cu", "initializer.h"},  # of dynamicemb and FBGEMM
 }
 
 
