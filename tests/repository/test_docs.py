@@ -278,7 +278,10 @@ CODE = [
     ),
     *(ROOT / name for name in ("setup.py", "Makefile", "csrc/sanitize/run")),
 ]
-OTHER_PROJECTS = ("corelib/", "fbgemm_gpu/", "recis/", "torch/", "torchrec/", "torchrec_dlrm/")
+OTHER_PROJECTS = (
+    *("corelib/", "examples/hstu/", "fbgemm_gpu/", "recis/"),
+    *("torch/", "torchrec/", "torchrec_dlrm/"),
+)
 READERS_OWN = {"first.py", "page.py"}  # the code of a page, saved
 # Named, and not there: of the past, to come.
 ELSEWHERE = {
