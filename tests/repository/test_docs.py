@@ -278,7 +278,10 @@ CODE = [
     ),
     *(ROOT / name for name in ("setup.py", "Makefile", "csrc/sanitize/run")),
 ]
-OTHER_PROJECTS = ("fbgemm_gpu/", "recis/", "torch/", "torchrec/", "torchrec_dlrm/")
+OTHER_PROJECTS = (
+    *("corelib/", "examples/hstu/", "fbgemm_gpu/", "recis/"),
+    *("torch/", "torchrec/", "torchrec_dlrm/"),
+)
 READERS_OWN = {"first.py", "page.py"}  # the code of a page, saved
 # Named, and not there: of the past, to come.
 ELSEWHERE = {
@@ -286,11 +289,6 @@ ELSEWHERE = {
         f"docs/{name}.md" for name in ("guide", "checkpoints", "migrating", "mixed_dimensions")
     },
     "0023-rooms.md": {"lookup/row_update_cuda.cu", "tests/test_house.py"},
-    "compared.md": {  # of TorchRec and dynamicemb
-        *("modules/mc_modules.py", "modules/hash_mc_modules.py", "distributed/mc_modules.py"),
-        *("key_value_table.py", "planner/planner.py", "embedding_admission.py", "dump_load.py"),
-        *("incremental_dump.py", "insert_and_evict.cu", "initializer.cu", "types.cuh"),
-    },
 }
 
 
