@@ -29,7 +29,7 @@ from parts.anchors_report import as_text, draw
 from parts.click_trainer import ClickTrainer
 from parts.delta_day import publish_for_a_day
 from parts.drifting_stream import FEATURES, DriftingStream, Views
-from parts.fixed_rows import Modulo
+from parts.fixed_rows import Modulo, measure_sharing
 from parts.metrics import auc
 from parts.options import add_sizes, hide_notes_to_developers, new_file, positive, set_sizes
 
@@ -102,28 +102,6 @@ def rows_for(ids: int, share: float) -> int:
     return max(round(1 / (1 - (1 - share) ** (1 / (ids - 1)))), 1)
 
 
-def measure_sharing(ids: np.ndarray, rows: int) -> dict[str, float]:
-    """Returns how ids share rows under a modulo.
-
-    Args:
-        ids: [N] ids of one feature, with repetitions.
-        rows: of the table.
-
-    Returns:
-        of_ids: share of the distinct ids that share a row.
-        of_views: share of the occurrences of such ids.
-        lost: 1 - rows in use / distinct ids, the "collision rate" of the paper of Monolith.
-    """
-    distinct, times = np.unique(ids, return_counts=True)
-    _, row, sizes = np.unique(distinct % rows, return_inverse=True, return_counts=True)
-    shares = sizes[row] > 1
-    return {
-        "of_ids": float(shares.mean()),
-        "of_views": float(times[shares].sum() / times.sum()),
-        "lost": float(1 - len(sizes) / len(distinct)),
-    }
-
-
 def measure_seed(options: argparse.Namespace, seed: int, batches: list[Views]) -> dict[str, object]:
     """Returns the AUCs of the measured day, of one seed."""
     first = len(batches) - options.hour * options.hours
@@ -151,7 +129,7 @@ def measure_seed(options: argparse.Namespace, seed: int, batches: list[Views]) -
     measured["num_ids"], of_shares = num_ids, []
     for share in SHARES:
         rows = rows_for(num_ids, share)
-        sharing = [measure_sharing(of_feature, rows) for of_feature in ids]
+        sharing = [measure_sharing(of_feature, of_feature % rows) for of_feature in ids]
         trainer = ClickTrainer(options.dim, seed, modulo=Modulo(rows))
         [own] = predict_and_learn(trainer, batches, first, [])
         means = {key: float(np.mean([one[key] for one in sharing])) for key in sharing[0]}

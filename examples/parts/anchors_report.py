@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from parts.drifting_report import STYLES
+from parts.compare_report import STYLES
 
 KINDS = {"ages": "rows of age", "intervals": "synced every"}
 

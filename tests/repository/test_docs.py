@@ -180,7 +180,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     landing = (tmp_path / "index.html").read_text()
     assert landing.count('class="caption"') > 9, "groups of the sidebar"
     assert 'href="copyright.html">Copyright</a>' in landing and "BSD-3-Clause" in landing
-    assert "images/drifting_ids.png" in landing
+    assert "images/compare.png" in landing
     downloads = {path.name for path in (tmp_path / "_downloads").rglob("*.md")}
     assert not downloads & {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}, "pages of the site"
     fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
