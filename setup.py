@@ -136,8 +136,9 @@ def _compile_cuda(folder: Path) -> list[str]:
         return list(pool.map(compiled, sorted(ROOT.glob("csrc/**/*.cu"))))
 
 
-# PyPI shows the README without the files beside it: links to them become plain text.
-README = re.sub(r"\[([^]]+)\]\((?!https://)[^)]+\)", r"\1", (ROOT / "README.md").read_text())
+# PyPI shows the README without the files beside it: no pictures, links as plain text.
+README = re.sub(r"!\[[^]]+\]\((?!https://)[^)]+\)\n\n", "", (ROOT / "README.md").read_text())
+README = re.sub(r"\[([^]]+)\]\((?!https://)[^)]+\)", r"\1", README)
 
 
 class BuildCore(BuildExtension):

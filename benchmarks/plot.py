@@ -75,8 +75,7 @@ def draw(sweep: dict[str, Any], picture: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle(
         "Pooled lookup, dim 64, float32, row-wise Adagrad; unless an axis says otherwise: uniform ids,\n"
-        f"8 x 1M rows, 10 ids a bag, {threads} threads. {sweep['cpu']}, {sweep['simd']}, "
-        f"{sweep['date']}, {sweep['commit']}",
+        f"8 x 1M rows, 10 ids a bag, {threads} threads. {sweep['cpu']}, {sweep['simd']}, {sweep['date']}",
         fontsize=9,
     )
     figure.savefig(picture, dpi=96, pil_kwargs={"optimize": True})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import runpy
 from pathlib import Path
 
 import pages
@@ -181,6 +182,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert landing.count('class="caption"') > 9, "groups of the sidebar"
     assert 'href="copyright.html">Copyright</a>' in landing and "BSD-3-Clause" in landing
     assert "images/compare.png" in landing
+    assert "images/drawing.svg" in landing
     downloads = {path.name for path in (tmp_path / "_downloads").rglob("*.md")}
     assert not downloads & {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"}, "pages of the site"
     fetched = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"(?:https?:)?//[^>]*>")
@@ -348,8 +350,15 @@ def test_files_named_exist():
     assert not lost
 
 
+def test_the_drawing_is_what_its_script_draws():
+    script = runpy.run_path(str(ROOT / "docs/drawing.py"))
+    assert script["DRAWING"].read_bytes() == script["drawing"]().encode()
+
+
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 100 and not line.startswith("|")]
 
 
 def test_changelog_has_the_version():

@@ -106,6 +106,7 @@ def test_wheel_has_the_metadata_of_a_release(wheel: Path):
     assert "Hash-backed embedding tables" in shown and "```python" in shown
     links = re.findall(r"\]\(([^)]+)\)", shown)
     assert links and all(link.startswith("https://") for link in links), "PyPI has no files"
+    assert not re.search("^!", shown, re.M), "nothing is left of the pictures"
 
 
 def test_the_source_package_holds_what_a_build_reads(tmp_path: Path):
