@@ -151,7 +151,7 @@ bench-ab: build
 		echo "== $$side, turn $$turn" && PYTHONPATH=$$tree $(BIN)/python benchmarks/bench_$(AB_BENCH).py \
 			--results $(AB)/$$side/$$turn $(ARGS) || exit 1; \
 	done; done
-	$(BIN)/python benchmarks/compare.py $(AB)/base $(AB)/checkout
+	$(BIN)/python benchmarks/ab_ratios.py $(AB)/base $(AB)/checkout
 
 # The kernels as nvcc compiles them, on an emulator: SHARD=1/2, GPU=90, RACES=1, BOUNDS=1, SCHEDULES=random
 # (csrc/sanitize/ptx/run).

@@ -191,7 +191,7 @@ def test_checkpoints_are_measured_on_two_ranks(tmp_path):
     for row in rows:
         assert row["ranks"] == 2 and row["ratio"] > 0
         assert set(row["gb_per_second"]) == {"dynamic", "static", "torch.save"}
-        assert set(row["ns_per_step"]) == set(row["gb_per_second"])  # compare.py reads it
+        assert set(row["ns_per_step"]) == set(row["gb_per_second"])  # ab_ratios.py reads it
         parts = {"state_dict", "dcp.load", "load_state_dict"}
         parts = parts if "load" in row["what"] else {"state_dict", "dcp.save"}
         assert set(row["seconds"]["dynamic"]) == parts
@@ -491,7 +491,7 @@ def test_summary_reads_both_bounds_and_both_forms():
 
 
 def test_compare_says_which_is_faster(tmp_path, capsys):
-    import compare
+    import ab_ratios
 
     for side, ns in (("base", 30.0), ("checkout", 20.0)):
         for turn in ("1", "2"):
@@ -499,7 +499,7 @@ def test_compare_says_which_is_faster(tmp_path, capsys):
             folder.mkdir(parents=True)
             row = {"workload": "w", "what": "step", "ns_per_id": {"dynamic": {"median_ns": ns}}}
             (folder / "lookup.json").write_text(json.dumps({"rows": [row]}))
-    compare.main([str(tmp_path / "base"), str(tmp_path / "checkout")])
+    ab_ratios.main([str(tmp_path / "base"), str(tmp_path / "checkout")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].endswith("1.50x [1.50, 1.50]") and lines[-1].endswith("1.500")
 

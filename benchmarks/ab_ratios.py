@@ -1,6 +1,6 @@
 """Compares two versions of the package, run in turn by make bench-ab: nanoseconds of each, and old / new.
 
-    python benchmarks/compare.py benchmarks/results/tmp/base benchmarks/results/tmp/checkout
+    python benchmarks/ab_ratios.py benchmarks/results/tmp/base benchmarks/results/tmp/checkout
 
 Each folder holds one folder per run. A ratio compares the medians over the runs; its quartiles are over the
 pairs of runs.
