@@ -1,4 +1,4 @@
-"""What a save, an export or a load that fails has in memory is freed with its error, not by the collector.
+"""A save, an export or a load that fails frees its rows with its error, not by the collector.
 
 A second try would have its rows beside those of the first: Python's collector runs when there are many new
 objects, however large they are.

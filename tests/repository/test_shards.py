@@ -1,4 +1,4 @@
-"""Which tests run when: parts of the deep tests, cases of every day; and how long a failed one is shrunk."""
+"""Parts of the deep tests, cases of every day, and the time in which a failed one is shrunk."""
 
 import argparse
 import itertools

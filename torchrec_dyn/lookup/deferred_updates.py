@@ -49,7 +49,7 @@ class Update:
         streams: of `ops.update_rows_`.
         noted: as of `Forward`.
         generations: [T], generation of each table at the forward.
-        ids: [N] int64, which the rounding of rows below float32 needs; else they may be None.
+        ids: [N] int64, which the rounding of rows below float32 needs; else they may be None, or any.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         open_forward: the forward, open as long as this object is kept.
         step: `DeferredUpdates.step` of the forward; None unless updates are deferred.
@@ -173,13 +173,14 @@ class DeferredUpdates:
         else:
             grad = torch.cat([update.grad.flatten() for update in updates])
         weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
-        ids = [update.ids for update in updates if update.ids is not None]
         senders = [update.reduction.senders for update in updates]
         of_ids = _joined(senders, updates, -1, torch.int32)
         return replace(
             last,
             grad=grad,
-            ids=torch.cat(ids)[places] if len(ids) == len(updates) else None,
+            ids=None
+            if last.ids is None
+            else torch.cat([one.ids_or_rows for one in updates])[places],
             rows=torch.cat([update.rows for update in updates])[places],
             bags=bags,
             weights=None if weights is None else weights[places],

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -88,9 +89,7 @@ def checked_configs(
         if not _names_initializer(dynamic, config.name):
             _check_initial_rows(config, f"{where}(table='{config.name}')")
         _check_uses(config, dynamic, f"{where}(table='{config.name}')")
-    for name, times in Counter(config.name for config in tables).items():
-        if times > 1:
-            raise ValueError(f"{where}: expected a table name once, got '{name}' {times} times.")
+    _check_once((config.name for config in tables), "a table name", where)
     copies = [
         replace(
             config,
@@ -99,14 +98,19 @@ def checked_configs(
         )
         for config in tables
     ]
-    outputs = Counter(name for names in get_embedding_names_by_table(copies) for name in names)
-    for name, times in outputs.items():
-        if times > 1:
-            raise ValueError(
-                f"{where}: expected an output name once, got '{name}' {times} times. The output of a feature "
-                f"of several tables is named feature@table: rename the feature '{name}'."
-            )
+    _check_once(
+        chain.from_iterable(get_embedding_names_by_table(copies)),
+        "an output name",
+        where,
+        " The output of a feature of several tables is named feature@table: rename the feature of that name.",
+    )
     return copies
+
+
+def _check_once(names: Iterable[str], what: str, where: str, remedy: str = "") -> None:
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ValueError(f"{where}: expected {what} once, got '{name}' {times} times.{remedy}")
 
 
 def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
