@@ -242,7 +242,7 @@ def test_not_one_of_ours_is_left_alone(tmp_path):
         {
             "a.config": torch.zeros(3, dtype=torch.uint8),
             "a.weight": torch.ones(2),
-            "b.checksum": torch.arange(7),
+            "b.weight_checksum": torch.arange(7),
             "c.ids": torch.arange(4),
             "c.step": torch.tensor(4),
             "config": {"lr": 1},

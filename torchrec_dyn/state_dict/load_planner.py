@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
@@ -287,7 +288,7 @@ def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object])
 
     def check(prefix: str, order: tuple[str, ...], ids: Tensor) -> None:
         tensors, table = groups[prefix], prefix.rpartition(".")[2]
-        checksum = "checksum" if order == MODEL_TENSORS else OPTIMIZER_CHECKSUM
+        checksum = MODEL_CHECKSUM if order == MODEL_TENSORS else OPTIMIZER_CHECKSUM
         if checksum not in tensors:
             return
         saved_sums = from_words(tensors[checksum])
