@@ -13,9 +13,8 @@ from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
-    ModelSource,
-    OptimizerSource,
     StagedRows,
+    TableSource,
     saved_tensors,
 )
 from torchrec_dyn.state_dict.places import Places
@@ -109,9 +108,9 @@ def test_rows_that_move_to_another_gpu_are_read_after_the_last_call(cuda):
 def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
     config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])
     fused = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
-    log, summary, write = cuda.log, delta_apply.ModelSource.summary, delta_apply._write_rows
+    log, sums_here, write = cuda.log, delta_apply.sums_here, delta_apply._write_rows
     monkeypatch.setattr(
-        delta_apply.ModelSource, "summary", lambda self: log.append("reads") or summary(self)
+        delta_apply, "sums_here", lambda table: log.append("reads") or sums_here(table)
     )
     monkeypatch.setattr(
         delta_apply, "_write_rows", lambda *asked: log.append("writes") or write(*asked)
@@ -173,8 +172,7 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
         log = cuda.on("B")
         config = table_config("t", 4, 5, table.dtype, dyn.Constant(0))
         whole = Table.of_one(table, "t", config)
-        sources = [ModelSource(whole, None), OptimizerSource(whole, None)]
-        model, _ = saved_tensors([whole], "save", lambda _: sources)
+        ((model, _),) = saved_tensors([whole], "save", TableSource)
         assert log[0] == "B waits for A"
         cuda.on("A")
         assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"

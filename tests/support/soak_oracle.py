@@ -18,7 +18,7 @@ import torch
 from soak_model import IDS_A_SAMPLE, Stream, event_time, unsharded
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint_format import MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format import SUMMED
 from torchrec_dyn.serving.manifest import read_manifest
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import unsigned
@@ -147,12 +147,11 @@ class Oracle:
         own = self._sums.get(step)
         if own is None:
             return [] if self._whole.get(step) == digest_of(sums) else ["something"]
-        names = [*MODEL_TENSORS, *(f"optimizer's {name}" for name in OPTIMIZER_TENSORS)]
         return [
             f"{name} of {table}"
             for table in sorted({*own, *sums})
             for name, ours, theirs in zip(
-                names, own.get(table, "").split(), sums.get(table, "").split(), strict=False
+                SUMMED, own.get(table, "").split(), sums.get(table, "").split(), strict=False
             )
             if ours != theirs
         ]
