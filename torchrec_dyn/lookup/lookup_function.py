@@ -153,7 +153,7 @@ class LookupFunction(torch.autograd.Function):
         # Read before the lock is held: activation checkpointing runs the forward again here.
         (weights,) = ctx.saved_tensors
         lock = ctx.lookup.group.lock
-        if lock.is_changing:
+        if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:
             if grad.is_cpu:

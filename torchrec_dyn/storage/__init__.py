@@ -41,7 +41,7 @@ from torchrec_dyn.storage.id_map import (
     new_key,
     put_all,
 )
-from torchrec_dyn.storage.interrupts import check_stack, run_to_end
+from torchrec_dyn.storage.interrupts import check_stack, commit, run_to_end, torn_error
 from torchrec_dyn.storage.lasting_tensors import lasting
 from torchrec_dyn.storage.memory_errors import lacks_memory
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
