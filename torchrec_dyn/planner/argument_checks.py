@@ -14,22 +14,14 @@ from torchrec.distributed.planner import ParameterConstraints
 
 
 def checked_count(value: object, where: str, least: int, remedy: str) -> int:
-    """Returns a number of rows, ids, ranks or samples as an integer of Python.
-
-    Raises:
-        ValueError: if it is not an integer, or below `least`. The message ends with `remedy`.
-    """
+    """Returns a number of rows, ids, ranks or samples as an integer of Python."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{where}: expected an integer, {least} or more, got {value!r}. {remedy}")
     return int(value)
 
 
 def check_number(value: object, where: str, least: float, remedy: str) -> None:
-    """Checks a number that need not be whole.
-
-    Raises:
-        ValueError: if it is not a finite number, or below `least`. The message ends with `remedy`.
-    """
+    """Checks a number that need not be whole."""
     number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if not least <= number < math.inf:
         raise ValueError(
@@ -40,12 +32,7 @@ def check_number(value: object, where: str, least: float, remedy: str) -> None:
 def checked_constraints(
     given: Mapping[str, ParameterConstraints] | None, where: str
 ) -> dict[str, ParameterConstraints]:
-    """Returns a copy of the constraints by table name; without constraints an empty dict.
-
-    Raises:
-        ValueError: if they are not a dict of ParameterConstraints, or one of their lists is a text, whose
-            letters TorchRec would take for names.
-    """
+    """Returns a copy of the constraints by table name; without constraints an empty dict."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -53,16 +40,16 @@ def checked_constraints(
             f"{where}: expected a dict of ParameterConstraints by table name, got {given!r}. Write "
             "{name: ParameterConstraints(...)}."
         )
-    for name, one in given.items():
-        if one is None:  # no constraints, as in TorchRec
+    for name, constraints in given.items():
+        if constraints is None:  # no constraints, as in TorchRec
             continue
-        if not isinstance(one, ParameterConstraints):
+        if not isinstance(constraints, ParameterConstraints):
             raise ValueError(
-                f"{where}['{name}']: expected ParameterConstraints, got {one!r}. Write "
+                f"{where}['{name}']: expected ParameterConstraints, got {constraints!r}. Write "
                 "ParameterConstraints(sharding_types=[...])."
             )
         for field in ("sharding_types", "compute_kernels"):
-            choices = getattr(one, field)
+            choices = getattr(constraints, field)
             if isinstance(choices, str):
                 raise ValueError(
                     f"{where}['{name}'].{field}: expected a list, got {choices!r}. Write [{choices!r}]."

@@ -57,11 +57,7 @@ class _PricedPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Returns the plan that rank 0 makes.
-
-        Raises:
-            ValueError, PlannerError: on every rank, as `plan` on rank 0.
-        """
+        """Returns the plan that rank 0 makes."""
         given = get_default_sharders() if sharders is None else sharders
 
         def attempt() -> ShardingPlan | Exception:
@@ -78,12 +74,7 @@ class _PricedPlanner(EmbeddingShardingPlanner):
         return planned
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns a plan of a model.
-
-        Raises:
-            ValueError: if the model has no such tables, or they cannot be so.
-            PlannerError: if no plan fits.
-        """
+        """Returns a plan of a model."""
         constraints, rows = self._by_table
         check_tables(module, sharders, constraints, rows, self._priced_by[0].compute_device)
         try:
@@ -102,8 +93,8 @@ def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
     least: dict[str, tuple[int, int, str]] = {}
     for option in options:
         sizes = [getattr(shard.storage, memory) for shard in option.shards]
-        one = (max(sizes), sum(sizes), option.sharding_type)
-        least[option.name] = min(least.get(option.name, one), one)
+        shape = (max(sizes), sum(sizes), option.sharding_type)
+        least[option.name] = min(least.get(option.name, shape), shape)
     largest = sorted(least.items(), key=lambda item: -item[1][1])
     lines = [
         f"  '{name}': {total / _GIB:,.2f} GiB in all, {shard / _GIB:,.2f} GiB in a shard under {kind}"
@@ -144,7 +135,7 @@ class _HostDevices(list[DeviceHardware]):
     """The devices of a host. A copy has the same storages and perfs: no code writes to these."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[DeviceHardware]:
-        return [DeviceHardware(one.rank, one.storage, one.perf) for one in self]
+        return [DeviceHardware(hardware.rank, hardware.storage, hardware.perf) for hardware in self]
 
 
 def make_planner(
@@ -188,7 +179,9 @@ def make_planner(
             "it to EmbeddingShardingPlanner, with a DynamicStorageEstimator among its estimators."
         )
     by_table = checked_constraints(constraints, "make_planner.constraints") or None
-    if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
+    if any(
+        isinstance(constraints, MeasuredConstraints) for constraints in (by_table or {}).values()
+    ):
         options.setdefault("performance_model", EvenLoad(topology))
     if options.get("partitioner") is None:
         options["partitioner"] = _QuickPartitioner()

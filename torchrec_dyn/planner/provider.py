@@ -41,11 +41,7 @@ class _PricedProvider:
     def build_planner(
         self, sku: str, *, topology: Topology, storage_reservation: StorageReservation, ctx: Any
     ) -> EmbeddingShardingPlanner:
-        """Returns the planner of a request, with its batch size and constraints.
-
-        Raises:
-            ValueError: if the request chooses parts of the planner.
-        """
+        """Returns the planner of a request, with its batch size and constraints."""
         config = ctx.request.planner_config
         chosen = [name for name in _CHOICES if getattr(config, name, None) is not None]
         if chosen:

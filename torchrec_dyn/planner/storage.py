@@ -50,7 +50,7 @@ class _Share(NamedTuple):
 
 
 # Not in every version of TorchRec that is supported.
-_COUNTS_DISKS = "ssd" in {one.name for one in fields(Storage)}
+_COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
 
 
 def _checked_rows(expected_rows: object) -> dict[str, int]:
@@ -128,8 +128,8 @@ class DynamicStorageEstimator(ShardEstimator):
                 self._estimate_dynamic(option, sharder_data_map)
 
     def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
-        of_sharder = sharder_data_map[option.module_type_key].fused_params
-        fused_params = merged_fused_params(of_sharder, _collection(option).fused_params)
+        sharder_params = sharder_data_map[option.module_type_key].fused_params
+        fused_params = merged_fused_params(sharder_params, _collection(option).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
         share = self._share_of_a_shard(option)
         batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
@@ -203,7 +203,7 @@ class DynamicStorageEstimator(ShardEstimator):
             partition_by=option.partition_by,
             compute_kernel=option.compute_kernel,
             # One row, because TorchRec assumes no batch for a shard without rows, but this shard gets ids.
-            shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
+            shards=[Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype
             or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),

@@ -29,10 +29,6 @@ def check_tables(
 
     The model is unsharded; `sharders` are those of its tables, static and dynamic. `expected_rows` are the
     names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
-
-    Raises:
-        ValueError: if constraints allow nothing that a dynamic table has, or no table has the name of an
-            expected number of rows, or a sharder of towers would shard a dynamic table.
     """
     sharders = list(sharders)
     check_towers(model, sharders)

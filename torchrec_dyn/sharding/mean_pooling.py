@@ -23,8 +23,7 @@ from torchrec_dyn.storage import host_numbers
 class MeanDivisor:
     """Computes the divisor of each output of a collection.
 
-    Args:
-        features: [O], for each output the feature whose bag lengths divide it; None: it is not divided.
+    `features` [O] has for each output the feature whose bag lengths divide it; None: it is not divided.
 
     Attributes:
         is_needed: True if any output is divided.
@@ -48,8 +47,8 @@ class MeanDivisor:
             first_bags = _sent([firsts[i] for i in places], device)
             chosen = lengths[bags + first_bags.unsqueeze(1)]
         else:
-            of_features = lengths.view(len(keys), features.stride())
-            chosen = of_features.index_select(0, _sent(places, device))
+            feature_lengths = lengths.view(len(keys), features.stride())
+            chosen = feature_lengths.index_select(0, _sent(places, device))
         divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
         divisor[_sent(self._divided, device)] = chosen.clamp(min=1).float()
         return divisor.t().contiguous()

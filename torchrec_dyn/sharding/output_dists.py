@@ -59,8 +59,8 @@ class SumOverRanks(nn.Module):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
         sizes = [
-            sum(bags * width for bags, width in zip(of_rank, embedding_dims, strict=True))
-            for of_rank in batch_size_per_rank_per_feature
+            sum(bags * width for bags, width in zip(rank_bags, embedding_dims, strict=True))
+            for rank_bags in batch_size_per_rank_per_feature
         ]
         if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)

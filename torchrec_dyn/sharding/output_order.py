@@ -28,8 +28,8 @@ def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dic
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
     return {
-        name: sorted(found, key=lambda position: first_columns[position])
-        for name, found in positions.items()
+        name: sorted(positions_of_name, key=lambda position: first_columns[position])
+        for name, positions_of_name in positions.items()
     }
 
 

@@ -51,7 +51,7 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
 
     `groups` are in the order in which their outputs arrive.
     """
-    configs = [config for of_rank in groups for config in of_rank]
+    configs = [config for rank_configs in groups for config in rank_configs]
     names = [name for config in configs for name in config.embedding_names()]
     widths = [width for config in configs for width in config.embedding_dims()]
     shards = [shard for config in configs for shard in config.embedding_shard_metadata()]

@@ -25,12 +25,12 @@ _NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.E
 def check_directory(where: str, directory: str) -> None:
     """Raises ValueError unless blocks can be mapped from files in this directory."""
     if os.path.isdir(directory):
-        found = _file_system(directory)
-        if found not in _FILE_SYSTEMS:
+        file_system = _file_system(directory)
+        if file_system not in _FILE_SYSTEMS:
             raise ValueError(
                 f"{where}: expected a directory for mapped files on {', '.join(_FILE_SYSTEMS[:-1])} or "
-                f"{_FILE_SYSTEMS[-1]}, got {directory!r} on {found}. Choose a directory on a local disk with "
-                "one of these file systems; in a container, mount one."
+                f"{_FILE_SYSTEMS[-1]}, got {directory!r} on {file_system}. Choose a "
+                "directory on a local disk with one of these file systems; in a container, mount one."
             )
     try:
         os.close(_open(directory))
@@ -53,20 +53,16 @@ def _file_system(directory: str) -> str:
         wanted = f"{os.major(device)}:{os.minor(device)}"
         with open("/proc/self/mountinfo") as mounts:
             for mount in mounts:
-                of_mount, _, of_source = mount.partition(" - ")
-                if of_mount.split()[2] == wanted:
-                    return of_source.split()[0]
+                mount_fields, _, source_fields = mount.partition(" - ")
+                if mount_fields.split()[2] == wanted:
+                    return source_fields.split()[0]
     except OSError:
         pass
     return "an unknown file system"
 
 
 def mapped_block(directory: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns a block of zeros [rows, columns] in a scratch file of its own, which the tensor keeps.
-
-    Raises:
-        OSError: if the disk has no room for it, or the directory is gone. Nothing is left then.
-    """
+    """Returns a block of zeros [rows, columns] in a scratch file of its own, which the tensor keeps."""
     size = rows * columns * dtype.itemsize
     try:
         file = _open(directory)

@@ -56,10 +56,6 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
 
     block [R, D], 0 <= R < limit; `rows` is in (R, limit], and `limit` the number of rows of a whole block. A
     block that this function returned keeps its address. The memory of new rows is not initialised.
-
-    Raises:
-        MemoryError: if there is no memory for `rows` rows; the block is then as it was. A block of at most
-            one page is torch's memory: without memory for it torch's error is raised.
     """
     row_bytes = block.shape[1] * block.itemsize
     if not in_range(limit, row_bytes) and len(block) == 0:

@@ -86,24 +86,24 @@ def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Resu
         for place, reading, count in running:
             try:
                 # A generator that has not started accepts nothing but `next`.
-                of_one = reading.send(list(islice(numbers, count))) if count else next(reading)
+                tensors = reading.send(list(islice(numbers, count))) if count else next(reading)
             except StopIteration as end:
                 results[place] = end.value
             else:
-                asking.append((place, reading, sum(tensor.numel() for tensor in of_one)))
-                asked += of_one
+                asking.append((place, reading, sum(tensor.numel() for tensor in tensors)))
+                asked += tensors
         if not asked:
             return results
         numbers, running = iter((yield asked)), asking
 
 
 def gather_pair(
-    one: HostRead[_Result], other: HostRead[_Other]
+    first: HostRead[_Result], second: HostRead[_Other]
 ) -> HostRead[tuple[_Result, _Other]]:
     """Returns a host read that runs two of different kinds side by side and returns both results."""
-    both: list[Any] = [one, other]
-    first, second = yield from gather_reads(both)
-    return first, second
+    both: list[Any] = [first, second]
+    results = yield from gather_reads(both)
+    return results[0], results[1]
 
 
 def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:

@@ -74,8 +74,8 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
     if device_type not in growing_block.RANGE_DEVICES:
         return rows * row_bytes
     whole, (blocks, rest) = 1 << shift, divmod(rows, 1 << shift)
-    of_block = growing_block.most_bytes(whole, row_bytes, whole)
-    return blocks * of_block + growing_block.most_bytes(rest, row_bytes, whole)
+    block_bytes = growing_block.most_bytes(whole, row_bytes, whole)
+    return blocks * block_bytes + growing_block.most_bytes(rest, row_bytes, whole)
 
 
 class RowStore:
@@ -127,12 +127,7 @@ class RowStore:
         return self.columns * self.dtype.itemsize
 
     def reserve(self, rows: int) -> None:
-        """Appends blocks until `rows` rows fit. Existing rows do not move.
-
-        Raises:
-            MemoryError: if a device has no memory for more rows; the store is then as it was.
-            OSError: if a disk has no room for them; the store then has room for some more rows at most.
-        """
+        """Appends blocks until `rows` rows fit. Existing rows do not move."""
         if self.grows_in_place and self.capacity < rows:
             self._grow(rows)
         is_new = not self.blocks
@@ -327,11 +322,7 @@ class RowStore:
     ) -> RowStore:
         """Returns a store of the first rows in another shape. This store stays, and may be dropped then.
 
-        Args:
-            columns: columns of the new store.
-            dtype: its dtype.
-            convert: returns [M, columns] of any dtype for [M, self.columns].
-            rows: their number. Not all that there is room for: a copy would commit its memory.
+        Shapes: convert [M, columns].
         """
         result = self.empty(columns, dtype)
         result.reserve(rows)
