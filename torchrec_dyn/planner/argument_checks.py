@@ -1,16 +1,19 @@
-"""Checks of arguments of this room that need no model: numbers, of Python or of numpy, and constraints.
-
-Planning happens once and early, so a wrong argument is better refused than priced.
-"""
+"""Checks of what the planner's functions get: numbers, constraints, and the tables of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torchrec_dyn.modules import UnshardedCollection, check_towers
+from torchrec_dyn.name_lists import listed
 
 
 def checked_count(value: object, where: str, least: int, remedy: str) -> int:
@@ -55,3 +58,63 @@ def checked_constraints(
                     f"{where}['{name}'].{field}: expected a list, got {choices!r}. Write [{choices!r}]."
                 )
     return dict(given)
+
+
+def check_tables(
+    model: nn.Module,
+    sharders: Iterable[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints],
+    expected_rows: Iterable[str],
+    device_type: str,
+) -> None:
+    """Checks what a planner was given against the tables that it will plan.
+
+    The model is unsharded; `sharders` are those of its tables, static and dynamic. `expected_rows` are the
+    names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
+    """
+    sharders = list(sharders)
+    check_towers(model, sharders)
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    names: set[str] = set()
+    for module in model.modules():
+        sharder = by_type.get(type(module))
+        if sharder is None:
+            continue
+        tables = list(sharder.shardable_parameters(module))
+        names.update(tables)
+        if isinstance(without_processors(module), UnshardedCollection):
+            kinds = sharder.sharding_types(device_type)
+            kernels = sharder.compute_kernels(kinds[0], device_type)
+            for name in tables:
+                _check_choice(constraints.get(name), name, kinds, kernels)
+    unknown = sorted(set(expected_rows) - names)
+    if unknown:
+        raise ValueError(
+            f"make_planner.expected_rows: expected names of tables that the sharders shard, "
+            f"{listed(sorted(names))}, got {listed(unknown)}. Correct the names, or leave them out."
+        )
+
+
+def _check_choice(given: Any, name: str, kinds: Sequence[str], kernels: Sequence[str]) -> None:
+    where = f"make_planner.constraints['{name}']"
+    if given is None:
+        return
+    if given.sharding_types and not set(given.sharding_types) & set(kinds):
+        copies = ShardingType.DATA_PARALLEL.value in given.sharding_types
+        reason = " Under data_parallel every rank would have all rows." if copies else ""
+        raise ValueError(
+            f"{where}: expected sharding_types with one of {', '.join(kinds)}, got "
+            f"{given.sharding_types}.{reason} Choose one of those, or a static table."
+        )
+    if given.compute_kernels and not set(given.compute_kernels) & set(kernels):
+        raise ValueError(
+            f"{where}: expected compute_kernels with {', '.join(map(repr, kernels))}, got "
+            f"{given.compute_kernels}. Leave compute_kernels out, or choose a static table."
+        )
+
+
+def without_processors(module: nn.Module) -> nn.Module:
+    """Returns the collection in a feature-processed module; another module as it is."""
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return module._embedding_bag_collection
+    return module

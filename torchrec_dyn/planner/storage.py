@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -24,7 +23,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_dyn.life import most_counters
 from torchrec_dyn.modules import (
@@ -33,7 +31,11 @@ from torchrec_dyn.modules import (
     chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.planner.argument_checks import checked_constraints, checked_count
+from torchrec_dyn.planner.argument_checks import (
+    checked_constraints,
+    checked_count,
+    without_processors,
+)
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.shard_memory import table_size
 from torchrec_dyn.ranks import config_of_share, row_limit
@@ -219,10 +221,3 @@ class DynamicStorageEstimator(ShardEstimator):
 def _collection(option: ShardingOption) -> Any:
     """Returns the collection of a table, without its feature processors if it has any."""
     return without_processors(option.module[1])
-
-
-def without_processors(module: nn.Module) -> nn.Module:
-    """Returns the collection in a feature-processed module; another module as it is."""
-    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
-        return module._embedding_bag_collection
-    return module

@@ -1,7 +1,8 @@
 """Host reads: computations that need numbers of a GPU on the host. The host waits once for many of them.
 
 A host read is a generator. It yields tensors and is sent their numbers; its return value is its result. The
-tables of a step run their host reads together: one copy brings the numbers of all.
+tables of a step run their host reads together: one copy brings the numbers of all. Rows cross between
+host and device in pieces.
 """
 
 from __future__ import annotations
@@ -123,3 +124,33 @@ def places_of(mask: Tensor, count: int) -> Tensor:
             return torch.nn.functional.pad(places, (0, missing), value=-1)
         return places[:count] if missing else places
     return torch.nonzero_static(mask, size=count).flatten()
+
+
+# Rows that cross between a GPU and the host at a time: the copy is fast, and little memory is held twice.
+CROSSING_BYTES = 64 << 20
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values [...] of any dtype on a device; the same tensor if they are there already."""
+    return to_host(values) if device.type == "cpu" else values.to(device)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Returns values [...] of any dtype on the CPU; the same tensor if they are there already.
+
+    From a GPU they are copied into pinned memory, which torch keeps for the next copy.
+    """
+    if values.is_cpu or not torch.cuda.is_available():
+        return values.cpu()
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(values)
+
+
+def for_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values [...] of any dtype that can be copied into rows on a device; moves another GPU's there.
+
+    GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
+    in ranges of addresses (block_memory.py), which torch does not know.
+    """
+    is_of_another_gpu = values.device.type == device.type and values.device != device
+    return values.clone().to(device) if is_of_another_gpu else values
