@@ -64,10 +64,10 @@ TABLES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "frequent": ("FP32", "SUM", {"eviction": (dyn.ExpireAfter(steps=9), LFU)}),
     "fading": ("FP32", "MEAN", {"admission": dyn.AdmitWithProbability(0.625), "unseen": "initial",
                                 "eviction": dyn.LeastFrequentlyUsed(half_life_steps=4)}),
-    "timed": ("FP16", "SUM", {"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=12), LRU)}),
-    "counted": ("FP32", "SUM", {"admission": dyn.AdmitAfter(3, counters=20), "unseen": "initial",
+    "timed": ("FP16", "SUM", {"admission": dyn.AdmitAfter(2), "eviction": (dyn.ExpireAfter(time=9), LRU)}),
+    "counted": ("FP32", "SUM", {"admission": dyn.AdmitAfter(3, counters=70), "unseen": "initial",
                                 "eviction": dyn.ExpireAfter(steps=5)}),
-    "scored": ("FP32", "SUM", {"admission": dyn.AdmitAfter(2), "gradient": "sum",
+    "scored": ("FP32", "SUM", {"admission": dyn.AdmitAfter(2, counters=30), "gradient": "sum",
                                "eviction": dyn.LowestScore(half_life_time=5)}),
     "negatives": ("FP32", "SUM", {"eviction": LRU, "features": (
         dyn.FeatureUse("a", trains=False), dyn.FeatureUse("b", inserts=False, counts=False))}),
