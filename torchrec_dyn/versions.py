@@ -16,7 +16,7 @@ OVERRIDE = "TORCHREC_DYN_ANY_VERSION"
 
 # The end of an error of the import: `python -m torchrec_dyn` imports the package, so it cannot run then.
 REPORT = "For a report, run: python " + os.path.join(
-    os.path.dirname(os.path.abspath(__file__)), "doctor.py"
+    os.path.dirname(os.path.abspath(__file__)), "tools", "doctor.py"
 )
 
 # Minor versions of releases that belong together, the newest first.

@@ -21,11 +21,10 @@ CORE = ROOT / "csrc"
 # beside the rooms is the ground below them. A new file takes a place in a room, a new room one in this table.
 ROOMS = (
     *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
-    *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
+    *("sharding", "distributed", "layers", "whole_model", "migration", "tools", "checkpoint", "planner"),
     *("replicas", "serving"),
 )
 GROUND = (
-    "doctor",
     "versions",
     "name_lists",
     "plain_numbers",
