@@ -13,7 +13,7 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
-from torchrec_dyn.modules import UnshardedCollection, check_towers
+from torchrec_dyn.modules import UnshardedCollection
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.planner.storage import without_processors
 
@@ -32,10 +32,8 @@ def check_tables(
 
     Raises:
         ValueError: if constraints allow nothing that a dynamic table has, or no table has the name of an
-            expected number of rows, or a sharder of towers would shard a dynamic table.
+            expected number of rows.
     """
-    sharders = list(sharders)
-    check_towers(model, sharders)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     names: set[str] = set()
     for module in model.modules():
