@@ -50,7 +50,7 @@ PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
 HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
-.PHONY: train test build wheel release lint format docs bench bench-ab test-deep soak ptx sanitize fuzz clones clean
+.PHONY: train test build wheel release lint format docs bench bench-ab test-deep goldens soak ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: $(VENV)/trainable.stamp
@@ -67,6 +67,10 @@ test: build $(if $(HAS_NVCC),$(PTX))
 # SHARD=3/8 runs the third of eight parts.
 test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
+
+# Records the results of fifty steps anew (tests/support/golden_runs.py) and prints what has changed.
+goldens: build
+	PYTHONPATH=tests/support $(BIN)/python -c "import golden_runs; golden_runs.record()"
 
 # Trains, saves, kills, fills a disk, follows and serves for 20 minutes: make soak ARGS="--seconds 1200 --seed 3"
 soak: build

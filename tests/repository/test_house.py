@@ -21,11 +21,10 @@ CORE = ROOT / "csrc"
 # beside the rooms is the ground below them. A new file takes a place in a room, a new room one in this table.
 ROOMS = (
     *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
-    *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
+    *("sharding", "distributed", "layers", "whole_model", "migration", "tools", "checkpoint", "planner"),
     *("replicas", "serving"),
 )
 GROUND = (
-    "doctor",
     "versions",
     "name_lists",
     "plain_numbers",
@@ -560,7 +559,7 @@ def test_files_hold_one_idea():
 def test_tests_stand_in_rooms_and_import_support_only():
     """No test imports another test. Names are unique, since pytest imports each file by its name."""
     paths = sorted((ROOT / "tests").glob("*/*.py"))
-    assert {path.parent.name for path in paths} <= {*ROOMS, "ops", "ptx", "repository", "support"}
+    assert {path.parent.name for path in paths} <= {*ROOMS, "golden", "ops", "ptx", "repository", "support"}
     names = [path.stem for path in paths]
     assert len(names) == len(set(names))
     tests = {path.stem for path in paths if path.parent.name != "support"}
