@@ -16,9 +16,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
-    check_not_averaged,
-    check_not_in_dmp,
-    check_not_shared,
     skip_in_ddp,
     skipped_by_fully_shard,
 )
@@ -226,7 +223,6 @@ class UnshardedTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnshardedTable:
         # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls `_apply`. `fn` gets an empty
         # tensor, and the rows get the dtype and device of its result.
-        check_not_shared(self.where)
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
         try:
             converted = fn(probe)
@@ -281,7 +277,6 @@ class UnshardedTable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        check_not_in_dmp(self.where)
         with turn_of(self, also_torn=True):
             # A table that nothing has used is saved without rows, even on the meta device.
             rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
@@ -332,10 +327,6 @@ class UnshardedTable(nn.Module):
                 return
             if loaded is not None:
                 loaded.commit()
-
-    def __getstate__(self) -> dict[str, Any]:
-        check_not_averaged(self.where)
-        return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
