@@ -19,11 +19,10 @@ CORE = ROOT / "csrc"
 # are the ground below them.
 ROOMS = (
     *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
-    *("sharding", "distributed", "layers", "whole_model", "migration", "checkpoint", "planner"),
+    *("sharding", "distributed", "layers", "whole_model", "migration", "tools", "checkpoint", "planner"),
     *("replicas", "serving"),
 )
 GROUND = (
-    "doctor",
     "versions",
     "name_lists",
     "plain_numbers",

@@ -63,7 +63,9 @@ class OpenForwards:
     def numbers(self) -> list[int]:
         """The numbers of the open forwards."""
         forwards = [
-            one for opened in (self, *self._groups) for one in opened.forwards.copy().items()
+            forward
+            for opened in (self, *self._groups)
+            for forward in opened.forwards.copy().items()
         ]
         return [number for number, forward in forwards if forward() is not None]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
 
 IDS = torch.tensor([-(2**63), -1, 0, 2**63 - 1])
 ROWS = torch.tensor([[1.5, -2.0, 3.0], [0.0, -0.0, 1e-40], [1e30, 7.0, 8.0], [4.0, 5.0, 6.0]])

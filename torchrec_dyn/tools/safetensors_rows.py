@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.checkpoint_format import open_table
 from torchrec_dyn.ranks import Table, agree, gather_results, run_together
 from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
+from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.whole_model import (
     assign_rows,
     lookup_rows,

@@ -26,16 +26,17 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicTableConfig, LeastRecentlyUsed
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn.__main__ import main
-from torchrec_dyn.checkpoint import export_delta, inspection, mark
-from torchrec_dyn.checkpoint.inspection import (
+from torchrec_dyn.checkpoint import export_delta, mark
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
+from torchrec_dyn.storage.id_map import canonical_order
+from torchrec_dyn.tools import inspection
+from torchrec_dyn.tools.inspection import (
     Histogram,
     histogram_of_norms,
     histogram_of_steps,
     readable,
     total_fingerprint,
 )
-from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
-from torchrec_dyn.storage.id_map import canonical_order
 
 
 @pytest.fixture
@@ -276,7 +277,7 @@ def test_a_slow_read_shows_a_bar_on_a_terminal_only(saved, capsys, monkeypatch):
 
 
 def test_progress_is_told_of_every_byte(saved, monkeypatch):
-    from torchrec_dyn.checkpoint.inspection import names_to_read, read_rows
+    from torchrec_dyn.tools.inspection import names_to_read, read_rows
 
     (table,) = open_checkpoint(saved).tables.values()
     for verify in (False, True):

@@ -23,11 +23,11 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
-from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
+module = importlib.import_module("torchrec_dyn.tools.safetensors_rows")
 EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
 
 

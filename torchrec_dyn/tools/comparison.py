@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint.inspection import Histogram, titled
 from torchrec_dyn.checkpoint_format import (
     OPTIMIZER,
     Entry,
@@ -27,6 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     read_chain,
 )
 from torchrec_dyn.storage import canonical_keys
+from torchrec_dyn.tools.inspection import Histogram, titled
 
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")

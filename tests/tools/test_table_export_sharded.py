@@ -123,7 +123,7 @@ def faults(setup: Setup, path: str) -> list[str]:
         with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
             export_table(collection, **arguments)
         said.append(str(caught.value))
-    from torchrec_dyn.checkpoint.arrow_file import ArrowFile
+    from torchrec_dyn.tools.arrow_file import ArrowFile
 
     write = ArrowFile.write
 
@@ -145,8 +145,8 @@ def faults(setup: Setup, path: str) -> list[str]:
 
 def beside_a_killed_one(setup: Setup, path: str) -> None:
     """Exports beside a copy of the unfinished folder, while others remove what is left of killed exports."""
-    from torchrec_dyn.checkpoint import table_export
-    from torchrec_dyn.checkpoint.arrow_file import ArrowFile
+    from torchrec_dyn.tools import table_export
+    from torchrec_dyn.tools.arrow_file import ArrowFile
 
     model, target = new(setup), Path(path) / "new.parquet"
     train(model, setup, [0])

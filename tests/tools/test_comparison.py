@@ -10,8 +10,8 @@ from checkpoint_jobs import Job
 from saved_cases import model_state, optimizer_state, save_table
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.checkpoint import comparison
 from torchrec_dyn.checkpoint_format import SavedTable
+from torchrec_dyn.tools import comparison
 
 ROWS = 3000
 

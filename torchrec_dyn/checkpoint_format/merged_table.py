@@ -18,20 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint.row_sources import RowSource, TableFacts
-from torchrec_dyn.checkpoint_format import (
-    DAMAGED,
-    OPTIMIZER,
-    ROW_TENSORS,
-    Entry,
-    SavedTable,
-    add_sums,
-    content_sum,
-    is_canonical,
-    mean_over_cuts,
-    open_table,
-    read_chain,
-)
+from torchrec_dyn.checkpoint_format.checkpoint_reader import open_table
+from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, content_sum
+from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
+from torchrec_dyn.checkpoint_format.saved_chain import Entry, read_chain
+from torchrec_dyn.checkpoint_format.saved_table import SavedTable
+from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 

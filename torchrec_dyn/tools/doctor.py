@@ -1,8 +1,8 @@
 """Prints versions, machine and build for a bug report, also where the package cannot be imported.
 
 `python -m torchrec_dyn doctor` imports the package before any command is read. Where that import fails, run
-this file by its path, which the error names: `python .../torchrec_dyn/doctor.py`. So it imports only the
-standard library, and nothing of ours. What may fail or end the process is tried in a process of its own.
+this file by its path, which the error names: `python .../torchrec_dyn/tools/doctor.py`. So it imports only
+the standard library, and nothing of ours. What may fail or end the process is tried in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 _DISTRIBUTIONS = ("torchrec_dyn", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 _SETTINGS = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 _SECONDS = 300

@@ -17,13 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint.arrow_batches import ArrowColumns, Gathered, pyarrow
-from torchrec_dyn.checkpoint.arrow_file import FORMATS, ArrowFile
-from torchrec_dyn.checkpoint.live_rows import LiveRows
-from torchrec_dyn.checkpoint.merged_table import saved_rows
-from torchrec_dyn.checkpoint.row_sources import RowSource
-from torchrec_dyn.checkpoint_format import commit, remove_left
+from torchrec_dyn.checkpoint_format import RowSource, commit, remove_left, saved_rows
 from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.tools.arrow_batches import ArrowColumns, Gathered, pyarrow
+from torchrec_dyn.tools.arrow_file import FORMATS, ArrowFile
+from torchrec_dyn.whole_model import LiveRows
 
 BATCH_BYTES = 32 << 20
 _WAITING_BYTES = 24

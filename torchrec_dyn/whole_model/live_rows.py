@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint.row_sources import RowSource, TableFacts
+from torchrec_dyn.checkpoint_format import RowSource, TableFacts
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import IdExchange, Piece, Table, TableLayout, gather_results, run_together
 from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import TableShard, read_tensor, stamp_of
-from torchrec_dyn.whole_model import tables_in
+from torchrec_dyn.whole_model.tables import tables_in
 
 _OF_FIRST = ("last_seen", "count")  # tensors that are the same in every column shard
 _Part = dict[str, Tensor]

@@ -17,7 +17,7 @@ from shards import deep_but
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import export_rows, import_rows
-from torchrec_dyn.checkpoint.safetensors_file import SafetensorsWriter
+from torchrec_dyn.tools.safetensors_file import SafetensorsWriter
 
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(unmixed(torch.tensor([-1]))[0])]
 IDS = torch.tensor([*EXTREMES, *range(-39, 200, 3)[:13], *range(1, 80, 3)])
@@ -46,7 +46,7 @@ def filled(case: Case) -> Any:
 
 
 def set_chunks() -> None:
-    module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
+    module = importlib.import_module("torchrec_dyn.tools.safetensors_rows")
     module._CHUNK_BYTES = 10 * 2 * 8  # 10 rows of 8 numbers of 16 bits
 
 
@@ -89,7 +89,7 @@ def fault_of(call: Any, *args: Any) -> Exception:
 def errors(case: Case) -> list[str]:
     set_chunks()
     rank, faults = dist.get_rank(), []
-    module = importlib.import_module("torchrec_dyn.checkpoint.safetensors_rows")
+    module = importlib.import_module("torchrec_dyn.tools.safetensors_rows")
     one = shard(case, filled(case)).module.collection
     before = dyn.lookup_rows(one, "t", IDS)[0]
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint.row_sources import RowSource
+from torchrec_dyn.checkpoint_format import RowSource
 from torchrec_dyn.life import Clock
 from torchrec_dyn.optimizers import STATE_NAMES
 

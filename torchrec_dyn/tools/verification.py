@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torchrec_dyn.checkpoint.inspection import readable
-from torchrec_dyn.checkpoint.safetensors_file import SafetensorsReader
 from torchrec_dyn.checkpoint_format import DAMAGED, Pace, open_checkpoint, open_files
+from torchrec_dyn.tools.inspection import readable
+from torchrec_dyn.tools.safetensors_file import SafetensorsReader
 
 
 def verify_checkpoint(folder: Path, pace: Pace) -> str:

@@ -13,8 +13,8 @@ import pytest
 
 import torchrec_dyn
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn import doctor
 from torchrec_dyn.ops import has_cuda_kernels
+from torchrec_dyn.tools import doctor
 
 PACKAGE = Path(torchrec_dyn.__file__).parent
 
@@ -33,7 +33,7 @@ def run_by_path(package: Path, *more: Path) -> tuple[int, dict[str, list[str]]]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, more))}
     environment.pop("TORCHREC_DYN_ANY_VERSION", None)
     done = subprocess.run(
-        [sys.executable, package / "doctor.py"],
+        [sys.executable, package / "tools/doctor.py"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -77,9 +77,9 @@ def test_versions_apart_and_a_torch_that_does_not_load(tmp_path: Path) -> None:
     (apart / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.15.0\n")
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot\\nopen')")
     package = tmp_path / "torchrec_dyn"
-    package.mkdir()
-    for name in ("doctor.py", "versions.py"):
-        shutil.copy(PACKAGE / name, package)
+    (package / "tools").mkdir(parents=True)
+    for name in ("tools/doctor.py", "versions.py"):
+        shutil.copy(PACKAGE / name, package / name)
     status, report = run_by_path(package, tmp_path)
     assert status == 1 and report["torch"] == ["2.15.0"]
     assert report["trio"] == ["these versions do not belong together"]

@@ -20,8 +20,8 @@ from torchrec_dyn.checkpoint import (
     export_saved_rows,
     import_rows,
     mark,
-    verification,
 )
+from torchrec_dyn.tools import verification
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
