@@ -15,11 +15,20 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchrec_dyn"
 CORE = ROOT / "csrc"
 
-# The rooms from the ground up: a file imports from its own room and from those before it. The files beside the
-# rooms are the ground below them.
+# The rooms from the ground up: a file imports from its own room and from those before it. The files beside
+# the rooms are the ground below them.
 ROOMS = (
     *("storage", "life", "table", "lookup", "checkpoint_format", "ranks", "state_dict", "modules"),
-    *("sharding", "distributed", "layers", "whole_model", "migration", "tools", "checkpoint", "planner"),
+    *(
+        "sharding",
+        "distributed",
+        "layers",
+        "whole_model",
+        "migration",
+        "tools",
+        "checkpoint",
+        "planner",
+    ),
     *("replicas", "serving"),
 )
 GROUND = (
