@@ -184,7 +184,7 @@ CODE = [
         for tree in ("tests", "examples", "benchmarks")
         for path in sorted((ROOT / tree).rglob("*.py"))
     ),
-    *(ROOT / name for name in ("setup.py", "Makefile", "csrc/sanitize/run")),
+    *(ROOT / name for name in ("setup.py", "Makefile", "tests/csrc/run")),
 ]
 OTHER_PROJECTS = (
     *("corelib/", "examples/hstu/", "fbgemm_gpu/", "recis/"),

@@ -212,7 +212,6 @@ CORE_ROOMS = ("storage", "life", "ranks", "lookup")
 CORE_TEXTS = {
     path.relative_to(CORE).as_posix(): path.read_text()
     for path in sorted(CORE.rglob("*.*"))
-    if CORE / "sanitize" not in path.parents
 }
 KNOWS_TORCH = {
     "checks.h",
