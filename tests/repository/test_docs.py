@@ -201,17 +201,9 @@ ELSEWHERE = {
 
 
 def is_there(name: str, named_in: Path) -> bool:
-    """True if a file named in another one exists: from the root, the package, the core, or its own folder.
-
-    A bare name is one of the own folder or the ground of its tree; on pages, and in tests, any file's.
-    """
+    """True if a file named in another one exists: from the root, a tree or its own folder, or by its bare name."""
     roots = [ROOT, ROOT / "torchrec_dyn", ROOT / "csrc", ROOT / "tests", named_in.parent]
-    if any((root / name).exists() for root in roots):
-        return True
-    is_of_package = named_in.is_relative_to(ROOT / "torchrec_dyn") or named_in.is_relative_to(
-        ROOT / "csrc"
-    )
-    return not is_of_package and name in names_of_files()
+    return any((root / name).exists() for root in roots) or name in names_of_files()
 
 
 @functools.cache

@@ -210,8 +210,7 @@ def kernels(suffix: str) -> list[str]:
 # *_launch.cu lists the kernels that nvcc compiles (docs/decisions/0027).
 CORE_ROOMS = ("storage", "life", "ranks", "lookup")
 CORE_TEXTS = {
-    path.relative_to(CORE).as_posix(): path.read_text()
-    for path in sorted(CORE.rglob("*.*"))
+    path.relative_to(CORE).as_posix(): path.read_text() for path in sorted(CORE.rglob("*.*"))
 }
 KNOWS_TORCH = {
     "checks.h",
