@@ -278,11 +278,7 @@ class ShardedDynamicEmbeddingCollection(
 def _rows_by_table(
     embeddings: KeyedJaggedTensor, names: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the ids and the rows to write into each table; `names` are the output names of each.
-
-    Raises:
-        ValueError: if the names of the batch are not these, or it has no such weights.
-    """
+    """Returns the ids and the rows to write into each table; `names` are the output names of each."""
     expected = [name for of_table in names.values() for name in of_table]
     if sorted(embeddings.keys()) != sorted(expected):
         raise ValueError(

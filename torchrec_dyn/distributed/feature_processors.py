@@ -312,11 +312,7 @@ def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
-    """Checks that processors can send positions, where an owner gets only a part of each bag.
-
-    Raises:
-        ValueError: if a processor has no `pre_process_input`, which writes the positions.
-    """
+    """Checks that processors can send positions, where an owner gets only a part of each bag."""
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     each: Sequence[Any] = [processors] if is_collection else list(processors.values())
     for processor in each:

@@ -36,9 +36,6 @@ def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> Inp
     """Checks and returns bags and their weights.
 
     weights: in the shape of the ids, or None.
-
-    Raises:
-        ValueError: if ids or weights have the wrong type, or do not match each other.
     """
     where = options.where
     read = read_ids(source, options.padding_idx, where)

@@ -33,9 +33,8 @@ def is_dense(source: Input) -> bool:
 def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
     """Returns the bags of a jagged nested tensor; it is an Any because class Tensor lacks these methods.
 
-    Returns:
-        offsets: [B + 1], the begin of each bag and the end of the last bag.
-        lengths: [B], number of values in each bag if there are holes between bags, else None.
+    Returns offsets: [B + 1], the begin of each bag and the end of the last bag.
+    Returns lengths: [B], number of values in each bag if there are holes between bags, else None.
     """
     return nested.offsets(), nested.lengths()
 
@@ -50,9 +49,6 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
     """Checks an input and returns the ids other than `padding_idx`, as int64.
 
     Holes between the bags of a nested tensor are skipped.
-
-    Raises:
-        ValueError: if the input has the wrong type, or its tensors do not match each other.
     """
     _check_kind(source, where)
     values = as_int64(values_of(source), where)
@@ -154,11 +150,7 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
     weights: in the shape of the ids, with the same bags if nested; for a JaggedTensor, which may contain
     some, one per value; or None.
 
-    Returns:
-        [N] float32, differentiable; None if there are no weights.
-
-    Raises:
-        ValueError: if weights do not match the ids, or are passed twice.
+    Returns [N] float32, differentiable; None if there are no weights.
     """
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
@@ -201,8 +193,7 @@ def shares(weights: Tensor, lengths: Tensor) -> Tensor:
 
     weights: [K] float32; lengths: [B] int64, number of ids in each bag.
 
-    Returns:
-        [K] float32; zeros, with zero gradients, in a bag whose weights sum to 0.
+    Returns [K] float32; zeros, with zero gradients, in a bag whose weights sum to 0.
     """
     bag = torch.repeat_interleave(
         torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()

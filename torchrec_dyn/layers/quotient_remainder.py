@@ -288,9 +288,6 @@ class QuotientRemainderIds(nn.Module):
         """Returns for each group the divided ids, all ids of a feature as *one* sequence.
 
         A lookup of rows needs no bags, so features may differ in their number of bags.
-
-        Raises:
-            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
@@ -332,9 +329,8 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 
     ids: [N] int64; `divisor` is in [1, 2^63).
 
-    Returns:
-        quotient: [N] int64, the bits of an unsigned number; 2^63 or more only with divisor 1.
-        remainder: [N] int64 in [0, divisor).
+    Returns quotient: [N] int64, the bits of an unsigned number; 2^63 or more only with divisor 1.
+    Returns remainder: [N] int64 in [0, divisor).
     """
     # `half` is not negative, so int64 division is exact. With id = 2 half + bit and half = q m + r
     # the id is 2 q m + (2 r + bit), and 2 r + bit is below 2 m. 2 r + bit may not fit into int64, so it is

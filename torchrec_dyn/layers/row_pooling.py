@@ -14,11 +14,9 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
 
     Sums are float32, and rounded once to the dtype of the rows.
 
-    Args:
-        rows: [N, columns], bag after bag.
-        lengths: [B], number of ids in each bag, checked: none is negative, and they add up to N.
-        weights: [N], factor of each row, or None.
-        mean: True to divide the sum by the number of ids, weighted or not.
+    rows: [N, columns], bag after bag.
+    lengths: [B], number of ids in each bag, checked: none is negative, and they add up to N.
+    weights: [N], factor of each row, or None.
     """
     terms = rows.float() if weights is None else rows.float() * weights[:, None]
     if (
