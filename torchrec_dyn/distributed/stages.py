@@ -171,11 +171,12 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
 
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
-        if not getattr(_running, "is_forward", False):
+        is_torn = bool(self._shards.lock.torn)
+        if not getattr(_running, "is_forward", False) and not is_torn:
             ask_ahead(self._lookups, features)
         if self._env.world_size == 1:
             return input_dist(ctx, features)
-        sending = input_dist(ctx, with_mode(features, self.training))
+        sending = input_dist(ctx, with_mode(features, self.training, is_torn))
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
         return sending

@@ -145,7 +145,7 @@ class LookupFunction(torch.autograd.Function):
         """Updates the rows, and returns the gradient of the weights."""
         (weights,) = ctx.saved_tensors  # before the lock is held: hooks of saved tensors run here
         lock = ctx.lookup.group.lock
-        if lock.is_changing:
+        if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:
             if grad.is_cpu:

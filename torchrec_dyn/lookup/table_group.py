@@ -196,7 +196,7 @@ class TableGroup:
         )  # fmt: skip
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
-        if lock.is_changing:
+        if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:
             try:

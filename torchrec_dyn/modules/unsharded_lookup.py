@@ -148,7 +148,6 @@ class UnshardedLookup:
         return [group.tables for group in self._current_groups()]
 
     @property
-    @locked
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
         optimizers = self.optimizers()
@@ -156,11 +155,11 @@ class UnshardedLookup:
             self._combined = optimizers[0] if len(optimizers) == 1 else _AllOptimizers(optimizers)
         return self._combined
 
-    @locked
     def optimizers(self) -> list[DynamicOptimizer]:
         """Returns the optimizers of the tables, one for each distinct row optimizer."""
-        self._current_groups()
-        return list(self._optimizers.values())
+        with self.lock:  # not `locked`: torn tables are loaded with their optimizer
+            self._current_groups()
+            return list(self._optimizers.values())
 
     def note_training(self) -> None:
         """Checks what is around a training forward; the first one warns of options that do not train rows."""

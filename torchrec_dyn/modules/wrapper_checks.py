@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def _running(name: str, *functions: Callable[..., Any]) -> Any:
     # Without a process group nothing is wrapped or sharded. A compiler cannot trace frames.
     if torch.compiler.is_compiling() or not dist.is_initialized():
         return None
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     codes = {id(inspect.unwrap(function).__code__) for function in functions}
     while frame is not None and id(frame.f_code) not in codes:
         frame = frame.f_back
