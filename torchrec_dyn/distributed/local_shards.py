@@ -161,9 +161,9 @@ class LocalShards:
         shown = max((shard.time or 0 for shard in shards), default=0)
         fault_here = ValueError(fault) if fault else None
         # An invalid time is not sent: perhaps it cannot be pickled.
-        of_ranks = agree(self._group, where, fault_here, None if fault else (time, shown))
-        latest = max(time for time, _ in of_ranks)
-        fault = time_fault(latest, max(shown for _, shown in of_ranks))
+        times = agree(self._group, where, fault_here, None if fault else (time, shown))
+        latest = max(time for time, _ in times)
+        fault = time_fault(latest, max(shown for _, shown in times))
         if fault:
             raise ValueError(f"{where}: {fault}")
         set_clocks(shards, latest)
@@ -306,8 +306,8 @@ class LocalShards:
         for kernel in self._kernels:
             for table in kernel.tables:
                 shards[table.name].append(table)
-        for of_table in shards.values():
-            of_table.sort(key=lambda shard: shard.first_column)
+        for table_shards in shards.values():
+            table_shards.sort(key=lambda shard: shard.first_column)
         return shards
 
 
