@@ -159,10 +159,10 @@ class LocalShards:
                 raise ValueError(fault)
             return time, max((shard.time or 0 for shard in shards), default=0)
 
-        of_ranks = gather_results(self._group, where, checked)
+        times = gather_results(self._group, where, checked)
         # Only the latest time is checked against the clocks: a rank without a shard has no clock.
-        latest = max(given for given, _ in of_ranks)
-        if fault := time_fault(latest, max(present for _, present in of_ranks)):
+        latest = max(given for given, _ in times)
+        if fault := time_fault(latest, max(present for _, present in times)):
             raise ValueError(f"{where}: {fault}")
         set_clocks(shards, latest)
 
@@ -306,8 +306,8 @@ class LocalShards:
         for kernel in self._kernels:
             for table in kernel.tables:
                 shards[table.name].append(table)
-        for of_table in shards.values():
-            of_table.sort(key=lambda shard: shard.first_column)
+        for table_shards in shards.values():
+            table_shards.sort(key=lambda shard: shard.first_column)
         return shards
 
 

@@ -37,11 +37,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
         fused_params: Mapping[str, Any] | None,
     ) -> None:
-        """Makes tables of checked configs, as the attribute `holder`, and what reads and looks up their ids.
-
-        Raises:
-            ValueError: if an option or an optimizer is not valid.
-        """
+        """Makes tables of checked configs, as the attribute `holder`, and their reader and lookup."""
         where = type(self).__name__
         check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)

@@ -70,9 +70,6 @@ class UnshardedTable(nn.Module):
 
         If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
         only hyper-parameters differ, else it starts from zero.
-
-        Raises:
-            ValueError: if the collection is on the meta device, or a tensor is in place of the placeholder.
         """
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
@@ -124,16 +121,7 @@ class UnshardedTable(nn.Module):
         table = self._new_rows(optimizer, self.device)
         self.device = table.device  # with the number of the GPU, which its name may lack
         if before is not None:
-            table.start_as(before.initializer)  # a loaded checkpoint may have set it
-        if before is not None and (before.num_rows or before.life is not None):
-            state = state_for_copy(before, on_host=True)
-            table.load_state(without_optimizer(state, before.optimizer))
-        if before is not None and before.changes is not None:
-            table.changes = before.changes  # earlier markers stay valid
-            table.note_replaced(before.id_map)
-        if before is not None:
-            # The backward of an earlier forward would update rows that are gone.
-            before.generation += 1
+            _copy_contents(before, table)
         return table
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:
@@ -179,11 +167,7 @@ class UnshardedTable(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then.
-
-        Raises:
-            ValueError: if DistributedDataParallel is being built around the table on several ranks.
-        """
+        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then."""
         skip_in_ddp(self.where, f"{prefix}.weight" if prefix else "weight", self.weight)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
@@ -286,9 +270,6 @@ class UnshardedTable(nn.Module):
         """Returns the verified load of the saved rows, or None if the state dict has no rows.
 
         Nothing changes before its `commit`.
-
-        Raises:
-            ValueError: if the saved rows are damaged, do not match this table, or are those of a static one.
         """
         check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
@@ -351,6 +332,18 @@ class _PresentRows(Sequence[TableShard]):
         return [self._table.rows()][index]
 
 
+def _copy_contents(before: TableShard, table: TableShard) -> None:
+    """Gives a new table the contents of one with another kind of optimizer, without optimizer state."""
+    table.start_as(before.initializer)  # a loaded checkpoint may have set it
+    if before.num_rows or before.life is not None:
+        state = state_for_copy(before, on_host=True)
+        table.load_state(without_optimizer(state, before.optimizer))
+    if before.changes is not None:
+        table.changes = before.changes  # earlier markers stay valid
+        table.note_replaced(before.id_map)
+    before.generation += 1  # the backward of an earlier forward would update rows that are gone
+
+
 class _Placeholder(nn.Parameter):
     """The parameter `weight` of a table. Copies of those that hold it, too, as optimizers, have the copy's.
 
@@ -366,8 +359,8 @@ class _Placeholder(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
         make, arguments = self.__reduce_ex__(4)
-        made: _Placeholder = make(*copy.deepcopy(arguments, memo))
-        return made
+        placeholder: _Placeholder = make(*copy.deepcopy(arguments, memo))
+        return placeholder
 
 
 @lasting
@@ -379,10 +372,10 @@ def _placeholder(
     kwargs: list[dict[str, Any]],
 ) -> _Placeholder:
     data = torch.empty(shape, dtype=dtype, device=_META)
-    made = _Placeholder(data, requires_grad=requires_grad)
+    placeholder = _Placeholder(data, requires_grad=requires_grad)
     if classes:
-        _mark(made, classes, kwargs)
-    return made
+        _mark(placeholder, classes, kwargs)
+    return placeholder
 
 
 def _mark(weight: Any, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:
