@@ -9,7 +9,7 @@ from another_process import call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.serving.nbit import NBitPooling
+from torchrec_dyn.serving.row_format import NBitPooling
 from torchrec_dyn.serving.row_format import RowFormat
 
 INT8, INT4 = RowFormat(torch.int8), RowFormat(torch.int4)

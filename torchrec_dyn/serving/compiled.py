@@ -48,7 +48,7 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
 
     Raises:
         ValueError: if the module has no serving collection, collections of several directories, or one with
-            unseen="initial", or the directory has no index, or features have a batch size per feature (VBE).
+            unseen="initial", or features have a batch size per feature (VBE).
     """
     path = Path(out)
     if path.suffix != ".pt2":
