@@ -161,9 +161,8 @@ def test_a_fresh_follower_without_a_manifest_takes_the_newest_entry_only(job: Jo
     job.follower.poll()
     job.lose("manifest is cut")
     fresh = job.new_follower(rows=torch.float32)
-    with damaged(job.entry("delta", 3)):
-        with pytest.raises(ValueError, match="delta-00000003"):
-            fresh.poll()
+    with damaged(job.entry("delta", 3)), pytest.raises(ValueError, match="delta-00000003"):
+        fresh.poll()
     with pytest.warns(UserWarning, match="built anew"):
         assert fresh.poll().entry.step == 3 and job.serves(3)
 
@@ -524,7 +523,9 @@ def test_a_link_to_nothing_is_refused_before_a_build(job: Job, tmp_path: Path) -
     link.symlink_to("volume/served")
     before = sorted(tmp_path.iterdir())
     for make in (lambda: serving.Follower(job.kept, link), lambda: serving.build(full, link)):
-        with pytest.raises(ValueError, match=r"link: expected .* or nothing, got a link to .*served"):
+        with pytest.raises(
+            ValueError, match=r"link: expected .* or nothing, got a link to .*served"
+        ):
             make()
     assert sorted(tmp_path.iterdir()) == before
     serving.build(full, tmp_path / "volume" / "served")

@@ -230,7 +230,9 @@ def test_other_formats_are_refused_by_number(served: Path, saved: Path) -> None:
     for number in (1, 2, 3, 5, "x"):
         path.write_text(good.replace('"format": 4', f'"format": {json.dumps(number)}'))
         for call in (collection, lambda served: serving.apply_delta(served, saved / "delta")):
-            with pytest.raises(ValueError, match=rf"of format 4, got format {number!r}\. Use the v"):
+            with pytest.raises(
+                ValueError, match=rf"of format 4, got format {number!r}\. Use the v"
+            ):
                 call(served)
         with pytest.raises(ValueError, match="got format"):
             serving.Follower(saved, served)
