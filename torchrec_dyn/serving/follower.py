@@ -12,6 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -164,11 +165,11 @@ class Follower:
             raise
         except (ValueError, OSError) as error:
             fault = _fault_of(error)
-            is_new = self._fault is None or self._fault[0] != fault[0]
-            self._fault = fault if is_new else self._fault
-            self.skipped.append(self._fault[1])
-            if is_new:
+            if self._fault is None or self._fault[0] != fault[0]:
+                self._fault = fault
+                self.skipped.append(fault[1])
                 raise
+            self.skipped.append(self._fault[1])
             return None
         self._fault = None
         return followed
@@ -191,7 +192,7 @@ class Follower:
 
     def _entry(self, chain: SavedChain) -> Entry | None:
         served = self._served
-        return next((one for one in chain.entries if served and one.id == served.id), None)
+        return next((entry for entry in chain.entries if served and entry.id == served.id), None)
 
     def _look(self) -> _Seen:
         """Reads what is served, then the entries: what is served is among them then."""
@@ -237,19 +238,25 @@ class Follower:
             self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
         is_fork = self._check_fork(chain)
         least = 0 if is_fork else self._least(seen)
-        begin = None if served is None or seen.damage is not None else served.id
-        for entry in reversed(chain.entries):
-            if entry.sequence < least:
-                break
-            if (way := _way_to(chain, entry, begin)) is not None:
-                return self._serve(way, seen, least, is_fork)
-            self.skipped.append(f"{entry.path.name}: an entry before it is missing.")
+        if (way := self._newest_way(seen, least)) is not None:
+            return self._serve(way, seen, least, is_fork)
         if seen.damage is not None:
             raise ValueError(" ".join([str(seen.damage), *self.skipped])) from seen.damage
         now = self._entry(chain)
         if now is None or now.id == self.since:
             return None
         return self._followed(now, seen.generation or "", self._changes(chain, now), False)
+
+    def _newest_way(self, seen: _Seen, least: int) -> list[Entry] | None:
+        """Returns the way to the newest entry that has one, from sequence `least` on."""
+        begin = None if self._served is None or seen.damage is not None else self._served.id
+        for entry in reversed(seen.chain.entries):
+            if entry.sequence < least:
+                break
+            if (way := _way_to(seen.chain, entry, begin)) is not None:
+                return way
+            self.skipped.append(f"{entry.path.name}: an entry before it is missing.")
+        return None
 
     def _least(self, seen: _Seen) -> int:
         """Returns the lowest sequence of an entry to serve: what is served is not older."""
@@ -328,15 +335,9 @@ class Follower:
         way = _way_to(chain, now, self.since)
         if way is None or any(entry.is_full for entry in way):
             return None
-        try:
-            deltas = [_ids_of(entry, [*self._known.tables]) for entry in way]
-        except (ValueError, OSError):  # removed or damaged since they were applied
-            return None
-        joined = {name: _last_of([delta[name] for delta in deltas]) for name in self._known.tables}
-        return (
-            {name: changed for name, (changed, _) in joined.items()},
-            {name: removed for name, (_, removed) in joined.items()},
-        )
+        with suppress(ValueError, OSError):  # removed or damaged since they were applied
+            return _joined([_ids_of(entry, [*self._known.tables]) for entry in way])
+        return None
 
 
 def _is_fork(chain: SavedChain, served: ServedEntry) -> bool:
@@ -380,21 +381,20 @@ def _ids_of(entry: Entry, tables: Sequence[str]) -> dict[str, tuple[Tensor, Tens
     }
 
 
-def _last_of(deltas: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Joins the changed and removed ids of deltas in order: what came last of each id, [M] int64 each."""
-    ids = torch.cat([ids for delta in deltas for ids in delta])
-    is_removed = torch.cat(
-        [
-            torch.full((len(ids),), is_gone, device="cpu")
-            for changed, removed in deltas
-            for ids, is_gone in ((changed, False), (removed, True))
-        ]
-    )
-    distinct, which = ids.unique(return_inverse=True)
-    last = torch.zeros_like(distinct).scatter_reduce_(
-        0, which, torch.arange(len(ids), device="cpu"), "amax"
-    )
-    return distinct[~is_removed[last]], distinct[is_removed[last]]
+def _joined(deltas: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> tuple[Ids, Ids]:
+    """Joins the changed and removed ids of deltas in order, by table: what came last of each id."""
+    changed, removed = {}, {}
+    for name in deltas[0]:
+        parts = [ids for delta in deltas for ids in delta[name]]
+        is_removed = torch.arange(len(parts), device="cpu") % 2 == 1
+        lengths = torch.tensor([len(ids) for ids in parts], device="cpu")
+        distinct, which = torch.cat(parts).unique(return_inverse=True)
+        last = torch.zeros_like(distinct).scatter_reduce_(
+            0, which, torch.arange(len(which), device="cpu"), "amax"
+        )
+        is_gone = is_removed.repeat_interleave(lengths)[last]
+        changed[name], removed[name] = distinct[~is_gone], distinct[is_gone]
+    return changed, removed
 
 
 def _seconds_since(entry: Entry) -> float:
@@ -448,21 +448,21 @@ def _looks(follower: Follower, every: float) -> Iterator[Followed]:
     while True:
         try:
             followed = follower.poll()
-            faults: dict[object, str] = {line: line for line in follower.skipped}
+            faults: list[tuple[object, str]] = [(line, line) for line in follower.skipped]
         except Exception as error:
             if not isinstance(error, (ValueError, OSError)) and not lacks_memory(error):
                 raise
-            followed, faults = None, dict([_fault_of(error)])
-        for fault, line in faults.items() if followed is None else ():
-            if warned.isdisjoint((fault, line)):
-                warnings.warn(f"serving.follow: {line}", stacklevel=2)
-        warned = {*faults, *faults.values()}
+            followed, faults = None, [_fault_of(error)]
         if followed is not None:
             yield followed
             wait = every
         else:
+            for fault in faults:
+                if warned.isdisjoint(fault):
+                    warnings.warn(f"serving.follow: {fault[1]}", stacklevel=2)
             wait = min(2 * wait, max(every, _LONGEST_WAIT)) if faults else every
             time.sleep(wait)
+        warned = {part for fault in faults for part in fault}
 
 
 def _fault_of(error: Exception) -> tuple[object, str]:

@@ -52,12 +52,12 @@ class Generation(nn.Module):
         cut = manifest.blocks()
         layout = []
         self._cuts: list[tuple[int, int, int]] = []  # columns, rows of a block, blocks
-        for name_of, table in zip(tables, self.tables, strict=True):
-            shift, blocks = cut[name_of]
-            one = table.embedding_dim, 1 << shift, blocks
-            if one not in self._cuts:  # tables of the same width share blocks
-                self._cuts.append(one)
-            first = sum(number for _, _, number in self._cuts[: self._cuts.index(one)])
+        for table_name, table in zip(tables, self.tables, strict=True):
+            shift, blocks = cut[table_name]
+            part = table.embedding_dim, 1 << shift, blocks
+            if part not in self._cuts:  # tables of the same width share blocks
+                self._cuts.append(part)
+            first = sum(number for _, _, number in self._cuts[: self._cuts.index(part)])
             layout.append([first, blocks, shift, table.embedding_dim])
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
@@ -80,8 +80,8 @@ class Generation(nn.Module):
 
     def ids_of(self, table: int) -> Tensor:
         """Returns the ids with a row of the table of a number, [N] int64."""
-        one = self._maps_once[table]
-        return one[one[:, 1] > 0, 0].contiguous()
+        pairs = self._maps_once[table]
+        return pairs[pairs[:, 1] > 0, 0].contiguous()
 
     def blocks(self) -> list[Tensor]:
         """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8 and int4.
@@ -91,7 +91,7 @@ class Generation(nn.Module):
         return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
 
     def _maps(self) -> list[Tensor]:
-        return [self.slots.narrow(0, one.first_slot, one.capacity) for one in self.tables]
+        return [self.slots.narrow(0, table.first_slot, table.capacity) for table in self.tables]
 
     def _blocks(self) -> list[Tensor]:
         if self.nbit:

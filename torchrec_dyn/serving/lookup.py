@@ -110,21 +110,7 @@ class ServedLookup(nn.Module):
         self._features, self._width = len(table_of), sum(self._columns)
         self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
-        places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
-        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
-        by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
-        firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
-        for name, numbers in {
-            "_fixed": fixed,
-            "_by_batch": by_batch,
-            "_first_feature": firsts,
-            "_is_sum": [not means[t] for t in table_of],
-            "_feature_of_column": [
-                f for f, columns in enumerate(self._columns) for _ in range(columns)
-            ],
-        }.items():
-            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+        self._register_layout()
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -136,37 +122,53 @@ class ServedLookup(nn.Module):
         self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
         self.refresh()
 
+    def _register_layout(self) -> None:
+        """Registers as buffers what follows from the tables and their features alone."""
+        places = list(accumulate(self._columns, initial=0))
+        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
+        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
+        features = range(self._features)
+        firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
+        for name, numbers in {
+            "_fixed": fixed,
+            "_by_batch": [[0, f, 1, 0, 0] for f in features],
+            "_first_feature": list(firsts),
+            "_is_sum": [not is_mean for is_mean in self._means],
+            "_feature_of_column": [f for f in features for _ in range(self._columns[f])],
+        }.items():
+            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
         while True:
             before = self._served
-            found = self._open(*before)
-            if found is None:
+            generation = self._open(*before)
+            if generation is None:
                 return False
             with _REPLACING:
                 if self._served is before:  # else another thread has refreshed meanwhile
-                    self._served = (found,)
+                    self._served = (generation,)
                     if self.serves_initial:
                         # They follow from the name, the seed and the initializer of a table.
                         names = (config.name for config in self._configs)
-                        self._unseen = list(map(UnseenRows, names, found.tables))
+                        self._unseen = list(map(UnseenRows, names, generation.tables))
                     if not isinstance(self._modules.get("generation"), GivenTables):
-                        self.generation = found
+                        self.generation = generation
                     return True
 
     def _open(self, before: Generation | None = None) -> Generation | None:
         """Returns the current generation if it matches the collection; None if it is `before`."""
         names = [config.name for config in self._configs]
-        found = open_generation(self.folder, names, before, self._verify)
-        if found is None:
+        generation = open_generation(self.folder, names, before, self._verify)
+        if generation is None:
             return None
-        for config, table in zip(self._configs, found.tables, strict=True):
+        for config, table in zip(self._configs, generation.tables, strict=True):
             if config.embedding_dim != table.embedding_dim:
                 raise ValueError(
                     f"{self._where}(table='{config.name}'): expected embedding_dim "
                     f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
                 )
-        return found
+        return generation
 
     @property
     def served(self) -> Generation:
@@ -257,7 +259,7 @@ class ServedLookup(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
         # relative one is one of the process that unpickles.
-        modules = {name: one for name, one in self._modules.items() if name != "generation"}
+        modules = {name: child for name, child in self._modules.items() if name != "generation"}
         without = {"folder": self._given, "_modules": modules, "_served": (), "_unseen": []}
         return {**self.__dict__, **without}
 

@@ -198,9 +198,8 @@ class NBitPooling(nn.Module):
         features = len(columns)
         self._total = sum(columns)
         self._most = max(columns)
-        self._most_int4, self._most_int8 = (
-            self._most if dtype == one else 0 for one in (INT4, torch.int8)
-        )
+        self._most_int4 = self._most if dtype == INT4 else 0
+        self._most_int8 = self._most if dtype == torch.int8 else 0
         ends = torch.tensor([0, *columns], device="cpu").cumsum(0).int()
         host = torch.full(
             (features,), EmbeddingLocation.HOST.value, dtype=torch.int32, device="cpu"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,19 +106,14 @@ def write_changes(
         manifest = read_manifest(path, before)
         slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
         rows_file = path / manifest.rows_file
-        rows, length = mapped(rows_file, manifest.rows_bytes), rows_file.stat().st_size
+        rows = mapped(rows_file, manifest.rows_bytes)
     except FileNotFoundError:
         raise without_files(path, before) from None
     old_maps = checked_maps(path / before / SLOTS, slots, manifest)
     opened = _opened(deltas, manifest.tables)
     tables = _with_room(manifest.tables, [saved for _, saved in opened])
     generation = new_generation(path)
-    # Maps that keep their places are copied by a write: cheaper than page by page through the mapping.
-    has_places = all(tables[name].key == table.key for name, table in manifest.tables.items())
-    new = new_slots(path / generation, tables, slots if has_places else None)
-    maps = maps_of(new, tables)
-    for name in () if has_places else tables:
-        _copy_map(old_maps[name], maps[name])
+    maps = _copied_maps(path / generation, tables, old_maps, slots)
     appender = Appender(rows_file, manifest.rows_bytes)
     try:
         for where, saved in opened:
@@ -138,10 +132,6 @@ def write_changes(
         else:
             appender.finish(after.file_bytes())
         complete(path, generation, after)
-    except BaseException:
-        with suppress(OSError):  # readers may have mapped `length` bytes, but no more
-            os.truncate(rows_file, length)
-        raise
     finally:
         appender.close()
     return generation
@@ -218,12 +208,24 @@ def _with_room(
     return laid_out(tables)
 
 
-def _copy_map(old: ServedMap, new: ServedMap) -> None:
-    if old.key == new.key:
-        new.slots.copy_(old.slots)
-        return
-    for ids, rows, _ in old.pieces():
-        new.put(ids, rows)
+def _copied_maps(
+    generation: Path,
+    tables: Mapping[str, ServedTable],
+    old_maps: Mapping[str, ServedMap],
+    slots: Tensor,
+) -> dict[str, ServedMap]:
+    """Creates the id maps of a generation with the contents of the old ones, slots [bytes] uint8."""
+    # Maps that keep their places are copied by a write: cheaper than page by page through the mapping.
+    if all(tables[name].key == old.key for name, old in old_maps.items()):
+        return maps_of(new_slots(generation, tables, slots), tables)
+    maps = maps_of(new_slots(generation, tables), tables)
+    for name, old in old_maps.items():
+        if tables[name].key == old.key:
+            maps[name].slots.copy_(old.slots)
+            continue
+        for ids, rows, _ in old.pieces():
+            maps[name].put(ids, rows)
+    return maps
 
 
 class _Change:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -41,34 +42,42 @@ def replacing(folder: Path, before: str | None) -> Iterator[None]:
             raise SecondWriter(
                 f"{folder}: expected generation {before} as before, got {now} of another writer. Try again."
             )
-        there = {path.name for path in folder.iterdir()}
+        lengths = {path.name: path.stat().st_size for path in folder.iterdir()}
         try:
             yield
         except BaseException:
             if known_generation(folder) == before:
-                remove_all_but(folder, there)
+                remove_all_but(folder, lengths.keys())
+                _cut_rows_files(folder, lengths)
             raise
+
+
+def _cut_rows_files(folder: Path, lengths: Mapping[str, int]) -> None:
+    """Gives back the room of rows that were appended; readers may have mapped a file as long as it was."""
+    for name, length in lengths.items():
+        if re.fullmatch(ROWS_FILE, name):
+            with suppress(OSError):
+                os.truncate(folder / name, length)
 
 
 def chosen_tables(
     saved: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
 ) -> dict[str, SavedTable]:
     """Returns the named tables (None: all tables) by name, in the order of their names."""
+    known = sorted(table.name for table in saved.values())
+    wanted = sorted(set(known if names is None else names))
+    missing = [name for name in wanted if name not in known]
+    if missing or not wanted:
+        raise ValueError(f"{where}: expected tables among {known}, got {missing or 'none'}.")
     chosen: dict[str, SavedTable] = {}
     for key, table in saved.items():
-        if names is not None and table.name not in names:
-            continue
-        if table.name in chosen:
+        if table.name in chosen and table.name in wanted:
             raise ValueError(
                 f"{where}: expected one table named '{table.name}', got '{chosen[table.name].key}' and "
                 f"'{key}'. Save one of the two collections alone."
             )
         chosen[table.name] = table
-    missing = [name for name in names or () if name not in chosen]
-    if missing or not chosen:
-        known = sorted(table.name for table in saved.values())
-        raise ValueError(f"{where}: expected tables among {known}, got {missing or 'none'}.")
-    return dict(sorted(chosen.items()))
+    return {name: chosen[name] for name in wanted}
 
 
 def new_slots(
