@@ -15,7 +15,7 @@ from soak_trainer import KEEP, Event
 
 from torchrec_dyn import serving
 from torchrec_dyn.checkpoint import verify_checkpoint
-from torchrec_dyn.checkpoint_format import Entry, Pace, read_chain
+from torchrec_dyn.checkpoint_format import Entry, read_chain
 from torchrec_dyn.serving.manifest import GENERATION, ROWS_FILE
 
 # What `python -m torchrec_dyn follow` prints of a generation.
@@ -218,7 +218,7 @@ class Judge:
         if others := beside - {self._path.name, *(one.name for one in self._served.values())}:
             self.fault(f"left in {self._path.parent}: {sorted(others)}")
         for entry in chain.entries:
-            verify_checkpoint(entry.tables, Pace())
+            verify_checkpoint(entry.tables)
         for name, folder in self._served.items():
             left = [one.name for one in folder.iterdir() if one.name not in ("current", "lock")]
             if len([one for one in left if re.fullmatch(GENERATION, one)]) > 2:

@@ -2,14 +2,15 @@
 
 The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
 are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
-The metadata may have the sum of all bytes (checkpoint_format/byte_sums.py) as
-"torchrec_dyn_sum", 16 hexadecimal digits, which are zeros in the sum.
+The metadata may have a BLAKE2b digest of all bytes as "torchrec_dyn_sum", 16 hexadecimal digits, for which
+zeros are digested.
 
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -21,15 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import (
-    SUMMED_BYTES,
-    FileSums,
-    Pace,
-    RunningSums,
-    commit,
-    naming,
-    write_beside,
-)
+from torchrec_dyn.checkpoint_format import commit, naming, write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -41,6 +34,8 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 _SUM = "torchrec_dyn_sum"
+_ZEROS = "0" * 16
+_CHUNK_BYTES = 1 << 20
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the format
 _DAMAGED = "The file is damaged, or it is no .safetensors file."
@@ -100,41 +95,32 @@ class SafetensorsReader:
             raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
         return values
 
-    def verify(self, pace: Pace | None = None) -> None:
+    def verify(self) -> None:
         """Reads all bytes and checks them against `sum`; does nothing for a file without it.
-
-        `pace` limits the bytes read a second.
 
         Raises:
             ValueError: if the file is damaged.
         """
         if self.sum is None:
             return
-        sums = RunningSums(FileSums())
-        chunk = torch.empty(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
         with naming(self._where):
             self._file.seek(0)
             header = self._file.read(self._begin)
-            sums.add(_as_tensor(header.replace(_sum_entry(self.sum), _sum_entry(0), 1)))
-            while size := self._file.readinto(chunk.numpy().data):
-                sums.add(chunk[:size])
-                if pace is not None:
-                    pace.wait(size)
-        total = sums.sums().total
-        if total != self.sum:
-            raise self._fault(f"bytes with the sum {self.sum:016x}", f"{total:016x}")
+            digest = _new_digest(header.replace(_in_header(self.sum), _in_header(_ZEROS), 1))
+            while chunk := self._file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+        if digest.hexdigest() != self.sum:
+            raise self._fault(f"bytes with the sum {self.sum}", digest.hexdigest())
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _read_sum(self) -> int | None:
+    def _read_sum(self) -> str | None:
         text = self.metadata.pop(_SUM, None)
-        if text is None:
-            return None
-        if re.fullmatch("[0-9a-f]{16}", text) is None:
+        if text is not None and re.fullmatch("[0-9a-f]{16}", text) is None:
             raise self._fault(f"{_SUM} of 16 hexadecimal digits", f"{text!r:.60}")
-        return int(text, 16)
+        return text
 
     def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
@@ -224,22 +210,20 @@ class SafetensorsWriter:
                 "data_offsets": span,
             }
         self._path = Path(path)
-        self._sums = RunningSums(FileSums()) if has_sum else None
         self._file = write_beside(self._path)
         try:
             self._file.resize(0)
-            header = self._write_header(0)
+            header = self._write_header(_ZEROS if has_sum else None)
         except BaseException:
             self.drop()
             raise
-        if self._sums is not None:
-            self._sums.add(_as_tensor(header))
+        self._digest = _new_digest(header) if has_sum else None
         self._end = len(header)
 
-    def _write_header(self, total: int) -> bytes:
-        """Writes the header with the sum of all bytes, and returns it. Its length is the same for any sum."""
-        if self._sums is not None:
-            self._header[_METADATA][_SUM] = f"{total:016x}"
+    def _write_header(self, digest: str | None) -> bytes:
+        """Writes the header with a digest of all bytes, and returns it: its length is always the same."""
+        if digest is not None:
+            self._header[_METADATA][_SUM] = digest
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
         header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -250,16 +234,16 @@ class SafetensorsWriter:
         """Writes the next rows, values [M, ...], whole rows of the present tensor, in its dtype."""
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
         self._file.write(self._end, numbers.numpy())
-        if self._sums is not None:
-            self._sums.add(numbers)
+        if self._digest is not None:
+            self._digest.update(numbers.numpy().data)
         self._missing -= numbers.numel()
         self._end += numbers.numel()
 
     def finish(self) -> None:
         """Renames the file to its path; all tensors must have been written."""
         assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
-        if self._sums is not None:
-            self._write_header(self._sums.sums().total)
+        if self._digest is not None:
+            self._write_header(self._digest.hexdigest())
         self._file.commit()
         os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
@@ -270,13 +254,13 @@ class SafetensorsWriter:
         self._file.drop()
 
 
-def _sum_entry(total: int) -> bytes:
-    """Returns the sum as it is in a header that we write."""
-    return f'"{_SUM}":"{total:016x}"'.encode()
+def _in_header(digest: str) -> bytes:
+    """Returns the digest as it is in a header that we write."""
+    return f'"{_SUM}":"{digest}"'.encode()
 
 
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _new_digest(header: bytes) -> hashlib.blake2b:
+    return hashlib.blake2b(header, digest_size=8)
 
 
 def _are_sizes(given: Any) -> bool:

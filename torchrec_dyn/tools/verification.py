@@ -8,12 +8,12 @@ import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
-from torchrec_dyn.checkpoint_format import DAMAGED, Pace, open_checkpoint, open_files
+from torchrec_dyn.checkpoint_format import DAMAGED, open_checkpoint, open_files
 from torchrec_dyn.tools.inspection import readable
 from torchrec_dyn.tools.safetensors_file import SafetensorsReader
 
 
-def verify_checkpoint(folder: Path, pace: Pace) -> str:
+def verify_checkpoint(folder: Path) -> str:
     """Reads all files of a checkpoint or a delta and checks them.
 
     Rows of dynamic tables are checked against their content sums, and all else against the CRCs that
@@ -29,15 +29,13 @@ def verify_checkpoint(folder: Path, pace: Pace) -> str:
     checkpoint = open_checkpoint(folder)
     total = 0
     for table in checkpoint.tables.values():
-        row_bytes = table.row_bytes_of(table.row_names)
-        table.verify(lambda rows, size=row_bytes: pace.wait(rows * size))  # type: ignore[misc]
+        table.verify()
         total += table.bytes
     others = unchecked = 0
     _, metadata = open_files(folder)
     summed = {key for table in checkpoint.tables.values() for key in table.row_keys}
     for index, entry in metadata.storage_data.items():
         if index.fqn not in summed:
-            pace.wait(entry.length)
             with open(folder / entry.relative_path, "rb", buffering=0) as file:
                 part = io.BufferedReader(_Part(file, entry.offset, entry.length))
                 where = f"'{index.fqn}' in {folder}"
@@ -96,7 +94,7 @@ def _is_checked(where: str, file: IO[bytes]) -> bool:
     return True
 
 
-def verify_rows_file(path: Path, pace: Pace) -> str:
+def verify_rows_file(path: Path) -> str:
     """Reads a file that `export_rows` or `export_saved_rows` wrote with `checksum`, and checks it.
 
     Returns:
@@ -113,7 +111,7 @@ def verify_rows_file(path: Path, pace: Pace) -> str:
                 f"{path}: expected a file with a checksum, got one without, of which only header and lengths "
                 "were checked. Export it with checksum=True."
             )
-        reader.verify(pace)
+        reader.verify()
     finally:
         reader.close()
     size = readable(path.stat().st_size)
