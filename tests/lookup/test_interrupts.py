@@ -95,53 +95,6 @@ def test_an_edit(life, edit, every):
     assert check_every_place(lambda: training.after(3), call, check, every) > 0
 
 
-@at_one_place_in(307, deep=5)
-@pytest.mark.parametrize("life", ["all"])
-def test_a_load(life, every):
-    """The contents are the former or the loaded, and the next load works."""
-    training = Training(LIVES[life])
-    source = training.after(4)
-    saved = training.save(source)
-    former, loaded = contents(training.after(2)), contents(source)
-
-    def check(model):
-        check_whole(model)
-        now = contents(model)
-        for name, (state, _) in now.items():
-            assert torch.equal(state["ids"], former[name][0]["ids"]) or torch.equal(
-                state["weight"], loaded[name][0]["weight"]
-            )
-        training.load(model, *saved)
-        now = contents(model)
-        assert all(is_same((now[name][0], {}), (loaded[name][0], {})) for name in loaded)
-        training.step(model, 4)
-        check_whole(model)
-
-    runs = check_every_place(
-        lambda: training.after(2), lambda model: training.load(model, *saved), check, every
-    )
-    assert runs > 3
-
-
-@at_one_place_in(97)
-def test_the_state_dict_of_the_optimizer(every):
-    """Tensors made by an interrupted call are in no later state dict."""
-    training = Training(LIVES["plain"])
-
-    def check(model):
-        training.step(model, 3)
-        state = model.fused_optimizer.state_dict()["state"]
-        steps = [
-            int(state[f"embedding_bags.{name}.weight"][f"{name}.step"]) for name in tables_of(model)
-        ]
-        assert steps == [4, 4]
-
-    def call(model):
-        model.fused_optimizer.state_dict()
-
-    assert check_every_place(lambda: training.after(3), call, check, every) > 6
-
-
 def test_the_growth_of_a_large_map():
     """A large map grows bit by bit: it is interrupted between its two arrays."""
     few, count = 41_000, 43_000  # of 72,892 slots: growth begins at 9/16 and ends at 5/8

@@ -201,7 +201,7 @@ ELSEWHERE = {
 
 
 def is_there(name: str, named_in: Path) -> bool:
-    """True if a file named in another one exists: from the root, a tree, its own folder, or by its name alone."""
+    """True if a file named in another one exists: from the root, a tree, its own folder, or by its name."""
     roots = [ROOT, ROOT / "torchrec_dyn", ROOT / "csrc", ROOT / "tests", named_in.parent]
     return any((root / name).exists() for root in roots) or name in names_of_files()
 

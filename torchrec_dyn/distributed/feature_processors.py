@@ -139,12 +139,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
         Raises:
             ValueError: if a feature is missing, the tensors do not match each other, weights require a
-                gradient, or a bag has more ids than its feature has position weights; or as
-                `ShardedDynamicEmbeddingBagCollection.check_runs_again`.
+                gradient, or a bag has more ids than its feature has position weights.
         """
-        if next(self._feature_processors.parameters(), None) is None:
-            # Parameters are saved on every rank, behind the lookups (`add_fp_params_grad_sync_callback`).
-            self._embedding_bag_collection.check_runs_again()
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
         if self._row_wise_sharded:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,6 @@ from torchrec_dyn.life import NOT_BY_ROW, time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
     check_not_gathered,
-    check_not_of_dmp,
-    check_trains,
     initializer_of,
     row_dtype,
 )
@@ -64,26 +62,6 @@ class ShardedTables:
                 time set last.
         """
         self._shards.set_time(time)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the modules of the collection; `requires_grad_(False)` of a model asks for them.
-
-        Raises:
-            ValueError: if it does, and some table is not frozen.
-        """
-        check_trains(self._shards.where, self._shards.trained)
-        modules: Any = super()
-        yield from modules.named_modules(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers; torch's functions for state dicts ask for them.
-
-        Raises:
-            ValueError: if one does, for a DistributedModelParallel around the collection.
-        """
-        check_not_of_dmp(self._shards.where)
-        module: Any = super()
-        yield from module.named_buffers(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # `.half()`, `.double()` and `.to` of a model come here.

@@ -24,7 +24,6 @@ from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     UnshardedTable,
     check_fused_params,
-    check_towers_of_dmp,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -118,13 +117,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 
     @property
     def module_type(self) -> type[_Unsharded]:
-        """The type of the unsharded collection.
-
-        Raises:
-            ValueError: if a DistributedModelParallel that is being built would shard dynamic tables by
-                TorchRec's sharders of towers. It asks for the type on every rank, before it plans.
-        """
-        check_towers_of_dmp()
+        """The type of the unsharded collection."""
         return self.unsharded
 
     @property

@@ -18,17 +18,13 @@ from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import (
-    FoundByType,
-    check_not_in_dmp,
-    check_not_made_static,
-)
+from torchrec_dyn.modules.wrapper_checks import check_not_made_static
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import TableShard, set_clocks
 
 
-class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundByType):
+class UnshardedCollection(NotScriptable, FusedOptimizerModule):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
 
     def _make_tables(
@@ -78,8 +74,6 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
     @not_compiled
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; param_groups[i]["lr"] is their learning rate."""
-        # The constructor of DistributedModelParallel reads it of each collection that was not sharded.
-        check_not_in_dmp(self._where())
         return self.unsharded_lookup.fused_optimizer
 
     @not_compiled

@@ -23,7 +23,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.table_configs import checked_configs
-from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.storage import host_numbers
 
@@ -108,13 +107,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configs of the tables, in order.
-
-        Raises:
-            ValueError: if TorchRec's feature-processed module is being built around tables with LowestScore.
-        """
-        if is_being_processed(self):
-            check_unprocessed(self.dynamic_configs(), self._where())
+        """Returns the configs of the tables, in order."""
         return self.table_configs()
 
     def is_weighted(self) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules.wrapper_checks import check_step
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -111,13 +110,10 @@ class DynamicOptimizer(FusedOptimizer):
         """Writes the learning rate and the deferred updates; other rows were updated in backward.
 
         Raises:
-            ValueError: torch's GradScaler calls this method, which has scaled the gradients, or TorchRec's
-                GradientClippingOptimizer, which does not clip rows.
             RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
                 deferred update.
             Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
-        check_step(type(self).__name__)
         write_updates([self._rates])
 
     def zero_grad(self, set_to_none: bool = False) -> None:

@@ -105,7 +105,7 @@ def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
 
 
 def _save(table: UnshardedTable) -> Mapping[str, Tensor]:
-    with turn_of(table):  # all tensors at one moment
+    with turn_of(table, also_torn=True):  # all tensors at one moment, or the places of a load
         one = table.as_table()
         return save_optimizer_states([one], f"{one.where}.state_dict")
 

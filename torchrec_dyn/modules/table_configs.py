@@ -158,6 +158,17 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
         raise ValueError(f"{where}: expected pooling SUM or MEAN, got {config.pooling}.")
 
 
+def check_unprocessed(options: Mapping[str, DynamicTableConfig], where: str) -> None:
+    """Raises ValueError if a table in a feature-processed module scores ids by weights of a batch."""
+    scored = [name for name, config in options.items() if config.scores_weights]
+    if scored:
+        raise ValueError(
+            f"{where}: expected evictions that need no weights, since feature processors replace the weights "
+            f"of a batch, got LowestScore of tables {listed(scored)}. Use LeastFrequentlyUsed, or the "
+            "collection without processors."
+        )
+
+
 def check_size(value: int | None, name: str, where: str) -> None:
     """Checks a number of rows or columns.
 

@@ -25,7 +25,7 @@ from torchrec_dyn.modules.optimizer_choice import (
 )
 from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import check_not_in_dmp, check_step
+from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.state_dict import check_taken
@@ -151,7 +151,6 @@ class UnshardedLookup:
         return [group.tables for group in self._current_groups()]
 
     @property
-    @locked
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
         optimizers = self.optimizers()
@@ -159,24 +158,19 @@ class UnshardedLookup:
             self._combined = optimizers[0] if len(optimizers) == 1 else _AllOptimizers(optimizers)
         return self._combined
 
-    @locked
     def optimizers(self) -> list[DynamicOptimizer]:
         """Returns the optimizers of the tables, one for each distinct row optimizer."""
-        self._current_groups()
-        return list(self._optimizers.values())
+        with self.lock:  # not `locked`: torn tables are loaded with their optimizer
+            self._current_groups()
+            return list(self._optimizers.values())
 
     def note_training(self) -> None:
-        """Looks at what is around a training forward.
-
-        Warns once if tables train with FBGEMM's default because no optimizer was chosen, and of options that
-        have no effect.
-
-        Raises:
-            ValueError: if the forward is one of DistributedModelParallel on several ranks.
-        """
-        check_not_in_dmp(self._where, (table.config.name for table in self.tables))
+        """Checks what is around a training forward; the first one warns of options that do not train rows."""
+        check_runs_once(self._where, self._trained)
         if self._has_warned:
             return
+        names = [table.config.name for table in self.tables]
+        check_not_wrapped(f"{self._where}(tables={listed(names)})")
         self._has_warned = True
         names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
         if names:
@@ -186,10 +180,13 @@ class UnshardedLookup:
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
                 UserWarning,
-                stacklevel=7,
+                stacklevel=2,
             )
         if options := placement_options(self.tables[0].fused_params):
-            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=7)
+            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=2)
+
+    def _trained(self) -> list[str]:
+        return [table.config.name for table in self.tables if not table.is_frozen]
 
     @property
     def _where(self) -> str:
@@ -290,7 +287,6 @@ class _AllOptimizers(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        check_step(type(self).__name__)
         write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:

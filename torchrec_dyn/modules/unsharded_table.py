@@ -16,16 +16,13 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
-    check_not_averaged,
-    check_not_in_dmp,
-    check_not_shared,
     skip_in_ddp,
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
-from torchrec_dyn.storage import TableLock, lasting, locked, run_to_end
+from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
 _META = torch.device("meta")
@@ -141,7 +138,8 @@ class UnshardedTable(nn.Module):
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer.saved_name == optimizer.saved_name:
             if before.optimizer != optimizer:
-                run_to_end(lambda _: before.change_optimizer(optimizer))
+                with commit(before):
+                    before.change_optimizer(optimizer)
             return before
         table = self._new_rows(optimizer, self.device)
         self.device = table.device  # with the number of the GPU, which its name may lack
@@ -225,7 +223,6 @@ class UnshardedTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> UnshardedTable:
         # Every conversion of nn.Module (.to, .half, .cpu, .to_empty) calls `_apply`. `fn` gets an empty
         # tensor, and the rows get the dtype and device of its result.
-        check_not_shared(self.where)
         probe = torch.empty(0, dtype=self.weight.dtype, device=self.device)
         try:
             converted = fn(probe)
@@ -277,15 +274,14 @@ class UnshardedTable(nn.Module):
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
     @not_compiled
-    @locked
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        check_not_in_dmp(self.where)
-        # A table that nothing has used is saved without rows, even on the meta device.
-        rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
-        table = Table.of_one(rows, self.where, self.saved_config())
-        save_tables(destination, {prefix: table}, self.where)
+        with turn_of(self, also_torn=True):
+            # A table that nothing has used is saved without rows, even on the meta device.
+            rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
+            table = Table.of_one(rows, self.where, self.saved_config())
+            save_tables(destination, {prefix: table}, self.where)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> ModelEntry | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows.
@@ -303,7 +299,6 @@ class UnshardedTable(nn.Module):
         }
         return stage_table(self.as_table(), saved) if {"weight", "ids"} <= saved.keys() else None
 
-    @locked
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -323,18 +318,15 @@ class UnshardedTable(nn.Module):
                 if key.startswith(prefix) and key[len(prefix) :] not in MODEL_NAMES
             )
         loaded = state_dict.get(prefix + "weight")  # staged by the collection, if it is loaded
-        try:
-            if not isinstance(loaded, ModelEntry):
-                loaded = self.staged(state_dict, prefix)
-        except ValueError as fault:
-            error_msgs.append(str(fault))
-            return
-        if loaded is not None:
-            loaded.commit()
-
-    def __getstate__(self) -> dict[str, Any]:
-        check_not_averaged(self.where)
-        return self.__dict__.copy()
+        with turn_of(self, also_torn=True):
+            try:
+                if not isinstance(loaded, ModelEntry):
+                    loaded = self.staged(state_dict, prefix)
+            except ValueError as fault:
+                error_msgs.append(str(fault))
+                return
+            if loaded is not None:
+                loaded.commit()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -12,7 +12,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn.modules import UnshardedCollection, check_towers
+from torchrec_dyn.modules import UnshardedCollection
 from torchrec_dyn.name_lists import listed
 
 
@@ -72,8 +72,6 @@ def check_tables(
     The model is unsharded; `sharders` are those of its tables, static and dynamic. `expected_rows` are the
     names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
     """
-    sharders = list(sharders)
-    check_towers(model, sharders)
     by_type = {sharder.module_type: sharder for sharder in sharders}
     names: set[str] = set()
     for module in model.modules():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +35,9 @@ from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_blo
 from torchrec_dyn.storage import (
     RowStore,
     canonical_order,
-    changes,
-    locked,
-    run_to_end,
+    commit,
     to_host,
+    turn_of,
 )
 from torchrec_dyn.table import ROW_DTYPES, TableShard, check_state, named_states, stamp_of
 
@@ -189,24 +187,19 @@ class ModelEntry(TableEntry):
         config = self.saved_config
         return saved_initializer(self.table.where, config) if config else None
 
-    @locked
-    @changes
     def commit(self) -> None:
         """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")
-
-        def commit_shard(shard: TableShard, staged: StagedRows, _: bool) -> None:
-            commit_rows(shard, staged, clock, initializer, self.step)
-
-        # After an interrupt (Ctrl-C) all column shards have the same ids.
-        both = zip(self.table.shards, self.staged or (), strict=True)
-        run_to_end(*(partial(commit_shard, *of_shard) for of_shard in both))
-        for entry in self.session.entries if self.session is not None else ():
-            if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
-                entry.note_rows(self)
-        self.staged = self.session = None
-        note_taken(self.table.lock, self.table.name)
-        self.renew()  # if the same state dict is loaded again, its tensors are the table's own
+        with turn_of(self.table, also_torn=True):
+            with commit(self.table, replaces=True):
+                for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
+                    commit_rows(shard, staged, clock, initializer, self.step)
+                for entry in self.session.entries if self.session is not None else ():
+                    if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
+                        entry.note_rows(self)
+                self.staged = self.session = None
+                note_taken(self.table.lock, self.table.name)
+            self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
 
 def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:

@@ -381,7 +381,7 @@ def saved_tensors(
     def summarize() -> list[ShardSummary | None]:
         summaries: list[ShardSummary | None] = []
         for table in tables:
-            with turn_of(table):
+            with turn_of(table, also_torn=True):  # to be the places of a load
                 made = make(table)
                 summaries += [source.summary() for source in made]
             sources.extend(made)

@@ -43,7 +43,7 @@ from torchrec_dyn.storage.id_map import (
     new_key,
     put_all,
 )
-from torchrec_dyn.storage.interrupts import check_stack, run_to_end
+from torchrec_dyn.storage.interrupts import check_stack, commit, run_to_end, torn_error
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (
     InitialRows,

@@ -25,6 +25,7 @@ from torchrec_dyn.storage import (
     locked,
     note_changed,
     read,
+    turn_of,
 )
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.checks import (
@@ -249,8 +250,11 @@ class TableShard(TableArrays):
         if dtype != self.dtype or device != self.device:
             replace_contents(self, stored_state(self), dtype, device)
 
-    @locked
     def __getstate__(self) -> dict[str, Any]:
+        with turn_of(self, also_torn=True):
+            return self._state_to_copy()
+
+    def _state_to_copy(self) -> dict[str, Any]:
         # Blocks are much larger than the rows in use, so a copy holds the contents instead.
         left_out = ("id_map", "row_numbers", "weights", "states", "life", "forwards", "changes")
         fields = {name: value for name, value in self.__dict__.items() if name not in left_out}
