@@ -32,13 +32,24 @@ def fault(patch: Path, folder: Path) -> str:
     head = patch.read_text().partition("\n")[0]
     if not head.startswith("# red: "):
         return "expected a first line '# red: <arguments of pytest>'"
-    pytest = [str(Path(sys.executable).with_name("pytest")), "-q", "-x", "-p", "no:cacheprovider"]
+    arguments = shlex.split(head.removeprefix("# red: "))
+    tests = [str(ROOT / word) if word.startswith("tests/") else word for word in arguments]
+    settings = [
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        "--rootdir",
+        str(ROOT),
+        "-p",
+        "no:cacheprovider",
+    ]
+    pytest = [str(Path(sys.executable).with_name("pytest")), "-q", "-x", *settings]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
     applied(patch, folder)
     try:
+        # From there: the server of the ranks imports what is in its working directory.
         done = subprocess.run(
-            [*pytest, *shlex.split(head.removeprefix("# red: "))],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT,
+            [*pytest, *tests], cwd=folder, env=environment, capture_output=True, text=True,
+            timeout=TIME_LIMIT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"expected failed tests within {TIME_LIMIT:.0f} s"
