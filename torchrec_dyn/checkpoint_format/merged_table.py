@@ -24,7 +24,7 @@ from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, conte
 from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
 from torchrec_dyn.checkpoint_format.saved_chain import Entry, read_chain
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical
+from torchrec_dyn.checkpoint_format.tensor_checks import ROW_TENSORS, is_canonical
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
@@ -94,7 +94,7 @@ class MergedTable(RowSource):
         self.facts = TableFacts(last.name, last.embedding_dim, last.dtype, seed, step)
         self._sums: Mapping[str, int] = last.sums
         if entry is not None:
-            self._sums = _by_tensor(entry.sums_by_tensor().get(last.name, {}))
+            self._sums = entry.sums_by_tensor().get(last.name, {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -244,12 +244,6 @@ class MergedTable(RowSource):
 
 def _cuts(save: SavedTable) -> list[int]:
     return list((save.optimizer or {}).get("cuts", ()))
-
-
-def _by_tensor(sums: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sums of an entry under the names of `SavedTable`: of states without the prefix."""
-    states = {f"{OPTIMIZER}{name}": name for name in STATE_NAMES}
-    return {states.get(name, name): total for name, total in sums.items()}
 
 
 class _Taken:

@@ -47,7 +47,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
             UnshardedTable(config, options[config.name], self.fused_params, place, where)
             for config in configs
         ]
-        setattr(self, holder, nn.ModuleDict({table.name: table for table in tables}))
+        setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         self._lookup = UnshardedLookup(tables, poolings, holder)
         self._read = FeatureReader(
             [table.config.feature_names for table in tables],
@@ -84,7 +84,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
             raise ValueError(
                 f"{type(self).__name__}.table: expected a name among {list(tables)}, got {name!r}."
             )
-        return TableHandle(tables[name])
+        return tables[name].handle()
 
     @not_compiled
     def set_time(self, time: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
@@ -70,7 +71,7 @@ def saved_states(
     made: dict[tuple[int, str], Tensor],
 ) -> dict[str, SavedState]:
     """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does."""
-    names = ("cells", *optimizer.state_names, "step", "config", "checksum")
+    names = ("optimizer_config", *optimizer.state_names, "step", OPTIMIZER_CHECKSUM)
     given: dict[str, Tensor | None] = dict.fromkeys(names)
     return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
 

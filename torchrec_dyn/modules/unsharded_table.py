@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torchrec_dyn.modules.wrapper_checks import (
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Table
+from torchrec_dyn.ranks import Piece, Table, TableLayout
 from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
@@ -104,26 +104,6 @@ class UnshardedTable(nn.Module):
         """True if the table is frozen: training reads it as evaluation does."""
         weight = self._parameters["weight"]
         return weight is not None and not weight.requires_grad
-
-    # With `is_frozen` and `as_table`, what a handle asks of the table (ranks/table_handle.py).
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.config.name
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the features that read the table."""
-        return tuple(self.config.feature_names)
-
-    def set_frozen(self, is_frozen: bool) -> None:
-        """Freezes or unfreezes the table."""
-        self.weight.requires_grad_(not is_frozen)
-
-    def editing(self) -> TableLock:
-        """Returns the lock: the rows of another optimizer do not replace the rows while it is held."""
-        return self.lock
 
     def _rows_of(self, before: TableShard | None) -> TableShard:
         """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
@@ -257,6 +237,25 @@ class UnshardedTable(nn.Module):
         """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    def handle(self) -> Table:
+        """Returns the table that users hold: it makes the rows at their first use, and finds them anew."""
+        layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
+        return Table(
+            name=self.config.name,
+            where=self.where,
+            layout=layout,
+            shards=_PresentRows(self),
+            rank=0,
+            group=None,
+            lock=self.lock,
+            device=self.device,
+            config=self.saved_config(),
+            options=self.dynamic,
+            optimizer=chosen_optimizer(self.weight, self.fused_params, self.where),
+            features=tuple(self.config.feature_names),
+            placeholder=self.weight,
+        )
+
     @not_compiled
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -318,6 +317,19 @@ class UnshardedTable(nn.Module):
         """Returns the sizes and the number of rows in use, for the printed model."""
         rows = 0 if self._table is None else self._table.num_rows
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"
+
+
+class _PresentRows(Sequence[TableShard]):
+    """The only shard of an unsharded table, as it is when it is read."""
+
+    def __init__(self, table: UnshardedTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self._table.rows()][index]
 
 
 def _copy_contents(before: TableShard, table: TableShard) -> None:

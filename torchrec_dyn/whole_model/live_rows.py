@@ -114,8 +114,8 @@ class LiveRows(RowSource):
                     torch.device("cpu"),
                 )
                 for name in some:
-                    read = partial(self._read_sent, name, exchange.arrived)
-                    part[name] = exchange.return_rows(read)
+                    sent = self._read_sent(name, exchange.arrived)
+                    part[name] = exchange.return_rows(sent)
         return part
 
     def _read_sent(self, name: str, ids: Tensor) -> Tensor:
