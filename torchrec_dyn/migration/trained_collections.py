@@ -216,7 +216,7 @@ def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str
         else:
             one.store.fill(rows, one.initial)
     if table.life is not None:
-        table.life.add_rows(ids, rows, table.step, None)
+        table.life.prepare_rows(ids, rows, table.step, None)()
 
 
 def chunks(count: int, columns: int) -> Iterator[tuple[int, int]]:
