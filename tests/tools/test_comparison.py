@@ -97,7 +97,7 @@ def test_ids_that_one_side_lacks(tmp_path, capsys, monkeypatch, first, states):
     chunks = SavedTable.chunks
     sizes = iter([999, 1000, 2000, 3000] * 3)
     monkeypatch.setattr(
-        comparison.SavedTable, "chunks", lambda self, names: chunks(self, names, None, next(sizes))
+        comparison.SavedTable, "chunks", lambda self, names: chunks(self, names, next(sizes))
     )
     draw = torch.Generator().manual_seed(1)
     kept = [torch.rand(ROWS, generator=draw) < share for share in (0.9, 0.5)]
