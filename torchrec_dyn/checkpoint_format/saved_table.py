@@ -186,7 +186,7 @@ class SavedTable:
         """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
         low, high = 0, self.rows_of(name)
         key = mixed - (1 << 63)  # as canonical_keys has it
-        if key not in range(1 - (1 << 63), 1 << 63):
+        if not high or key not in range(1 - (1 << 63), 1 << 63):
             return low if key < 0 else high
         while high - low > _SEARCHED_AT_ONCE:
             middle = (low + high) // 2
@@ -331,7 +331,8 @@ class MergedTable(RowSource):
                 reader.most = max(1, rows * reader.count // count)
             while filled := [reader for reader in readers if reader.fill()]:
                 end = min(reader.end_key for reader in filled)
-                yield _newest([reader.take(end) for reader in filled])
+                ids, places = _newest([reader.take(end) for reader in filled])
+                yield from zip(ids.split(rows), places.split(rows), strict=True)
 
     def _read(
         self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
