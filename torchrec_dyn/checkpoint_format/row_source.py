@@ -97,6 +97,13 @@ class RowSource(ABC):
         }
         return sum(self.columns_of(name) * sizes.get(name, 4) for name in names)
 
+    def nothing(self, name: str, rows: int = 0) -> Tensor:
+        """Returns rows of a tensor that have no numbers yet."""
+        if name == "ids" or name in SCORES:
+            return torch.empty(rows, dtype=torch.int64, device="cpu")
+        dtype = self.dtype if name == "weight" else torch.float32
+        return torch.empty(rows, self.columns_of(name), dtype=dtype, device="cpu")
+
     def in_columns(self, name: str, values: Tensor, columns: slice) -> Tensor:
         """Returns what a shard with some columns has of values [M, columns] of all columns: [M, C]."""
         if self.is_rowwise(name):

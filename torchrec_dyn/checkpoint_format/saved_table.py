@@ -268,6 +268,7 @@ class MergedTable(RowSource):
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
+        most_rows: the number of rows in all saves, with those that later saves replace or remove.
     """
 
     def __init__(
@@ -276,6 +277,7 @@ class MergedTable(RowSource):
         self._saves, self.last = tuple(saves), saves[-1]
         last = self.last
         self.where = where or last.where
+        self.most_rows = sum(save.num_rows for save in saves)
         dtypes = sorted({str(save.dtype) for save in saves})
         if len(dtypes) > 1:
             raise ValueError(

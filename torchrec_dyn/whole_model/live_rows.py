@@ -115,13 +115,13 @@ class LiveRows(RowSource):
     def _read_here(self, names: Sequence[str], places: Tensor) -> dict[str, Tensor]:
         """Returns rows of this rank's share, in whole rows: an unsharded table has one shard."""
         if not self._table.has_first_column:
-            return {name: self._nothing(name, 0) for name in names}
+            return {name: self.nothing(name) for name in names}
         return {name: to_host(read_tensor(self._table.shards[0], name, places)) for name in names}
 
     def _read_waiting(self, places: Tensor) -> dict[str, Tensor]:
         life = self._table.shards[0].life if self._table.has_first_column else None
         if life is None or life.waiting is None:
-            return {name: self._nothing(name, 0) for name in SCORES}
+            return {name: self.nothing(name) for name in SCORES}
         numbers = map(to_host, life.waiting.read(places))
         return dict(zip(SCORES, numbers, strict=True))
 
@@ -148,16 +148,9 @@ class LiveRows(RowSource):
                 for shard in shards
             ]
 
-        parts = [self._nothing(name, len(ids)), *self._unchanged(read)]
+        parts = [self.nothing(name, len(ids)), *self._unchanged(read)]
         parts = [values if values.dim() == 2 else values[:, None] for values in parts]
         return torch.cat([parts[0][:, :0], *parts[1:]], 1)
-
-    def _nothing(self, name: str, rows: int) -> Tensor:
-        """Returns rows of a tensor without numbers in them, for a rank that has none."""
-        if name in SCORES:
-            return torch.empty(rows, dtype=torch.int64, device="cpu")
-        dtype = self.dtype if name == "weight" else torch.float32
-        return torch.empty(rows, self.columns_of(name), dtype=dtype, device="cpu")
 
     def _clock_here(self) -> list[list[int]] | None:
         lives = [shard.life for shard in self._table.shards]
