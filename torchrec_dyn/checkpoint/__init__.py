@@ -16,7 +16,7 @@ from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load, only_to_save
+from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.tools import (
     export_rows,
     export_saved_rows,
@@ -44,8 +44,6 @@ __all__ = [
     "import_rows",
     "load_static",
     "mark",
-    "only_to_load",
-    "only_to_save",
     "open_checkpoint",
     "read_batches",
 ]

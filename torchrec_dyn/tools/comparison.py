@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
-    OPTIMIZER,
+    OPTIMIZER_TENSORS,
     Entry,
     MergedTable,
     SavedChain,
@@ -31,7 +31,7 @@ from torchrec_dyn.tools.inspection import Histogram, titled
 _RANGE_BYTES = 32 << 20
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
-_CONFIG = f"{OPTIMIZER}config"
+_CONFIG = "optimizer_config"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 _Tables = Mapping[str, MergedTable]
 
@@ -148,7 +148,7 @@ def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
         names = [
             name
             for name in sorted({*ours} | {*theirs})
-            if ours.get(name) != theirs.get(name) and (is_same or not name.startswith(OPTIMIZER))
+            if ours.get(name) != theirs.get(name) and (is_same or name not in OPTIMIZER_TENSORS)
         ]
         if names:
             differing.append(f"{table} ({', '.join(names)})")

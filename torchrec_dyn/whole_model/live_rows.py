@@ -103,7 +103,8 @@ class LiveRows(RowSource):
             assert self.group is not None
             exchange = IdExchange(self.where, lambda: ids, layout, self.group, ids.device)
             for name in cut:
-                rows = exchange.return_rows(partial(self._read_sent, name, exchange.arrived))
+                sent_rows = self._together(partial(self._read_sent, name, exchange.arrived))
+                rows = exchange.return_rows(sent_rows)
                 chunk[name] = rows.flatten() if name in SCORES else rows
         return {
             name: chunk[name]
@@ -142,13 +143,11 @@ class LiveRows(RowSource):
         if name in SCORES:
             shards = shards[:1] if self._table.has_first_column else ()
 
-        def read() -> list[Tensor]:
-            return [
-                to_host(read_tensor(shard, name, shard.id_map.lookup(ids.to(shard.device))))
-                for shard in shards
-            ]
-
-        parts = [self.nothing(name, len(ids)), *self._unchanged(read)]
+        parts = [
+            to_host(read_tensor(shard, name, shard.id_map.lookup(ids.to(shard.device))))
+            for shard in shards
+        ]
+        parts = [self.nothing(name, len(ids)), *parts]
         parts = [values if values.dim() == 2 else values[:, None] for values in parts]
         return torch.cat([parts[0][:, :0], *parts[1:]], 1)
 

@@ -15,23 +15,31 @@ from torchrec.distributed.embedding_sharding import (
     EmbeddingShardingInfo,
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, PooledLookup, device_of
+from torchrec_dyn.sharding.grouped_lookups import (
+    CreatesLookup,
+    PooledLookup,
+    SequenceLookup,
+    device_of,
+)
 from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RoutesIds
 from torchrec_dyn.sharding.output_dists import (
     GridOutputDist,
     NodeRowWiseOutputDist,
     RowWiseOutputDist,
+    outputs_by_column,
 )
-from torchrec_dyn.sharding.output_order import outputs_by_column
 
 
 def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
 
     `groups` are in the order in which their outputs arrive.
     """
-    configs = [config for of_rank in groups for config in of_rank]
+    configs = [config for rank_configs in groups for config in rank_configs]
     names = [name for config in configs for name in config.embedding_names()]
     widths = [width for config in configs for width in config.embedding_dims()]
     shards = [shard for config in configs for shard in config.embedding_shard_metadata()]
@@ -191,3 +199,28 @@ def pooled_sharding(
     if issubclass(kind, CwPooledEmbeddingSharding):
         options["permute_embeddings"] = permute_embeddings
     return kind(infos, env, device, **options)
+
+
+class _CreatesSequenceLookup(CreatesLookup):
+    """Mixin for TorchRec's sequence shardings."""
+
+    lookup_class = SequenceLookup
+
+
+class TableWiseSequence(_CreatesSequenceLookup, TwSequenceEmbeddingSharding):
+    """Whole tables on one rank each."""
+
+
+class ColumnWiseSequence(_CreatesSequenceLookup, CwSequenceEmbeddingSharding):
+    """Column ranges of tables on any ranks."""
+
+
+class RowWiseSequence(_CreatesSequenceLookup, RoutesIds, RwSequenceEmbeddingSharding):
+    """Rows spread over all ranks."""
+
+
+SEQUENCE_SHARDINGS = {
+    ShardingType.TABLE_WISE.value: TableWiseSequence,
+    ShardingType.ROW_WISE.value: RowWiseSequence,
+    ShardingType.COLUMN_WISE.value: ColumnWiseSequence,
+}

@@ -1,6 +1,6 @@
 // CUDA kernels on the threads of the simt build (simt.h), on data where threads of one launch meet at the
 // same words. Built with ThreadSanitizer, and with AddressSanitizer and UBSan, by `run`; a third time with
-// TORCHREC_DYN_PLANTED_RACE, which makes atomic_cas a plain store: ThreadSanitizer must report it.
+// a copy of the core in which atomic_cas is a plain store: ThreadSanitizer must report it.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

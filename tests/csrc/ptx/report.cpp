@@ -46,7 +46,7 @@ void fail(int error, const Warp& warp, const Instruction& instruction, int lane,
 
 void run_unsupported(Warp& warp, const Instruction& instruction, uint32_t lanes) {
   fail(98, warp, instruction, first_lane(lanes),
-       "expected an instruction that the emulator supports. Add it to csrc/sanitize/ptx");
+       "expected an instruction that the emulator supports. Add it to tests/csrc/ptx");
 }
 
 KernelFacts facts(const Kernel& kernel) {
