@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.dcp_files import load_files
-from torchrec_dyn.checkpoint.delta_apply import SumsOfTable, apply_changes
+from torchrec_dyn.checkpoint.delta_apply import Sums, apply_changes
 from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.entry_fit import (
@@ -135,7 +135,7 @@ def load_entry(
     loaded = settle(group, _CALL, load)
     # Anew: the load has taken over initializers.
     kept = [one for one in tables_of(model, _CALL) if f"model.{one.key}.config" in loaded]
-    held: list[SumsOfTable] = []
+    held: list[Sums] = []
     for delta in line[1:] if kept else ():
         held = apply_changes(kept, delta.tables, is_partial, held)
     return values, is_same and not is_partial  # of what was left out no delta tells

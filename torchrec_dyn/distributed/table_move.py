@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
-from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results, run_together
+from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results
 from torchrec_dyn.state_dict import (
-    LoadSession,
-    ModelEntry,
     ModelSource,
-    OptimizerEntry,
     OptimizerSource,
-    TableEntry,
-    commit_state,
+    TableLoad,
+    load_name,
     saved_tensors,
+    verify_and_commit,
 )
 
 
@@ -30,14 +28,14 @@ def move_table(before: Table, after: Table, call: str) -> None:
     saved = saved_tensors(
         [before], call, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
     )
-    rows, rows_state = ModelEntry(after), OptimizerEntry(after)
-    entries: list[TableEntry] = [rows, rows_state]
-    session = LoadSession(entries)
-    for tensors, entry in zip(saved, entries, strict=True):
-        exchange_chunks(tensors, entry, group, call)
-    session.verify(call)
-    run_together(group, call, rows.commit)
-    commit_state(rows_state, call)
+    tensors = {
+        load_name(name, bool(number)): tensor
+        for number, of_source in enumerate(saved)
+        for name, tensor in of_source.items()
+    }
+    load = TableLoad(after, has_state=True)
+    exchange_chunks(before, tensors, load, call)
+    verify_and_commit(group, call, lambda: [load])
     _copy_counters(before, after, call)
 
 

@@ -11,7 +11,7 @@ the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks.agreement import exchange, gather_results, run_together
 from torchrec_dyn.ranks.id_exchange import IdExchange
@@ -85,6 +86,7 @@ class Table:
         optimizer: the optimizer of the rows.
         key: key of the table in the model's state dict, e.g. "sparse.ebc.embedding_bags.user"; "" if the
             model is not known.
+        initializers: the initializers that loads have set, by table of the collection.
         maps: chosen ids and rows of each shard, for deltas (checkpoint/delta_export.py); None: all rows.
     """
 
@@ -100,6 +102,7 @@ class Table:
     options: DynamicTableConfig
     optimizer: RowOptimizer
     key: str = ""
+    initializers: dict[str, Initializer] = field(default_factory=dict)
     maps: tuple[IdMap, ...] | None = None
 
     @classmethod

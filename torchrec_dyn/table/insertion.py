@@ -177,7 +177,7 @@ class Removal:
         self._table = table
         self._ids = ids
         self._rows = rows
-        self._left = table.id_map.num_ids - ids.numel()
+        self.left = table.id_map.num_ids - ids.numel()
         self._counted = {cause: table.counters[cause] + rows.numel()}
         self._log = table.change_log
         self._logged = None if self._log is None else self._log.removed
@@ -199,7 +199,7 @@ class Removal:
 
     def commit(self) -> None:
         """Removes the ids and frees their rows: of all ids or of none."""
-        run_to_end(lambda _: self._table.id_map.remove(self._ids, self._left), self.free_rows)
+        run_to_end(lambda _: self._table.id_map.remove(self._ids, self.left), self.free_rows)
 
     def free_rows(self, _: bool = False) -> None:
         """Frees the rows of ids that are not in the map; a second call directly after changes nothing.
