@@ -14,7 +14,7 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv,
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed import resharding
-from torchrec_dyn.state_dict.aligned_state import AlignedState
+from torchrec_dyn.state_dict import TableLoad
 
 TW, RW = "table_wise", "row_wise"
 
@@ -133,12 +133,12 @@ def run_commit(every):
     """Interrupts only the commit of loaded optimizer state."""
     training = ShardedTraining(LIVES["plain"], "column_wise")
     rows, optimizer = training.save(training.after(4))
-    commit = AlignedState.commit
+    commit = TableLoad.commit
 
     def loaded():
         model, waiting = training.after(2), []
         model.load_state_dict(rows)
-        with mock.patch.object(AlignedState, "commit", lambda loaded: waiting.append(loaded)):
+        with mock.patch.object(TableLoad, "commit", lambda loaded: waiting.append(loaded)):
             model.fused_optimizer.load_state_dict(optimizer)
         return model, waiting[0]
 

@@ -109,13 +109,16 @@ def test_rows_that_move_to_another_gpu_are_read_after_the_last_call(cuda):
 def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
     config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])
     fused = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
-    log, summary, write = cuda.log, delta_apply.ModelSource.summary, delta_apply._write_rows
+    log, summary, write = cuda.log, delta_apply.ModelSource.summary, delta_apply.merge
     monkeypatch.setattr(
         delta_apply.ModelSource, "summary", lambda self: log.append("reads") or summary(self)
     )
-    monkeypatch.setattr(
-        delta_apply, "_write_rows", lambda *asked: log.append("writes") or write(*asked)
-    )
+
+    def merge(*asked):
+        commit = write(*asked)
+        return lambda: log.append("writes") or commit()
+
+    monkeypatch.setattr(delta_apply, "merge", merge)
     with MockDevice():
         module = dyn.DynamicEmbeddingCollection([config], device="cuda", fused_params=fused)
         module.table("a").assign(torch.arange(5), torch.ones(5, 4))

@@ -98,6 +98,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 _check_is_dynamic(prefix, saved)
                 if not _was_dynamic(prefix, saved):
                     continue
+                _check_chunks(fqn, saved.get(fqn))
                 resized = _resized(value, name, saved.get(fqn))
                 if resized is not None:
                     set_element(state_dict, paths[fqn], resized)

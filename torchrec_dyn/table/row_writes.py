@@ -114,7 +114,8 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
                 "have changed. Merge between two steps, in the thread that trains."
             )
         table.life = life
-        insert_rows(additions)
+        for addition in additions:
+            insert_rows([addition])
         removal.commit()
         table.id_map.num_ids = num_ids
         for store, new_rows in zip(table.stores, rows.stores, strict=True):
