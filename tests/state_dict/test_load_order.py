@@ -266,7 +266,7 @@ def verified_anew(path: str) -> bool:
     put(model, state)
     read({"optimizer": state["optimizer"]}, path)
     states = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]
-    (staged,) = states["t.config"].entry.staged
+    (staged,) = states["t.optimizer_config"].entry.staged
     staged.store("momentum1")[0].blocks[0][0, 0] += 1
     with pytest.raises(ValueError, match="damaged"):
         model.fused_optimizer.load_state_dict(state["optimizer"])

@@ -22,7 +22,7 @@ from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load, only_to_save
+from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.whole_model import drop_load
 
 __all__ = [
@@ -43,8 +43,6 @@ __all__ = [
     "import_rows",
     "load_static",
     "mark",
-    "only_to_load",
-    "only_to_save",
     "open_checkpoint",
     "read_batches",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint.inspection import Histogram, titled
 from torchrec_dyn.checkpoint_format import (
-    OPTIMIZER,
+    OPTIMIZER_TENSORS,
     Entry,
     SavedChain,
     SavedCheckpoint,
@@ -30,7 +30,7 @@ from torchrec_dyn.storage import canonical_keys
 
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
-_CONFIG = f"{OPTIMIZER}config"
+_CONFIG = "optimizer_config"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
@@ -125,7 +125,7 @@ def _tables_that_differ(mine: Entry, its: Entry) -> list[str]:
         names = [
             name
             for name in sorted({*one} | {*other})
-            if one.get(name) != other.get(name) and (is_same or not name.startswith(OPTIMIZER))
+            if one.get(name) != other.get(name) and (is_same or name not in OPTIMIZER_TENSORS)
         ]
         if names:
             found.append(f"{table} ({', '.join(names)})")

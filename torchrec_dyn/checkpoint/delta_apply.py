@@ -21,22 +21,17 @@ from torchrec_dyn.checkpoint.delta_reader import (
     IN_ORDER,
     Sums,
     TableChange,
-    check_removed,
     read_delta,
 )
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
-    MODEL_TENSORS,
-    OPTIMIZER,
-    OPTIMIZER_TENSORS,
     ROW_TENSORS,
-    SavedTable,
     add_sums,
     from_words,
 )
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, load_name, saved_sums
+from torchrec_dyn.state_dict import CheckedPart, sums_here
 from torchrec_dyn.storage import IdMap, turn_of
 from torchrec_dyn.table import Commit, TableShard, merge
 from torchrec_dyn.whole_model import tables_of
@@ -65,10 +60,17 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 class _Part(NamedTuple):
-    """Content sums of one table on one rank: of the delta, and of the rows that it removes or rewrites."""
+    """One rank's part of a table in a delta; all-gathered.
 
-    added: Sums
+    Attributes:
+        checked: of the delta.
+        replaced: content sums of the rows that it removes or rewrites.
+        held: content sums of the table, unless all ranks have them already.
+    """
+
+    checked: CheckedPart
     replaced: Sums
+    held: Sums
 
 
 def apply_changes(
@@ -77,33 +79,42 @@ def apply_changes(
     is_partial: bool = False,
     held: Sequence[Sums] = (),
 ) -> list[Sums]:
-    """Applies a delta to tables, as `apply_delta`. Collective: ranks meet when read, and when prepared.
+    """Applies a delta to tables, as `apply_delta`. Collective.
 
     With `is_partial` the delta may have further tables. `held` is what the call for the delta before has
     returned, if nothing has changed the tables since: the rows are not all read again then.
 
-    Returns the content sums that the tables have now, but for those that were not compared.
+    Returns the content sums that the tables have now, but for those that were not compared. The ranks meet
+    when each has read and checked its part, and when each can commit.
     """
     group = tables[0].group
     changes: list[TableChange] = []
 
     def read() -> list[_Part]:
         changes.extend(read_delta(tables, path, is_partial))
-        return [_Part(_checked(change), _sums_replaced(change)) for change in changes]
+        is_held = bool(held) and all(map(_has_compared, held, changes))
+        return [
+            _Part(
+                change.load.check(),
+                _sums_replaced(change),
+                {} if is_held else sums_here(change.table),
+            )
+            for change in changes
+        ]
 
-    by_rank = gather_results(group, CALL, read)
-    if not held or not all(map(_has_compared, held, changes)):
-        held = _sums_of(tables)
+    by_table = list(zip(*gather_results(group, CALL, read), strict=True))
     ends: list[Sums] = []
     commits: list[tuple[Table, list[Commit]]] = []
 
     def prepare() -> None:
-        for number, change in enumerate(changes):
-            parts = [parts[number] for parts in by_rank]
-            change.load.compare(add_sums(*(part.added for part in parts)))
-            _check_begins(change, held[number])
-            replaced = add_sums(*(part.replaced for part in parts))
-            ends.append(_end(change, held[number], replaced))
+        for number, (change, parts) in enumerate(zip(changes, by_table, strict=True)):
+            checked = [part.checked for part in parts]
+            change.load.compare(
+                [one.words for one in checked], add_sums(*(one.sums for one in checked))
+            )
+            sums = add_sums(*(part.held for part in parts)) or held[number]
+            _check_begins(change, sums)
+            ends.append(_end(change, sums, add_sums(*(part.replaced for part in parts))))
         for change in changes:
             commits.append((change.table, _prepared(change)))
 
@@ -115,13 +126,6 @@ def apply_changes(
     return ends
 
 
-def _checked(change: TableChange) -> Sums:
-    """Checks this rank's part of a table, and returns its content sums."""
-    sums, _, _ = change.load.check()
-    check_removed(change)
-    return sums or {}
-
-
 def _has_compared(held: Sums, change: TableChange) -> bool:
     """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
     names = set(change.compared)
@@ -130,25 +134,9 @@ def _has_compared(held: Sums, change: TableChange) -> bool:
     return held.keys() >= names
 
 
-def _sums_of(tables: Sequence[Table]) -> list[Sums]:
-    """Returns the content sums of tables, whose rows are all read. Collective."""
-    return [_named(model, optimizer) for model, optimizer in saved_sums(tables, CALL)]
-
-
-def _named(model: Tensor, optimizer: Tensor) -> dict[str, int]:
-    """Returns the content sums of the words of two checksums, by the names of a `TableLoad`."""
-    of_state = from_words(optimizer, OPTIMIZER_TENSORS)
-    named = {load_name(name, True): total for name, total in of_state.items()}
-    return {**from_words(model, MODEL_TENSORS), **named}
-
-
-def _words(saved: SavedTable, when: str) -> dict[str, int]:
-    return _named(saved.read(when), saved.read(OPTIMIZER + when))
-
-
 def _check_begins(change: TableChange, sums: Sums) -> None:
     """Raises ValueError unless the delta begins at the content sums of the copy."""
-    base, result = _words(change.saved, "base"), _words(change.saved, "result")
+    base, result = (from_words(change.saved.read(when)) for when in ("base", "result"))
     if not change.saved.num_rows and not sums.get("last_seen"):
         change.is_unscored = False  # all scores are 0, as those of the copy
     for name in change.compared:
@@ -167,7 +155,7 @@ def _check_begins(change: TableChange, sums: Sums) -> None:
 
 def _end(change: TableChange, held: Sums, replaced: Sums) -> Sums:
     """Returns the content sums to which the delta leads; raises ValueError if it names other sums."""
-    added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
+    added, result = change.saved.sums, from_words(change.saved.read("result"))
     sums: dict[str, int] = {}
     for name in change.compared:
         kept = held[name] - replaced.get(name, 0) if name in ROW_TENSORS else 0
@@ -189,13 +177,7 @@ def _sums_replaced(change: TableChange) -> Sums:
             _rows_replaced(shard, own.id_map, change.removed)
             for shard, own in zip(change.table.shards, staged, strict=True)
         )
-        chosen = replace(change.table, maps=maps)
-        model = ModelSource(chosen, None).summary()
-        optimizer = OptimizerSource(chosen, None).summary()
-    return {
-        **({} if model is None else model.sums.by_name),
-        **({} if optimizer is None else optimizer.sums.by_name),
-    }
+        return sums_here(replace(change.table, maps=maps))
 
 
 def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
+    OPTIMIZER_TENSORS,
     ChunkedTensor,
     SavedTable,
     check_config,
@@ -36,7 +38,6 @@ from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
     TableLoad,
-    load_name,
     places_here,
     places_of_part,
     read_table,
@@ -158,7 +159,7 @@ def has_scores(saved: SavedTable) -> bool | None:
     if saved.num_rows:
         return "last_seen" in saved.names
     whens = ("base", "result") if saved.is_delta else ()
-    ends = [from_words(saved.read(when), MODEL_TENSORS) for when in whens]
+    ends = [from_words(saved.read(when)) for when in whens]
     return any(one["last_seen"] for one in ends) if any(one["ids"] for one in ends) else None
 
 
@@ -180,8 +181,8 @@ def _read(change: TableChange, files: FileSystemReader, metadata: Metadata) -> N
     of_state = f"optimizer.state.{key.removeprefix('model.')}.weight.{table.name}"
     # Also those that the copy does not use: as unread.
     keys = {name: f"{key}.{name}" for name in (*MODEL_TENSORS, "checksum")}
-    for name in ("config", "checksum", "step", *table.optimizer.state_names):
-        keys[load_name(name, True)] = f"{of_state}.{name}"
+    for name in (*OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM):
+        keys[name] = f"{of_state}.{name}"
     saved = {name: metadata.state_dict_metadata.get(own) for name, own in keys.items()}
     present = {name: one for name, one in saved.items() if isinstance(one, TensorStorageMetadata)}
     tensors = {
@@ -191,11 +192,7 @@ def _read(change: TableChange, files: FileSystemReader, metadata: Metadata) -> N
     ids, waiting = tensors.get("ids"), tensors.get("waiting")
     load.begin(present, places_here(table, ids), places_here(table, waiting))
     read_table(load, tensors)
-
-
-def check_removed(change: TableChange) -> None:
-    """Raises ValueError if the delta removes an id and has a row of it."""
-    for staged in change.load.staged or ():
+    for staged in load.staged or ():
         if bool((staged.id_map.lookup(change.removed.to(staged.rows.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"

@@ -21,7 +21,6 @@ from torch import Tensor
 from torchrec_dyn.checkpoint.row_sources import RowSource, TableFacts
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
-    OPTIMIZER,
     ROW_TENSORS,
     Entry,
     SavedTable,
@@ -101,7 +100,7 @@ class MergedTable(RowSource):
         self.facts = TableFacts(last.name, last.embedding_dim, last.dtype, seed, step)
         self._sums: Mapping[str, int] = last.sums
         if entry is not None:
-            self._sums = _by_tensor(entry.sums_by_tensor().get(last.name, {}))
+            self._sums = entry.sums_by_tensor().get(last.name, {})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -251,12 +250,6 @@ class MergedTable(RowSource):
 
 def _cuts(save: SavedTable) -> list[int]:
     return list((save.optimizer or {}).get("cuts", ()))
-
-
-def _by_tensor(sums: Mapping[str, int]) -> dict[str, int]:
-    """Returns the sums of an entry under the names of `SavedTable`: of states without the prefix."""
-    states = {f"{OPTIMIZER}{name}": name for name in STATE_NAMES}
-    return {states.get(name, name): total for name, total in sums.items()}
 
 
 class _Taken:

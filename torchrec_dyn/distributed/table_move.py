@@ -5,10 +5,8 @@ from __future__ import annotations
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
 from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results
 from torchrec_dyn.state_dict import (
-    ModelSource,
-    OptimizerSource,
     TableLoad,
-    load_name,
+    TableSource,
     saved_tensors,
     verify_and_commit,
 )
@@ -25,16 +23,9 @@ def move_table(before: Table, after: Table, call: str) -> None:
     """
     group = before.group
     assert group is not None
-    saved = saved_tensors(
-        [before], call, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
-    )
-    tensors = {
-        load_name(name, bool(number)): tensor
-        for number, of_source in enumerate(saved)
-        for name, tensor in of_source.items()
-    }
+    ((of_model, of_optimizer),) = saved_tensors([before], call, TableSource)
     load = TableLoad(after, has_state=True)
-    exchange_chunks(before, tensors, load, call)
+    exchange_chunks(before, {**of_model, **of_optimizer}, load, call)
     verify_and_commit(group, call, lambda: [load])
     _copy_counters(before, after, call)
 

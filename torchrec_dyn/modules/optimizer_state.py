@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
@@ -27,7 +28,7 @@ class SavedState:
 
     Args:
         table: the table's name.
-        name: name of an optimizer state, or "step", "config", "checksum" or "cells".
+        name: name of an optimizer state, or "step", "optimizer_config" or "optimizer_checksum".
         save: function that returns all tensors of the tables that are saved together, by "{table}.{name}".
         load: function that loads all tensors of the table.
         made: exported tensors not returned yet, by thread and "{table}.{name}", because several threads may
@@ -92,7 +93,7 @@ def saved_states(
         load: function that loads all tensors of the table.
         made: an empty dict, the same for these tables.
     """
-    names = ("cells", *optimizer.state_names, "step", "config", "checksum")
+    names = ("optimizer_config", *optimizer.state_names, "step", OPTIMIZER_CHECKSUM)
     given: dict[str, Tensor | None] = dict.fromkeys(names)
     return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_dyn.checkpoint_format import as_words
 from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
 from torchrec_dyn.replicas.exchange import digest_of, run_over
@@ -80,7 +81,7 @@ class Replicas:
 
         self._groups = replica_groups(gather_results(self._group, CALL, tell))
         sums = run_together(self._group, CALL, lambda: saved_sums(tables, CALL))
-        digests = [bytes(digest_of(words).tolist()) for words in sums]
+        digests = [bytes(digest_of([as_words(of_table)]).tolist()) for of_table in sums]
         self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]

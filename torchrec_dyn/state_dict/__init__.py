@@ -35,15 +35,14 @@ from torchrec_dyn.state_dict.collection_state import (
     verify_and_commit,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.loading import TableLoad, load_name
+from torchrec_dyn.state_dict.loading import CheckedPart, TableLoad
 from torchrec_dyn.state_dict.own_places import places_here, places_of_part
 from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.row_reads import read_table
 from torchrec_dyn.state_dict.saving import (
-    ModelSource,
-    OptimizerSource,
-    only_to_load,
-    only_to_save,
+    Counts,
+    TableSource,
     saved_sums,
     saved_tensors,
+    sums_here,
 )

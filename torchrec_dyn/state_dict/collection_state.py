@@ -15,12 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, add_sums, numbers_of
+from torchrec_dyn.checkpoint_format import (
+    MODEL_NAMES,
+    OPTIMIZER_CHECKSUM,
+    SavedTensor,
+    add_sums,
+    numbers_of,
+)
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.awaited_loads import note_taken
-from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad, load_name
+from torchrec_dyn.state_dict.loading import CheckedPart, LoadSession, LoadTarget, TableLoad
 from torchrec_dyn.state_dict.places import runs_of
-from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
+from torchrec_dyn.state_dict.saving import saved_tensors
 
 _NEEDED = ("weight", "ids")
 _leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
@@ -45,9 +51,7 @@ def save_tables(
     """Adds the tensors of all tables to a state dict. Collective."""
     if _leaves_rows_out.get():
         return
-    made = _tensors(
-        f"{where}.state_dict", [*tables.values()], lambda one: LoadTarget(one, False).source()
-    )
+    made = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
@@ -60,10 +64,10 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     made: Sequence[Mapping[str, Tensor]]
     if _leaves_rows_out.get():
         nothing = torch.empty(0, device="cpu")
-        told = ("step", "config", "checksum", "cells")
-        made = [dict.fromkeys((*one.optimizer.state_names, *told), nothing) for one in tables]
+        others = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
+        made = [dict.fromkeys((*table.optimizer.state_names, *others), nothing) for table in tables]
     else:
-        made = _tensors(call, tables, lambda one: LoadTarget(one, True).source())
+        made = _tensors(call, tables, is_optimizer=True)
     return {
         f"{table.name}.{name}": tensor
         for table, tensors in zip(tables, made, strict=True)
@@ -84,10 +88,11 @@ def check_is_not_static(prefix: str, saved: Container[str], where: str) -> None:
 
 
 def _tensors(
-    call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
+    call: str, tables: Sequence[Table], is_optimizer: bool
 ) -> Sequence[Mapping[str, Tensor]]:
     """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors."""
-    made = saved_tensors(tables, call, lambda one: [source(one)])
+    both = saved_tensors(tables, call, lambda table: LoadTarget(table, is_optimizer).source())
+    made = [of_table[is_optimizer] for of_table in both]
     if tables[0].group is not None:
         return made
     return [
@@ -147,7 +152,6 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     """
     where = f"{table.where}.load_state_dict"
     saved = saved if table.group is not None else _plain(saved)
-    saved = {load_name(name, True): tensor for name, tensor in saved.items()}
 
     def find() -> list[TableLoad]:
         return _load_of(table, saved, saved["optimizer_config"], True)
@@ -185,7 +189,7 @@ def verify(
     found: list[TableLoad] = []
     pending: list[TableLoad] = []
 
-    def check() -> tuple[list[tuple[str, bool]], list[Any]]:
+    def check() -> tuple[list[tuple[str, bool]], list[CheckedPart]]:
         found.extend(find())
         kinds = [(load.table.name, load.session is not None) for load in found]
         LoadSession([load for load in found if load.session is None])
@@ -205,14 +209,14 @@ def verify(
         return
     checked = [*zip(*(parts for _, parts in by_rank), strict=True)]
     alone = [number for number, load in enumerate(pending) if not load.has_rows]
-    sums = [[part[0] for part in parts] for parts in checked]
+    sums = [[part.sums for part in parts] for parts in checked]
     if alone:
 
         def sums_of_state() -> list[dict[str, int]]:
             results = []
             for number in alone:
                 load = pending[number]
-                runs = runs_of([part[2] for part in checked[number]], load.table.part)
+                runs = runs_of([part.share for part in checked[number]], load.table.part)
                 results.append(load.sums_of_state(runs))
             return results
 
@@ -222,8 +226,8 @@ def verify(
 
     def compare() -> None:
         for load, parts, of_load in zip(pending, checked, sums, strict=True):
-            load.compare(add_sums(*of_load))
-            load.step = max(part[1] for part in parts)
+            load.compare([part.words for part in parts], add_sums(*of_load))
+            load.step = max(part.last_step for part in parts)
             load.is_verified = True
         for load in found:
             load.prepare()

@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_NAMES,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     ChunkedTensor,
     SavedTensor,
 )
 from torchrec_dyn.state_dict.awaited_loads import note_begun
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
-from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad, load_name
+from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad
 from torchrec_dyn.state_dict.own_places import places_here
 from torchrec_dyn.state_dict.row_reads import read_table
 
@@ -121,7 +122,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Adds a tensor to the load of its table, whichever state dict has it."""
         target, (prefix, _, name) = value.entry, fqn.rpartition(".")
-        table, name = target.table, load_name(name, target.is_optimizer)
+        table = target.table
         _check_is_dynamic(prefix, saved)
         _check_chunks(fqn, saved.get(fqn))
         # Tables of two collections may have the same name.
@@ -161,7 +162,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     f"'{read.keys[name]}' in {self._path}", files, read.keys[name], one
                 )
                 for name, one in present.items()
-                if name in load.row_names or name in load.small_names
+                if name in (*load.row_names, *load.small_names, *load.checksums)
             }
         if load.has_rows:
             ids, waiting = read.files.get("ids"), read.files.get("waiting")
@@ -228,16 +229,21 @@ def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any]) -> bool:
     The size of such a tensor depends on the contents of the table.
     """
     prefix, _, name = fqn.rpartition(".")
-    beside = [flat.get(f"{prefix}.{other}") for other in ("config", "checksum")]
-    return name in (*MODEL_NAMES, *OPTIMIZER_TENSORS) and [
-        getattr(tensor, "dtype", None) for tensor in beside
-    ] == [torch.uint8, torch.int64]
+    for names in (MODEL_NAMES, ("optimizer_config", *OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM)):
+        if name in names:
+            beside = [flat.get(f"{prefix}.{other}") for other in (names[0], names[-1])]
+            dtypes = [getattr(tensor, "dtype", None) for tensor in beside]
+            return dtypes == [torch.uint8, torch.int64]
+    return False
 
 
 def _was_dynamic(prefix: str, saved: Mapping[str, Any]) -> bool:
     """Returns True if a dynamic table, or its optimizer state, was saved."""
-    config = saved.get(f"{prefix}.config")
-    return isinstance(config, TensorStorageMetadata) and config.properties.dtype == torch.uint8
+    configs = [saved.get(f"{prefix}.{name}") for name in ("config", "optimizer_config")]
+    return any(
+        isinstance(config, TensorStorageMetadata) and config.properties.dtype == torch.uint8
+        for config in configs
+    )
 
 
 def _check_is_dynamic(prefix: str, saved: Mapping[str, Any]) -> None:

@@ -1,14 +1,14 @@
 """TableLoad: the load of one table, rows and optimizer state together, kept beside the table.
 
-A state dict of the model has the rows of a table, one of the optimizer its optimizer state. Both are parts of
-one load: no name of a tensor occurs in both.
+A state dict of the model has the rows of a table, one of the optimizer its optimizer state. No name of a
+tensor occurs in both, so both are parts of one load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     SavedTensor,
     add_sums,
@@ -26,6 +27,7 @@ from torchrec_dyn.checkpoint_format import (
     check_optimizer,
     compare_sums,
     from_bytes,
+    from_words,
     is_canonical,
     numbers_of,
     optimizer_config,
@@ -38,7 +40,7 @@ from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.aligned_state import present_rows, with_state
 from torchrec_dyn.state_dict.places import Places, Runs, Share, chunks_to_read, share_of
 from torchrec_dyn.state_dict.row_sums import SumsAsRead
-from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource, ShardSource
+from torchrec_dyn.state_dict.saving import TableSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block
 from torchrec_dyn.storage import (
     CanonicalRows,
@@ -52,14 +54,14 @@ from torchrec_dyn.storage import (
 )
 from torchrec_dyn.table import ROW_DTYPES, Commit, TableShard, check_state, replace
 
-_OPTIMIZER = "optimizer_"
-_SHARED = ("config", "checksum")  # names in both state dicts
-_ROWS, _STATE = ("clock", "config", "checksum"), ("step", "optimizer_config", "optimizer_checksum")
-_ORDERS = {"": MODEL_TENSORS, _OPTIMIZER: OPTIMIZER_TENSORS}  # by the prefix of config and checksum
+# By the checksum of a state dict: its config, the names of its tensors, and the end of the message for a
+# checkpoint without it.
+_CONFIGS = {"checksum": "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
+_TENSORS = {"checksum": MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
 _MISSING = {
-    "": "this table, got one without. "
+    "checksum": "this table, got one without. "
     "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True).",
-    _OPTIMIZER: "its optimizer state, got one without. "
+    OPTIMIZER_CHECKSUM: "its optimizer state, got one without. "
     "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True).",
 }
 
@@ -71,7 +73,6 @@ class LoadTarget:
         canonical: the rows of each shard as the tensors save them.
         load: what was read into the tensors; None before.
         is_left_out: True if a partial load has found no such tensors.
-        is_only_to_load: True if the tensors cannot be saved: their rows were not summed.
     """
 
     def __init__(self, table: Table, is_optimizer: bool) -> None:
@@ -79,16 +80,16 @@ class LoadTarget:
         self.is_optimizer = is_optimizer
         self.canonical: Sequence[CanonicalRows] = ()
         self.load: TableLoad | None = None
-        self.is_left_out = self.is_only_to_load = False
+        self.is_left_out = False
 
     @property
     def staged(self) -> Sequence[StagedRows] | None:
         """What was read and is not loaded; None if there is nothing."""
         return None if self.load is None else self.load.staged
 
-    def source(self) -> ShardSource:
+    def source(self) -> TableSource:
         """Returns what saves the tensors."""
-        source = (OptimizerSource if self.is_optimizer else ModelSource)(self.table, self)
+        source = TableSource(self.table, self)
         self.canonical = source.canonical
         return source
 
@@ -104,9 +105,20 @@ class LoadTarget:
         return True
 
 
-def load_name(name: str, is_optimizer: bool) -> str:
-    """Returns the name in a `TableLoad` of a tensor of a state dict."""
-    return _OPTIMIZER + name if is_optimizer and name in (*_SHARED, "cells") else name
+class CheckedPart(NamedTuple):
+    """One rank's part of a load; all-gathered.
+
+    Attributes:
+        words: the rows of each saved checksum that the rank has read.
+        sums: content sums of the rows; of optimizer state without rows they follow from `share`.
+        last_step: the last training step that the rows record.
+        share: of optimizer state without rows, the share of the present rows; None if the rank has none.
+    """
+
+    words: dict[str, list[list[int]]]
+    sums: dict[str, int]
+    last_step: int
+    share: Share | None
 
 
 class TableLoad:
@@ -119,6 +131,7 @@ class TableLoad:
         saved: DCP's metadata of the saved tensors, by name.
         unread: names of saved tensors that the load does not read, so that their sums are not compared.
         small: the tensors that are not by row, as read, by name.
+        words: the rows of each saved checksum that this rank has read.
         staged: the rows of each shard as read; None before a load and after it.
         places: places of the rows that this rank reads.
         waiting_places: places of the waiting ids that this rank reads.
@@ -136,6 +149,7 @@ class TableLoad:
         self.saved: Mapping[str, TensorStorageMetadata] = {}
         self.unread: set[str] = set()
         self.small: dict[str, Tensor] = {}
+        self.words: dict[str, list[list[int]]] = {}
         self.staged: list[StagedRows] | None = None
         self.places = self.waiting_places = Places([])
         self.total = self.step = 0
@@ -167,13 +181,19 @@ class TableLoad:
 
     @property
     def small_names(self) -> tuple[str, ...]:
-        """Names of the other tensors."""
-        return (*(_ROWS if self.has_rows else ()), *(_STATE if self.has_state else ()))
+        """Names of the other tensors, without checksums."""
+        of_rows = ("clock", "config") if self.has_rows else ()
+        return (*of_rows, *(("step", "optimizer_config") if self.has_state else ()))
 
     @property
-    def _parts(self) -> list[str]:
-        """The prefixes of config and checksum."""
-        return [*([""] if self.has_rows else []), *([_OPTIMIZER] if self.has_state else [])]
+    def checksums(self) -> list[str]:
+        """Names of the checksums."""
+        of_state = [OPTIMIZER_CHECKSUM] if self.has_state else []
+        return [*(["checksum"] if self.has_rows else []), *of_state]
+
+    @property
+    def _names(self) -> set[str]:
+        return {*self.row_names, *self.small_names, *self.checksums}
 
     # Reading.
 
@@ -189,10 +209,10 @@ class TableLoad:
         Raises ValueError if a config or a checksum is missing, or the tensors have different rows.
         """
         where, names = self.table.where, self.row_names
-        for prefix in self._parts:
-            if f"{prefix}config" not in saved:
-                raise ValueError(f"{where}: expected a checkpoint with {_MISSING[prefix]}")
-            if f"{prefix}checksum" not in saved:
+        for checksum in self.checksums:
+            if _CONFIGS[checksum] not in saved:
+                raise ValueError(f"{where}: expected a checkpoint with {_MISSING[checksum]}")
+            if checksum not in saved:
                 raise ValueError(
                     f"{where}: expected a checkpoint with a checksum of this table, got none. {DAMAGED}"
                 )
@@ -201,8 +221,8 @@ class TableLoad:
             raise ValueError(
                 f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
             )
-        self.saved, self.small = saved, {}
-        self.unread = set(saved) - {*names, *self.small_names}
+        self.saved, self.small, self.words = saved, {}, {}
+        self.unread = set(saved) - self._names
         self.is_verified, self.sums_as_read = False, None
         self.total = next(iter(rows.values()), 0)
         counters = saved["waiting"].size[0] if "waiting" in saved else 0
@@ -230,6 +250,9 @@ class TableLoad:
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor that this rank reads."""
+        if name in self.checksums:  # each rank reads the rows of some of the ranks that saved
+            ranks = 1 if self.table.group is None else self.table.group.size()
+            return list(self.saved[name].chunks)[self.table.rank :: ranks]
         if name in self.small_names:
             return [chunk for chunk in self.saved[name].chunks if chunk.sizes.numel()]
         if not self.staged or name not in self.row_names:
@@ -261,6 +284,9 @@ class TableLoad:
 
     def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
         """Stages a block that was read; `offset` is its place in the tensor, one number per dimension."""
+        if name in self.checksums:
+            self.words.setdefault(name, []).extend(block.tolist())
+            return
         if name in self.small_names:
             self.small[name] = block
             return
@@ -271,10 +297,13 @@ class TableLoad:
 
     def fill(self, saved: Mapping[str, Any]) -> None:
         """Stages this rank's rows of tensors by name; raises ValueError if they do not fit."""
-        self.unread = set(saved) - {*self.row_names, *self.small_names}
+        self.unread = set(saved) - self._names
         if self.table.group is None:  # a load of an unsharded table may lack parts
-            orders = (_ORDERS[prefix] for prefix in self._parts)
-            self.unread |= {name for order in orders for name in order} - set(saved)
+            names = (_TENSORS[checksum] for checksum in self.checksums)
+            self.unread |= {name for of_checksum in names for name in of_checksum} - set(saved)
+        for name in self.checksums:
+            if name in saved:
+                self.words[name] = self._words_in(saved[name])
         for name in self.small_names:
             if name in saved:
                 self.small[name] = to_host(numbers_of(saved[name]))
@@ -287,6 +316,14 @@ class TableLoad:
             self._receive_copies(by_row)
         else:
             self._fill_rows(by_row)
+
+    def _words_in(self, checksum: Tensor) -> list[list[int]]:
+        """Returns this rank's rows of a checksum: a copy has one, a plain tensor those of all ranks."""
+        if isinstance(checksum, SavedTensor):
+            return [row for _, block in checksum.local() for row in block.tolist()]
+        ranks = 1 if self.table.group is None else self.table.group.size()
+        rows: list[list[int]] = checksum[self.table.rank :: ranks].tolist()
+        return rows
 
     def _receive_copies(self, by_row: Mapping[str, SavedTensor]) -> None:
         for name, tensor in by_row.items():
@@ -303,7 +340,7 @@ class TableLoad:
         for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
             if name in given and not len(given[name]):
                 del given[name]
-        if "checksum" not in self.small:  # not as a table has saved it
+        if "checksum" not in self.words:  # not as a table has saved it
             state = {"weight": weight, **given, **self.small}
             state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
             check_state(table.where, state, table.embedding_dim, {})
@@ -342,44 +379,43 @@ class TableLoad:
 
     # Verifying.
 
-    def _config(self, prefix: str) -> dict[str, Any]:
-        name = f"{prefix}config"
+    def _config(self, name: str) -> dict[str, Any]:
         return from_bytes(self.table.where, self.small[name]) if name in self.small else {}
 
     @property
     def _cuts(self) -> list[int]:
         """The column cuts of row-wise state as saved."""
-        return self._config(_OPTIMIZER).get("cuts", self.table.cuts)
+        return self._config("optimizer_config").get("cuts", self.table.cuts)
 
     def initializer(self) -> Initializer | None:
         """Returns the saved initializer; None if no config was read, ValueError if this version lacks it."""
-        config = self._config("")
+        config = self._config("config")
         return saved_initializer(self.table.where, config) if config else None
 
-    def check(self) -> tuple[dict[str, int] | None, int, Share | None]:
-        """Checks this rank's part.
-
-        Returns its content sums, or None of optimizer state without rows, whose ids are not known yet; the
-        last training step that its rows record; and, of state without rows, the share of the present rows.
-        """
+    def check(self) -> CheckedPart:
+        """Checks this rank's part of the load."""
         table, where = self.table, self.table.where
-        for prefix in self._parts:
-            named = {name: f"{prefix}{name}" for name in _SHARED}
-            small = {name: self.small[own] for name, own in named.items() if own in self.small}
-            check_config_is_whole(where, table.name, small, _ORDERS[prefix])
-        if config := self._config(""):
+        for checksum, words in self.words.items():
+            if words:
+                small = {
+                    name: self.small[name] for name in self.small if name in _TENSORS[checksum]
+                }
+                saved = from_words(torch.tensor(words, device="cpu"))
+                check_config_is_whole(where, table.name, small, saved)
+        if config := self._config("config"):
             check_config(where, config, table.config)
-        if config := self._config(_OPTIMIZER):
+        if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
         for staged in self.staged or ():
             staged.check_complete(self.has_rows)
         if not self.has_rows:
-            return None, 0, share_of(self._present[0], table) if table.shards else None
+            share = share_of(self._present[0], table) if table.shards else None
+            return CheckedPart(self.words, {}, 0, share)
         summed = [staged.sums if self.has_sums else staged.summed() for staged in self.staged or ()]
         if self.sums_as_read is not None and self.has_sums:
             summed.append(self.sums_as_read.sums)
         last = max((staged.last_step() for staged in self.staged or ()), default=0)
-        return add_sums(*summed, self._small_sums()), last, None
+        return CheckedPart(self.words, add_sums(*summed, self._small_sums()), last, None)
 
     @property
     def has_sums(self) -> bool:
@@ -399,32 +435,30 @@ class TableLoad:
             return {}
         name = self.table.name
         return {
-            one: sum_of_small(name, one.removeprefix(_OPTIMIZER), self.small[one])
-            for one in self.small_names
-            if one in self.small and not one.endswith("checksum")
+            small: sum_of_small(name, small, self.small[small])
+            for small in self.small_names
+            if small in self.small
         }
 
-    def compare(self, summed: Mapping[str, int]) -> None:
-        """Raises ValueError if the sums over all ranks differ from the saved sums."""
-        for prefix in self._parts:
-            if f"{prefix}checksum" not in self.small:
+    def compare(
+        self, words: Sequence[Mapping[str, list[list[int]]]], summed: Mapping[str, int]
+    ) -> None:
+        """Raises ValueError if the sums over all ranks differ from the saved ones; `words` are by rank."""
+        where = self.table.where
+        for checksum in self.checksums:
+            rows = [row for of_rank in words for row in of_rank.get(checksum, [])]
+            if not rows:
                 continue
-            order = _ORDERS[prefix]
-            own = {name: load_name(name, bool(prefix)) for name in order}
-            names = [name for name in order if own[name] not in self.unread]
-            sums = {name: summed[own[name]] for name in names if own[name] in summed}
-            words = self.small[f"{prefix}checksum"]
-            try:
-                compare_sums(self.table.where, words, order, names, sums)
-            except ValueError as error:
-                if self.has_rows:
-                    raise
-                # The sums are of ids and state: other ids read as damage.
-                raise ValueError(
-                    f"{self.table.where}: expected optimizer state of the ids that the table has, got that "
-                    "of other ids, or damaged state. Load it with the state dict of the module, or right "
-                    "after that."
-                ) from error
+            saved = from_words(torch.tensor(rows, device="cpu"))
+            names = [name for name in _TENSORS[checksum] if name not in self.unread]
+            if checksum == OPTIMIZER_CHECKSUM and self.table.optimizer.state_names:
+                if not self.has_rows and saved["ids"] != summed.get("ids", 0):
+                    raise ValueError(
+                        f"{where}: expected optimizer state of the ids that the table has, got that of other "
+                        "ids. Load it with the state dict of the module, or right after that."
+                    )
+                names.append("ids")
+            compare_sums(where, saved, names, summed)
 
     # Optimizer state without its rows.
 

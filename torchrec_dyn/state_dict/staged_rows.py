@@ -248,10 +248,10 @@ class StagedRows:
             stores = self._stores
         else:  # of optimizer state alone
             stores = {one: self._stores[one] for one in self._stores if one != "weight"}
-        has_ids = self._is_first and "ids" in self._received
+        has_scores = self._is_first and "last_seen" in self._received and self.has_scores
         for ids, rows in by_row:
-            held = {"ids": (ids, 0)} if has_ids else {}
-            if has_ids and self.has_scores and self.rows.life is not None:
+            held = {"ids": (ids, 0)} if self._is_first else {}
+            if has_scores and self.rows.life is not None:
                 last_seen, counts = self.rows.life.scores.read(rows)
                 held |= {"last_seen": (last_seen, 0), "count": (counts, 0)}
             for one, (store, origin) in stores.items():
