@@ -20,10 +20,10 @@ from torchrec.optim import Adagrad
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
-from torchrec_dyn import state_dict
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     apply_delta,
+    dcp_files,
     delta_export,
     export_delta,
     mark,
@@ -311,13 +311,13 @@ def test_a_step_of_another_thread_during_an_export_is_an_error(tmp_path, monkeyp
     model = Model()
     marker = mark(model)
 
-    def step_between(tables, call, make):
-        saved = state_dict.saved_tensors(tables, call, make)
+    def step_between(*options):
         train(model, batch(1, 1, 2))
-        return saved
+        dcp_files.save_files(*options)
 
-    monkeypatch.setattr(delta_export, "saved_tensors", step_between)
-    with pytest.raises(RuntimeError, match=r"do not change during the call, got changes of \['"):
+    train(model, batch(1, 1))
+    monkeypatch.setattr(delta_export, "save_files", step_between)
+    with pytest.raises(CheckpointException, match="got a table that was trained or changed since"):
         export_delta(model, tmp_path / "0", marker)
     assert not (tmp_path / "0").exists()
     monkeypatch.undo()

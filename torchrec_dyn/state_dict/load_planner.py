@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ class LoadPlanner(DefaultLoadPlanner):
     _names: dict[str, tuple[TableLoad, str]]  # of the tensors of sharded tables, by key
     _reads: list[_Read]
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
+    _deltas: set[str]  # names of tables of which only the changes were saved
 
     def __init__(
         self, *options: Any, path: str | os.PathLike[str] | None = None, **named: Any
@@ -89,6 +90,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         self._names, self._empty = {}, set()
         saved = metadata.state_dict_metadata
+        self._deltas = {key.split(".")[-2] for key in saved if key.endswith(".base")}
         flat, paths = flatten_state_dict(state_dict)
         reads: dict[tuple[int, str], _Read] = {}
         for fqn, value in flat.items():
@@ -96,7 +98,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._add(fqn, value, reads, saved)
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat):
                 prefix, _, name = fqn.rpartition(".")
-                _check_is_dynamic(prefix, saved)
+                _check_is_dynamic(prefix, saved, self._deltas)
                 if not _was_dynamic(prefix, saved):
                     continue
                 _check_chunks(fqn, saved.get(fqn))
@@ -123,7 +125,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """Adds a tensor to the load of its table, whichever state dict has it."""
         target, (prefix, _, name) = value.entry, fqn.rpartition(".")
         table = target.table
-        _check_is_dynamic(prefix, saved)
+        _check_is_dynamic(prefix, saved, self._deltas)
         _check_chunks(fqn, saved.get(fqn))
         # Tables of two collections may have the same name.
         read = reads.setdefault((id(table.lock), table.name), _Read(TableLoad(table, False)))
@@ -246,10 +248,10 @@ def _was_dynamic(prefix: str, saved: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_is_dynamic(prefix: str, saved: Mapping[str, Any]) -> None:
+def _check_is_dynamic(prefix: str, saved: Mapping[str, Any], deltas: Container[str]) -> None:
     """Raises ValueError if a static table was saved, or only the changes of a table."""
     check_is_not_static(f"{prefix}.", saved, f"'{prefix}' of the checkpoint")
-    if f"{prefix}.base" in saved:
+    if prefix.rpartition(".")[2] in deltas:
         raise ValueError(
             f"'{prefix}' of the checkpoint: expected a full checkpoint, got a delta, which has the changed "
             "rows only. Load the full checkpoint before it, then call "
