@@ -199,7 +199,7 @@ def one_rank_without_rows(path: str) -> list[int]:
     sharder.reshard(collection, moved, model._env, model.device)
     optimizer = read({"optimizer": model.fused_optimizer.state_dict()}, path)["optimizer"]
     model.fused_optimizer.load_state_dict(optimizer)
-    return collection.table("t").whole.last_seen(mine).tolist()
+    return collection.table("t").read_last_seen(mine).tolist()
 
 
 def test_scores_stay_if_a_rank_reads_no_row(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import CheckedPart, sums_here
-from torchrec_dyn.storage import IdMap, turn_of
+from torchrec_dyn.storage import IdMap, commit, turn_of
 from torchrec_dyn.table import Commit, TableShard, merge
 from torchrec_dyn.whole_model import tables_of
 
@@ -120,9 +120,9 @@ def apply_changes(
 
     run_together(group, CALL, prepare)
     for table, of_shards in commits:
-        with turn_of(table):
-            for commit in of_shards:
-                commit()
+        with turn_of(table), commit(table):
+            for change in of_shards:
+                change()
     return ends
 
 

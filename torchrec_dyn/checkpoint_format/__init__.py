@@ -47,7 +47,9 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     replace_file,
     write_beside,
 )
+from torchrec_dyn.checkpoint_format.merged_table import saved_rows
 from torchrec_dyn.checkpoint_format.pace import Pace
+from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
 from torchrec_dyn.checkpoint_format.saved_chain import (
     ENTRY,
     LOCK,

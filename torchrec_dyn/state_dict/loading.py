@@ -6,7 +6,7 @@ tensor occurs in both, so both are parts of one load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -47,10 +47,9 @@ from torchrec_dyn.storage import (
     RowStore,
     TableLock,
     canonical_order,
-    changes,
-    locked,
-    run_to_end,
+    commit,
     to_host,
+    turn_of,
 )
 from torchrec_dyn.table import ROW_DTYPES, Commit, TableShard, check_state, replace
 
@@ -511,30 +510,26 @@ class TableLoad:
             )
         ]
 
-    @locked
     def prepare(self) -> None:
         """Takes all memory that the commit needs. May be called again after it has failed."""
-        self._commits = [*map(replace, self.table.shards, self.finished())]
+        with turn_of(self, also_torn=self.has_rows):
+            self._commits = [*map(replace, self.table.shards, self.finished())]
 
-    @locked
-    @changes
     def commit(self) -> None:
         """Replaces the contents of the shards by what was prepared."""
-        initializer = self.initializer()
-        for rows in self._aligned_to:
-            rows.check_unchanged()  # by another thread
-        # After an interrupt (Ctrl-C) all column shards have the same ids.
-        run_to_end(*(_ignoring_again(commit) for commit in self._commits))
-        if initializer is not None:
-            self.table.initializers[self.table.name] = initializer
-        self.staged = self.session = None
-        self._commits, self._aligned_to = [], []
-        for target in self.targets:  # loaded again, their tensors are the table's own
-            target.canonical = self._present
-
-
-def _ignoring_again(commit: Commit) -> Callable[[bool], None]:
-    return lambda _: commit()
+        table, initializer = self.table, self.initializer()
+        with turn_of(self, also_torn=self.has_rows):
+            for rows in self._aligned_to:
+                rows.check_unchanged()  # by another thread
+            with commit(table, replaces=self.has_rows):
+                for change in self._commits:
+                    change()
+                if initializer is not None:
+                    table.initializers[table.name] = initializer
+            self.staged = self.session = None
+            self._commits, self._aligned_to = [], []
+            for target in self.targets:  # loaded again, their tensors are the table's own
+                target.canonical = self._present
 
 
 class LoadSession:
