@@ -71,7 +71,6 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.checkpoint.inspection import headline
 from torchrec_dyn.checkpoint_format import (
     MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
@@ -81,6 +80,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.planner import make_planner
 from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.tools.inspection import headline
 from torchrec_dyn.whole_model import tables_of
 
 COLUMNS = 256  # so many are cut in two by TorchRec, in a grid

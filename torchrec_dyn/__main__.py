@@ -11,21 +11,21 @@ from pathlib import Path
 
 import torch
 
-from torchrec_dyn import doctor, serving
-from torchrec_dyn.checkpoint import (
+from torchrec_dyn import serving
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.planner import print_size
+from torchrec_dyn.serving import ROW_DTYPES
+from torchrec_dyn.storage import lacks_memory
+from torchrec_dyn.tools import (
     BATCH_BYTES,
     export_table,
     inspect_checkpoint,
     plot_fault,
     print_difference,
+    print_report,
     verify_checkpoint,
     verify_rows_file,
 )
-from torchrec_dyn.checkpoint_format import Pace
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.planner import print_size
-from torchrec_dyn.serving import ROW_DTYPES
-from torchrec_dyn.storage import lacks_memory
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
@@ -86,11 +86,11 @@ def _arguments() -> argparse.ArgumentParser:
         "doctor",
         help="print versions, machine and build for a bug report",
         description="Prints for a bug report: versions, the trio, CPU level, nvcc, GPUs, what the extension "
-        "has kernels for, and what is wrong. Where the package cannot be imported, run the file doctor.py of "
-        "the package: the error says how.",
+        "has kernels for, and what is wrong. Where the package cannot be imported, run the file "
+        "tools/doctor.py of the package: the error says how.",
         epilog="Exit status: 0 nothing is wrong; 1 something is.",
     )
-    report.set_defaults(run=lambda _: doctor.print_report())
+    report.set_defaults(run=lambda _: print_report())
     return parser
 
 
@@ -102,32 +102,18 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     )
     verify.epilog = "Exit status: 0 no damage; 1 torn, damaged or without sums; 2 wrong usage."
     verify.add_argument("path", type=Path, help="the directory or file")
-    verify.add_argument(
-        "--add", action="store_true", help="add sums to served tables of an older version first"
-    )
-    verify.add_argument(
-        "--rate",
-        type=_count,
-        metavar="BYTES",
-        help="most bytes that are read a second, e.g. 50_000_000",
-    )
     verify.set_defaults(run=_verify)
 
 
 def _verify(chosen: argparse.Namespace) -> None:
     path: Path = chosen.path
-    is_served = (path / "current").exists() or any(path.glob("rows-*"))
-    if chosen.add and not is_served:
-        raise ValueError(f"verify --add: expected a directory of served tables, got {path}.")
-    if is_served:
-        if chosen.add:
-            serving.add_checksums(path)
-        size = serving.verify(path, chosen.rate)
+    if (path / "current").exists() or any(path.glob("rows-*")):
+        size = serving.verify(path)
         print(f"served tables {path}: {size:,} bytes read and checked: no damage")
     elif path.is_file():
-        print(verify_rows_file(path, Pace(chosen.rate)))
+        print(verify_rows_file(path))
     else:
-        print(verify_checkpoint(path, Pace(chosen.rate)))
+        print(verify_checkpoint(path))
 
 
 def _add_follow(follow: argparse.ArgumentParser) -> None:

@@ -12,9 +12,9 @@ from torchrec_dyn.initializers import (
     Normal,
     TruncatedNormal,
     Uniform,
+    make_numbers_plain,
 )
 from torchrec_dyn.mapped_files import MappedFiles
-from torchrec_dyn.plain_numbers import make_numbers_plain
 from torchrec_dyn.policies import (
     Admission,
     AdmitAfter,
@@ -156,7 +156,7 @@ class DynamicTableConfig:
 
 
 def _check_features(features: tuple[FeatureUse, ...], where: str) -> None:
-    if not isinstance(features, tuple) or not all(isinstance(one, FeatureUse) for one in features):
+    if not isinstance(features, tuple) or not all(isinstance(use, FeatureUse) for use in features):
         raise ValueError(f"{where}: expected a tuple of FeatureUse, got {features!r}.")
     names = [use.feature for use in features]
     for name in names:

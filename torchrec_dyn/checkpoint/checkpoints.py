@@ -271,6 +271,8 @@ class Checkpoints:
         of_group = group if group is None or not in_background else background_group(group)
 
         def begin() -> tuple[bool, dict[str, str | None], tuple[int, str, float] | None]:
+            for table in tables:
+                table.lock.check_at_rest()  # torn tables are not saved
             is_due = full or len(self._line) % self._full_every == 0
             is_due = is_due or marker is None or not is_marker_of(marker, tables)
             return is_due, digests_of(values), self._begin() if rank == 0 else None

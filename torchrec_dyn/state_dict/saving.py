@@ -239,7 +239,7 @@ def saved_tensors(
     def count() -> list[Counts | None]:
         counts = []
         for table in tables:
-            with turn_of(table):
+            with turn_of(table, also_torn=True):  # to be the places of a load
                 sources.append(make(table))
                 counts.append(sources[-1].counts())
         return counts

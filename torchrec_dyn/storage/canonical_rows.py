@@ -61,10 +61,10 @@ _cells: weakref.WeakValueDictionary[int, _Cells] = weakref.WeakValueDictionary()
 
 
 def _cells_of(id_map: IdMap, stamped: Any) -> _Cells:
-    found = _cells.get(id(id_map))
-    if found is None or found.stamped is None or found.stamped != stamped:
-        found = _cells[id(id_map)] = _Cells(id_map, stamped)
-    return found
+    cells = _cells.get(id(id_map))
+    if cells is None or cells.stamped is None or cells.stamped != stamped:
+        cells = _cells[id(id_map)] = _Cells(id_map, stamped)
+    return cells
 
 
 def signed(word: int) -> int:
@@ -83,9 +83,6 @@ class CanonicalRows:
     `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
 
     `stamp` returns a value that changes whenever the table changes.
-
-    Raises:
-        RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
     """
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:

@@ -216,12 +216,17 @@ class ChangeLog:
         return removed
 
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
-        """Records that all former ids were removed, and that all present ids were added.
+        """Records `replaced`."""
+        vars(self).update(self.replaced(ids, rows, high, device))
+
+    def replaced(
+        self, ids: Tensor, rows: Tensor, high: int, device: torch.device
+    ) -> dict[str, object]:
+        """Returns the attributes of the log if all former ids are removed, and all present ids added.
 
         ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
         out, and `device` are the present ones.
         """
-        # Rows of the former ids keep their marks: the replacement may still be interrupted and undone.
         most = max(high, self.added.capacity)
         touched, changed = self._nothing_changed(device)
         added = RowMarks(self._row_limit, device)
@@ -238,8 +243,8 @@ class ChangeLog:
             piece._replace(ids=piece.ids.to(device), added=piece.added.to(device))
             for piece in read(self.with_removed(ids, rows))
         ]
-        self.removed, self.touched, self.changed, self.added = removed, touched, changed, added
-        self._device = device
+        marks = {"touched": touched, "changed": changed, "added": added}
+        return {**marks, "removed": removed, "_device": device}
 
     def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
         """Returns the ids whose row changed, or was given to them, since a version of this log, and the rows.
@@ -250,12 +255,12 @@ class ChangeLog:
             return self.touched.changed(since.number, id_map)
         assert self.changed is not None
         has_changed = self.changed.at_least(since.number)
-        found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
+        changed_slots = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
         for array in id_map.arrays()[0]:
             for slots in array.split(_SLOTS_AT_ONCE):
                 used = slots[slots[:, 1] != 0]
-                found.append(used[has_changed[used[:, 1] - 1]])
-        both = torch.cat(found)
+                changed_slots.append(used[has_changed[used[:, 1] - 1]])
+        both = torch.cat(changed_slots)
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Version, id_map: IdMap) -> Tensor:
@@ -298,11 +303,7 @@ def note_changed(
 ) -> None:
     """Records rows, before they or their scores are written.
 
-    Args:
-        logs: [T], the log of each table; None if it keeps none.
-        ids: [N] int64, the ids of the rows; or the map of each table, [T], which the CPU reads whole.
-        rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
-        table_offsets: [T + 1] int64, where the rows of each table begin.
+    Shapes: logs [T], ids [N] int64, rows [N] int64, table_offsets [T + 1] int64.
     """
     if all(log is None for log in logs):
         return

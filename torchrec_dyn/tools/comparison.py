@@ -1,0 +1,316 @@
+"""The command `python -m torchrec_dyn diff`: what differs between two checkpoints, two deltas or two runs.
+
+Both are read in the same ranges of mixed ids. So checkpoints of different plans and numbers of ranks are
+compared number by number.
+
+Legend: M rows of a range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import (
+    OPTIMIZER_TENSORS,
+    Entry,
+    MergedTable,
+    SavedChain,
+    open_checkpoint,
+    read_chain,
+)
+from torchrec_dyn.ranks import mixed_ranges
+from torchrec_dyn.storage import canonical_keys
+from torchrec_dyn.tools.inspection import Histogram, titled
+
+_RANGE_BYTES = 32 << 20
+_MOST_EXAMPLES = 5
+_SMALL = ("step", "clock", "waiting", "removed")
+_CONFIG = "optimizer_config"
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+_Tables = Mapping[str, MergedTable]
+
+
+def print_difference(first: Path, second: Path) -> bool:
+    """Prints what differs between two checkpoints, deltas or directories of `Checkpoints`.
+
+    Of two directories of `Checkpoints` it prints the first step at which tables differ by the sums of the
+    entries, and what differs there.
+
+    Returns:
+        True if all tables are equal, bit for bit.
+
+    Raises:
+        ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not; of
+            directories of `Checkpoints`, if no entry can be read, or some cannot and the others are equal.
+        OSError: if a file cannot be read.
+    """
+    chains = [read_chain(path) for path in (first, second)]
+    if all(chain.entries for chain in chains):
+        return _print_first_difference(*chains)
+    for chain in chains:
+        if chain.skipped and not chain.entries:
+            raise ValueError(
+                f"diff: expected an entry that can be read, got {chain.path} without one: "
+                f"{' '.join(chain.skipped)} Try again, or give another directory."
+            )
+    checkpoints = [open_checkpoint(path) for path in (first, second)]
+    if checkpoints[0].is_delta != checkpoints[1].is_delta:
+        kinds = ["a delta" if checkpoint.is_delta else "a checkpoint" for checkpoint in checkpoints]
+        raise ValueError(
+            f"diff: expected two checkpoints or two deltas, got {kinds[0]} and {kinds[1]}. Apply the delta "
+            "first, or compare deltas."
+        )
+    print(f"first   {first}\nsecond  {second}")
+    tables = [
+        {key: MergedTable([table]) for key, table in checkpoint.tables.items()}
+        for checkpoint in checkpoints
+    ]
+    return _print_tables(*tables)
+
+
+def _print_tables(first: _Tables, second: _Tables) -> bool:
+    """Prints what differs table by table; returns True if nothing does."""
+    is_equal = True
+    for key, pair in _pairs(first, second).items():
+        lines = [*_lines(*pair)]
+        is_equal &= not lines
+        print("\n".join(["", key, *(lines or ["  equal"])]), flush=True)
+    print(f"\n{'all tables are equal' if is_equal else 'the tables differ'}")
+    return is_equal
+
+
+def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
+    """Prints the first step at which two runs differ; returns True if there is none.
+
+    Of each run it takes the branch that leads to the newest entry, and prints which entries cannot be read.
+    """
+    chains = first, second
+    branches = [
+        {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
+        for chain in chains
+    ]
+    steps = [step for step in branches[0] if step in branches[1]]
+    print(f"first   {first.path}\nsecond  {second.path}\n{len(steps)} steps in both")
+    unread = [f"{chain.path}: {line}" for chain in chains for line in chain.skipped]
+    print("".join(f"not compared  {line}\n" for line in unread), end="")
+    for step in steps:
+        entries = [branch[step] for branch in branches]
+        if differing := _tables_that_differ(*entries):
+            # Steps before the first in both may differ, too: removed, unread, or saved by one run only.
+            which = "first in both has" if step == steps[0] else "first with"
+            print(f"step {step}: the {which} other contents, in {', '.join(differing)}")
+            lines = [chain.line_of(entry) for chain, entry in zip(chains, entries, strict=True)]
+            if lines[0] is not None and lines[1] is not None:
+                _print_tables(_tables_after(lines[0]), _tables_after(lines[1]))
+            return False
+    if unread:
+        raise ValueError(
+            f"diff: expected entries that can be read, got {len(unread)} that cannot, and no difference at "
+            f"{len(steps)} steps. Compare single full saves: python -m torchrec_dyn diff "
+            f"{first.path}/full-NUMBER/state {second.path}/full-NUMBER/state."
+        )
+    print("all tables are equal at these steps")
+    return bool(steps)
+
+
+def _tables_after(line: Sequence[Entry]) -> dict[str, MergedTable]:
+    """Returns the tables at the last of a full save and its deltas, by name."""
+    saves = [
+        {table.name: table for table in open_checkpoint(entry.tables).tables.values()}
+        for entry in line
+    ]
+    return {
+        name: MergedTable([save[name] for save in saves if name in save], entry=line[-1])
+        for name in saves[-1]
+    }
+
+
+def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
+    """Returns a text for each table with other contents.
+
+    Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
+    numbers, too.
+    """
+    differing = []
+    sums = first.sums_by_tensor(), second.sums_by_tensor()
+    for table in sorted({*sums[0]} | {*sums[1]}):
+        if table not in sums[0] or table not in sums[1]:
+            differing.append(f"{table} (only in the {'first' if table in sums[0] else 'second'})")
+            continue
+        ours, theirs = sums[0][table], sums[1][table]
+        is_same = ours.get(_CONFIG) == theirs.get(_CONFIG)
+        names = [
+            name
+            for name in sorted({*ours} | {*theirs})
+            if ours.get(name) != theirs.get(name) and (is_same or name not in OPTIMIZER_TENSORS)
+        ]
+        if names:
+            differing.append(f"{table} ({', '.join(names)})")
+    return differing
+
+
+def _pairs(
+    first: _Tables, second: _Tables
+) -> dict[str, tuple[MergedTable | None, MergedTable | None]]:
+    """Returns the tables by key; by name where a checkpoint has the model at another place."""
+    left = dict(second)
+    by_name: dict[str, list[str]] = {}
+    for key, table in second.items():
+        by_name.setdefault(table.name, []).append(key)
+    pairs: dict[str, tuple[MergedTable | None, MergedTable | None]] = {}
+    for key, table in first.items():
+        same_name = by_name.get(table.name, [])
+        match = key if key in left else same_name[0] if len(same_name) == 1 else ""
+        pairs[key] = table, left.pop(match, None)
+    return pairs | {key: (None, table) for key, table in left.items()}
+
+
+def _lines(first: MergedTable | None, second: MergedTable | None) -> Iterator[str]:
+    """Yields what differs between two tables; nothing if they are equal."""
+    if first is None or second is None:
+        yield f"  only in the {'second' if first is None else 'first'}"
+        return
+    saves = first.last, second.last
+    yield from _configs_that_differ("", saves[0].config, saves[1].config)
+    optimizers = saves[0].optimizer or {}, saves[1].optimizer or {}
+    yield from _configs_that_differ("optimizer ", *optimizers)
+    for name in _SMALL:
+        ours, theirs = (save.read(name) if name in save.names else None for save in saves)
+        if not _are_equal(ours, theirs):
+            yield titled(name, f"{_in_words(ours)} | {_in_words(theirs)}")
+    if (first.embedding_dim, first.dtype) == (second.embedding_dim, second.dtype):
+        yield from _rows_that_differ(first, second)
+
+
+def _configs_that_differ(
+    prefix: str, first: dict[str, Any], second: dict[str, Any]
+) -> Iterator[str]:
+    for name in sorted(first.keys() | second.keys()):
+        if first.get(name) != second.get(name):
+            yield titled(prefix + name, f"{first.get(name)} | {second.get(name)}")
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return (0 if first is None else first.numel()) == (0 if second is None else second.numel())
+    return torch.equal(first, second)
+
+
+def _in_words(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    return str(tensor.item()) if tensor.dim() == 0 else f"{list(tensor.shape)} numbers"
+
+
+@dataclass
+class _Differences:
+    """Counts of the rows that differ."""
+
+    common: int = 0
+    # Numbers of ids that only the first, only the second has.
+    missing: list[int] = field(default_factory=lambda: [0, 0])
+    rows: dict[str, int] = field(default_factory=dict)  # by tensor: common rows that differ
+    most: dict[str, float] = field(default_factory=dict)  # by tensor: the largest difference
+    examples: list[int] = field(default_factory=list)
+    negative: int = 0
+    by_range: Histogram = field(
+        default_factory=lambda: Histogram("ids that differ", 2 ** torch.arange(63, device="cpu"))
+    )
+
+    def note_ids(self, ids: Tensor) -> None:
+        """Notes ids [M] that one side lacks, or whose rows differ."""
+        self.examples += ids[: _MOST_EXAMPLES - len(self.examples)].tolist()
+        self.negative += int((ids < 0).sum())
+        self.by_range.add(ids[ids >= 0])
+
+    def add(
+        self, names: Sequence[str], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+    ) -> None:
+        """Adds the rows of both tables in one range of mixed ids."""
+        keys, other_keys = (canonical_keys(rows["ids"]) for rows in (first, second))
+        places = torch.searchsorted(other_keys, keys)
+        is_common = places < len(other_keys)
+        is_common[is_common.clone()] = other_keys[places[is_common]] == keys[is_common]
+        here, there = is_common.nonzero().flatten(), places[is_common]
+        is_alone = torch.ones(len(other_keys), dtype=torch.bool, device="cpu")
+        is_alone[there] = False
+        differs = torch.zeros(len(here), dtype=torch.bool, device="cpu")
+        for name in names:
+            ours, theirs = first[name][here], second[name][there]
+            differing = _differ(ours, theirs)
+            if differing.any():
+                self.rows[name] = self.rows.get(name, 0) + int(differing.sum())
+                if ours.shape == theirs.shape:
+                    gaps = ours[differing].double() - theirs[differing].double()
+                    self.most[name] = max(self.most.get(name, 0.0), gaps.abs().max().item())
+                differs |= differing
+        self.common += len(here)
+        for side, ids in enumerate((first["ids"][~is_common], second["ids"][is_alone])):
+            self.missing[side] += len(ids)
+            self.note_ids(ids)
+        self.note_ids(first["ids"][here[differs]])
+
+
+def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
+    differences = _Differences()
+    tables = first, second
+    names = [name for name in first.names if name in second.names and name != "ids"]
+    for rows in _in_same_ranges(tables, names):
+        differences.add(names, *rows)
+    if all(table.last.num_rows for table in tables):
+        for name in {*first.names} ^ {*second.names}:
+            yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
+    for side, count in zip(("first", "second"), differences.missing, strict=True):
+        if count:
+            yield titled(f"only in the {side}", f"{count:,} ids")
+    for name, count in differences.rows.items():
+        most = differences.most.get(name)
+        how = "in their columns" if most is None else f"by at most {most:.3g}"
+        yield titled(name, f"{count:,} of {differences.common:,} rows differ, {how}")
+    if differences.examples:
+        yield titled("for example", ", ".join(map(str, differences.examples)))
+        yield "  ids that differ, by range"
+        if differences.negative:
+            yield f"    negative  {differences.negative:,}"
+        yield from (f"    {line}" for line in differences.by_range.lines("#"))
+
+
+def _differ(first: Tensor, second: Tensor) -> Tensor:
+    """Returns for each row [M] whether its bits differ."""
+    if first.shape != second.shape:
+        return torch.ones(len(first), dtype=torch.bool, device="cpu")
+    same = _BITS[first.element_size()]
+    differs = first.view(same) != second.view(same)
+    return differs if differs.dim() == 1 else differs.any(1)
+
+
+def _in_same_ranges(
+    tables: Sequence[MergedTable], names: Sequence[str]
+) -> Iterator[list[dict[str, Tensor]]]:
+    """Yields the rows of both tables in ranges of mixed ids that cover all of them; checks their sums."""
+    size = max(table.row_bytes_of(["ids", *names]) * table.most_rows for table in tables)
+    count = 1 + size // _RANGE_BYTES
+    sums: list[dict[str, int]] = [{}, {}]
+    for part in range(count):
+        mixed = mixed_ranges(part, count)
+        yield [
+            _joined(table, ["ids", *names], table.chunks(names, mixed=mixed, sums=sums_of_table))
+            for table, sums_of_table in zip(tables, sums, strict=True)
+        ]
+    for table, sums_of_table in zip(tables, sums, strict=True):
+        table.check_sums(["ids", *names], sums_of_table)
+
+
+def _joined(
+    table: MergedTable, names: Sequence[str], chunks: Iterator[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    read = [*chunks]
+    return {
+        name: torch.cat([table.nothing(name), *(chunk[name] for chunk in read)]) for name in names
+    }

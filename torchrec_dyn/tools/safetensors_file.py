@@ -1,0 +1,226 @@
+"""The .safetensors file format, read and written in stretches of rows.
+
+The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
+are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
+
+Source: https://github.com/huggingface/safetensors, README, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn.checkpoint_format import commit, write_beside
+from torchrec_dyn.storage import to_host
+
+_DTYPES = {
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000  # the limit of the format
+DAMAGED = "The file is damaged, or it is no .safetensors file."
+
+
+class SavedEntry(NamedTuple):
+    """One tensor of a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int  # of its numbers, in bytes from the begin of the file
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; of one number, if the tensor has one dimension."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """A reader of the rows of an open file. Its constructor checks the header and all lengths.
+
+    `entries` are the tensors by name, `metadata` the strings of the header by name.
+
+    Raises:
+        ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
+            other dtypes than int64, float32, float16 and bfloat16.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "\0" in str(path) or Path(path).is_fifo():  # a pipe would be waited for
+            raise ValueError(
+                f"{str(path)!r}: expected the path of a .safetensors file, got "
+                f"{'a pipe' if Path(path).is_fifo() else 'one with a zero byte'}. Give a file."
+            )
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
+        self._where = f"{Path(path)}"
+        try:
+            self.entries, self.metadata = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Reads the rows [first, last) of a tensor.
+
+        Raises:
+            ValueError: if the file was truncated after it was opened.
+        """
+        entry = self.entries[name]
+        shape = last - first, *entry.shape[1:]
+        values = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        data = values.flatten().view(torch.uint8)
+        self._file.seek(entry.begin + first * entry.row_bytes)
+        if self._file.readinto(data.numpy().data) != data.numel():
+            raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
+        return values
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
+        longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
+        if length > longest:  # also true for a file that is shorter than the length field
+            raise self._fault(
+                "the length of a header that fits", f"{length} in a file of {size} bytes"
+            )
+        try:
+            header = json.loads(self._file.read(length), object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            raise self._fault("a header in JSON", f"{error}") from error
+        if not isinstance(header, dict):
+            raise self._fault("a header that names tensors", type(header).__name__)
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+            raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
+        entries, end = {}, _LENGTH_BYTES + length  # of the numbers
+        for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
+            entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
+            end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
+        if end != size:
+            raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
+        return entries, metadata
+
+    def _span(self, name: str, given: Any) -> tuple[int, int]:
+        """Returns the begin and the end of a tensor's numbers, in bytes after the header."""
+        if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
+        span, shape = given["data_offsets"], given["shape"]
+        if not _are_sizes(span) or len(span) != 2 or not _are_sizes(shape):
+            raise self._fault(
+                f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
+            )
+        return span[0], span[1]
+
+    def _entry(self, name: str, given: dict[str, Any], begin: int, offset: int) -> SavedEntry:
+        """Returns a tensor's entry; checks that it begins at `offset`, where the tensor before it ends.
+
+        `begin` counts bytes from the begin of the file, `offset` from the end of the header.
+        """
+        dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
+        if dtype is None:
+            raise ValueError(
+                f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
+                f"{given['dtype']!r:.60}. Convert it."
+            )
+        entry = SavedEntry(dtype, tuple(given["shape"]), begin)
+        span = [offset, offset + math.prod(entry.shape) * dtype.itemsize]
+        if given["data_offsets"] != span:
+            raise self._fault(
+                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{given['data_offsets']}"
+            )
+        return entry
+
+    def _fault(self, expected: str, got: str) -> ValueError:
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
+
+
+class SafetensorsWriter:
+    """A writer of a file. The file has a temporary name until it is complete and on the disk.
+
+    Then it replaces an existing file at PATH. If the process is killed before, the file at PATH is unchanged,
+    and the temporary file remains until the next export to PATH.
+
+    `tensors` has dtype and shape by name. Wider numbers are first, so that all are aligned.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._header: dict[str, Any] = {_METADATA: dict(metadata)}
+        self._left: dict[str, range] = {}  # the bytes of each tensor that are not written yet
+        end = 0
+        for name, (dtype, shape) in tensors.items():
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            self._left[name] = range(begin, end)
+            self._header[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
+        self._path = Path(path)
+        self._file = write_beside(self._path)
+        try:
+            self._file.resize(0)
+            self._numbers = self._write_header()
+        except BaseException:
+            self.drop()
+            raise
+
+    def _write_header(self) -> int:
+        text = json.dumps(self._header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
+        self._file.write(0, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        return _LENGTH_BYTES + len(text)
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Writes the next rows of a tensor, values [M, ...] in its dtype."""
+        numbers = to_host(values).contiguous().flatten().view(torch.uint8)
+        left = self._left[name]
+        self._file.write(self._numbers + left.start, numbers.numpy())
+        self._left[name] = left[numbers.numel() :]
+
+    def finish(self, **metadata: str) -> None:
+        """Replaces metadata by others of the same length, and renames the file to its path.
+
+        All tensors must have been written.
+        """
+        left = sum(map(len, self._left.values()))
+        assert not left, f"{left} bytes of {self._path} were not written"
+        self._header[_METADATA] |= metadata
+        assert self._write_header() == self._numbers
+        self._file.commit()
+        os.replace(self._file.path, self._path)  # while it is locked
+        self._file.close()
+        commit(self._path.parent)  # so that the name is on the disk too
+
+    def drop(self) -> None:
+        """Removes the temporary file; does nothing after `finish`."""
+        self._file.drop()
+
+
+def _are_sizes(given: Any) -> bool:
+    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name twice")
+    return dict(pairs)
