@@ -78,25 +78,37 @@ def exchange_chunks(
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
     arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
 
+    faults: list[Exception] = []  # raised on all ranks when they meet: until then each takes part
+
     def receive() -> None:
         while arrived:
             arrived.pop()()
 
     def read(number: int) -> Tensor:
-        receive()
         blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-        if number < len(items):
-            name, item = items[number]
-            chunk = saved[name].__get_tensor_shard__(item.index)
-            sent = routes.sent(number)
-            blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
-        return torch.cat(blocks)
+        try:
+            receive()
+            if number < len(items):
+                name, item = items[number]
+                chunk = saved[name].__get_tensor_shard__(item.index)
+                sent = routes.sent(number)
+                blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
+            return torch.cat(blocks)
+        except Exception as fault:
+            faults.append(fault)
+            return torch.zeros(sum(sizes[0]), dtype=torch.uint8, device="cpu")
+
+    def finish() -> None:
+        if faults:
+            raise faults[0]
+        receive()
 
     for number in range(max(map(len, of_ranks))):
-        received = exchange(group, read(number), *routes.sizes(saved, number))
+        sizes = routes.sizes(saved, number)
+        received = exchange(group, read(number), *sizes)
         arrived.append(partial(_receive, load, saved, routes.received(number), received))
         del received
-    run_together(group, call, receive)
+    run_together(group, call, finish)
 
 
 def _counts_here(table: Table, parts: int) -> tuple[list[int], list[int]] | None:
