@@ -254,7 +254,7 @@ def test_a_flipped_bit(run, tmp_path):
         data.write_bytes(whole)
     names = {name.rpartition(".")[2] for name in refused}
     assert names >= {"ids", "weight", "removed", "momentum1", "momentum2", "step", "config"}
-    assert names >= {"base", "result", "checksum", "last_seen", "count", "waiting"}
+    assert names >= {"base", "result", "weight_checksum", "last_seen", "count", "waiting"}
     assert all("." in text and text[0] != "C" for text in refused.values())
 
 

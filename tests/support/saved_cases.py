@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.content_sums import (
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
     as_words,
     content_sum,
@@ -95,7 +96,7 @@ def with_checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") ->
     """Returns the state with its checksum and without empty tensors, which DCP does not save."""
     words = torch.cat([as_words(sums_of(state, ids, table)), torch.tensor([5])])
     kept = {name: saved for name, saved in state.items() if saved.numel()}
-    return kept | {OPTIMIZER_CHECKSUM if "step" in state else "checksum": words[None]}
+    return kept | {OPTIMIZER_CHECKSUM if "step" in state else MODEL_CHECKSUM: words[None]}
 
 
 def save_dict(state: Mapping[str, object], path) -> None:

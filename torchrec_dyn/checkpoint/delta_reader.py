@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
@@ -180,7 +181,7 @@ def _read(change: TableChange, files: FileSystemReader, metadata: Metadata) -> N
     table, key, load = change.table, change.saved.key, change.load
     of_state = f"optimizer.state.{key.removeprefix('model.')}.weight.{table.name}"
     # Also those that the copy does not use: as unread.
-    keys = {name: f"{key}.{name}" for name in (*MODEL_TENSORS, "checksum")}
+    keys = {name: f"{key}.{name}" for name in (*MODEL_TENSORS, MODEL_CHECKSUM)}
     for name in (*OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM):
         keys[name] = f"{of_state}.{name}"
     saved = {name: metadata.state_dict_metadata.get(own) for name, own in keys.items()}

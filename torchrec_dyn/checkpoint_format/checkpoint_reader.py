@@ -23,6 +23,7 @@ from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
 )
 from torchrec_dyn.checkpoint_format.file_writer import naming
@@ -30,10 +31,10 @@ from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.name_lists import listed
 
 # A table, and the state of its optimizer, have tensors of these names and dtypes.
-_TABLE, _OPTIMIZER = {"config", "checksum"}, {"optimizer_config", OPTIMIZER_CHECKSUM}
+_TABLE, _OPTIMIZER = {"config", MODEL_CHECKSUM}, {"optimizer_config", OPTIMIZER_CHECKSUM}
 _DTYPES = {
     **dict.fromkeys(("config", "optimizer_config"), torch.uint8),
-    **dict.fromkeys(("checksum", OPTIMIZER_CHECKSUM), torch.int64),
+    **dict.fromkeys((MODEL_CHECKSUM, OPTIMIZER_CHECKSUM), torch.int64),
 }
 
 

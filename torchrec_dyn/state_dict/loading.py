@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
@@ -55,10 +56,10 @@ from torchrec_dyn.table import ROW_DTYPES, Commit, TableShard, check_state, repl
 
 # By the checksum of a state dict: its config, the names of its tensors, and the end of the message for a
 # checkpoint without it.
-_CONFIGS = {"checksum": "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
-_TENSORS = {"checksum": MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
+_CONFIGS = {MODEL_CHECKSUM: "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
+_TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
 _MISSING = {
-    "checksum": "this table, got one without. "
+    MODEL_CHECKSUM: "this table, got one without. "
     "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True).",
     OPTIMIZER_CHECKSUM: "its optimizer state, got one without. "
     "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True).",
@@ -188,7 +189,7 @@ class TableLoad:
     def checksums(self) -> list[str]:
         """Names of the checksums."""
         of_state = [OPTIMIZER_CHECKSUM] if self.has_state else []
-        return [*(["checksum"] if self.has_rows else []), *of_state]
+        return [*([MODEL_CHECKSUM] if self.has_rows else []), *of_state]
 
     @property
     def _names(self) -> set[str]:
@@ -339,7 +340,7 @@ class TableLoad:
         for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
             if name in given and not len(given[name]):
                 del given[name]
-        if "checksum" not in self.words:  # not as a table has saved it
+        if MODEL_CHECKSUM not in self.words:  # not as a table has saved it
             state = {"weight": weight, **given, **self.small}
             state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
             check_state(table.where, state, table.embedding_dim, {})

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import (
     CHECKSUM_WORDS,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     OPTIMIZER_CHECKSUM,
     Part,
@@ -120,7 +121,7 @@ class TableSource:
         of_model = [name for name in MODEL_NAMES if name in saved]
         of_optimizer = ["optimizer_config", *states, "step"]
         for checksum, summed in (
-            ("checksum", of_model),
+            (MODEL_CHECKSUM, of_model),
             (OPTIMIZER_CHECKSUM, [*of_optimizer, *(["ids"] if states else [])]),
         ):
             words = _Checksum(
@@ -135,7 +136,7 @@ class TableSource:
             size = len(held), CHECKSUM_WORDS
             saved[checksum] = SavedTensor(size, torch.int64, parts, self._entry)
         return (
-            {name: saved[name] for name in (*of_model, "checksum")},
+            {name: saved[name] for name in (*of_model, MODEL_CHECKSUM)},
             {name: saved[name] for name in (*of_optimizer, OPTIMIZER_CHECKSUM)},
         )
 
