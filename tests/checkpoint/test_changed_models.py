@@ -273,10 +273,15 @@ def test_what_is_in_both_can_be_loaded(line: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "error"),
-    [(1, MemoryError("no memory for 8 rows")), (3, OSError(errno.ENOSPC, "no space"))],
+    ("target", "name", "error"),
+    [
+        (LoadPlanner, "finish_plan", MemoryError("no memory for 8 rows")),
+        (delta_apply, "read_delta", OSError(errno.ENOSPC, "no space")),
+    ],
 )
-def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: Path) -> None:
+def test_a_lack_of_memory_is_no_damage(
+    target: Any, name: str, error: Exception, tmp_path: Path
+) -> None:
     model = Net()
     checkpoints, _ = restore(tmp_path / "kept", model)
     for step in (1, 2):
@@ -284,7 +289,7 @@ def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: 
         checkpoints.save(model, model.optimizer, step=step)
     checkpoints.close()
     with (
-        failing(LoadPlanner, "finish_plan", number, error),
+        failing(target, name, 1, error),
         pytest.raises(RuntimeError, match=r"expected memory for .*delta-00000002"),
     ):
         restore(tmp_path / "kept", model)
@@ -316,10 +321,10 @@ def on_two_ranks(path: str) -> list[str]:
             Job(kept, setup).restore()
         told.append(str(caught.value))
     assert Job(kept, replace(TWO, tables=1)).restore(allow_partial_load=True).step == 2
-    for number in (1, 3):
-        at, error = number if rank else 99, MemoryError("too little")
+    for target, name in ((LoadPlanner, "finish_plan"), (delta_apply, "read_delta")):
+        at, error = 1 if rank else 99, MemoryError("too little")
         with (
-            failing(LoadPlanner, "finish_plan", at, error),
+            failing(target, name, at, error),
             pytest.raises(RuntimeError, match="expected memory for") as no_memory,
         ):
             job.restore()
