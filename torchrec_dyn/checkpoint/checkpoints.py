@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,7 +57,6 @@ from torchrec_dyn.checkpoint.further_values import (
 from torchrec_dyn.checkpoint.pruning import WRITING, entry_folders, outdated, remove, remove_hidden
 from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, new_id, read_chain
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
-from torchrec_dyn.state_dict import only_to_save
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
@@ -272,6 +271,8 @@ class Checkpoints:
         of_group = group if group is None or not in_background else background_group(group)
 
         def begin() -> tuple[bool, dict[str, str | None], tuple[int, str, float] | None]:
+            for table in tables:
+                table.lock.check_at_rest()  # torn tables are not saved
             is_due = full or len(self._line) % self._full_every == 0
             is_due = is_due or marker is None or not is_marker_of(marker, tables)
             return is_due, digests_of(values), self._begin() if rank == 0 else None
@@ -284,21 +285,20 @@ class Checkpoints:
         def fix() -> tuple[dict[str, dict[str, Any]], Any, Marker | None]:
             if is_full:
                 made = mark(model) if self._full_every > 1 else None
-                with nullcontext() if in_background else only_to_save():
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 check_has_all(state["optimizer"], optimizer)
                 parts = {"state": state}
-                checksums = checksums_in(state, tables)
+                checksums = checksums_in(state, tables, True)
             else:
                 assert marker is not None
                 changes = collect_changes(model, folder / "changes", marker)
                 dense = dense_state(model, optimizer, tables)
                 parts = {"changes": changes.state, "dense": dense}
                 made = changes.marker
-                checksums = checksums_in(changes.state, tables, "result")
+                checksums = checksums_in(changes.state, tables, False)
             if in_background:
-                checksums = staged(checksums)
                 parts = {name: staged(one) for name, one in parts.items()}
+                checksums = staged(checksums)  # last: the rows have been read
             return parts, checksums, made
 
         try:

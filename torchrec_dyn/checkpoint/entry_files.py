@@ -13,20 +13,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint.dense_part import names_of_states
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
-    OPTIMIZER,
+    OPTIMIZER_CHECKSUM,
+    OPTIMIZER_TENSORS,
+    SUMMED,
     Entry,
+    SavedTensor,
     commit,
-    numbers_of,
+    from_words,
     open_checkpoint,
 )
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.storage import unsigned
 
 _DIGEST_BYTES = 16
 _READ_AT_ONCE = 1 << 20
@@ -92,9 +95,9 @@ def _check_sums(entry: Entry) -> None:
     The load compares the rows with the content sums that are saved beside them: so these sums are enough.
     """
     saved = open_checkpoint(entry.tables).tables.values()
-    words = "checksum" if entry.is_full else "result"
     found = {
-        one.name: sums_as_text((one.read(words), one.read(OPTIMIZER + words))) for one in saved
+        one.name: sums_as_text(one.sums if entry.is_full else from_words(one.read("result")))
+        for one in saved
     }
     for name in sorted({*found, *entry.sums}):
         if found.get(name) != entry.sums.get(name):
@@ -104,46 +107,64 @@ def _check_sums(entry: Entry) -> None:
             )
 
 
-def sums_as_text(sums: Iterable[Tensor]) -> str:
-    """Returns content sums as an entry has them.
-
-    sums: the words of the two checksums of a table: of the model, of the optimizer, [W] int64 each.
-    """
-    return " ".join(f"{unsigned(word):016x}" for words in sums for word in words.tolist())
+def sums_as_text(sums: Mapping[str, int]) -> str:
+    """Returns the content sums of a table, by tensor, as an entry has them."""
+    return " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
 
 
 def checksums_in(
-    state: Mapping[str, Any], tables: Sequence[Table], words: str = "checksum"
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the two checksums of each table in state dicts, by name, as the state dicts have them.
+    state: Mapping[str, Any], tables: Sequence[Table], is_full: bool
+) -> dict[str, tuple[Tensor, ...]]:
+    """Returns the two checksums of each table in state dicts, by name; of a delta its "result".
 
-    The state dicts are of the model and of its optimizer, or of a delta; `words` are "checksum", of a delta
-    "result".
+    The state dicts are of the model and of its optimizer.
 
     Raises:
         ValueError: the optimizer has no state of a table, or is of another model.
     """
-    both = {}
+    both: dict[str, tuple[Tensor, ...]] = {}
     states = state["optimizer"]["state"]
     names = names_of_states(states, tables)
     for table in tables:
         found = [states[name] for name in names[table.name]]
-        if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{words}"]):
+        if len(found) != 1 or not _is_of(table, found[0][f"{table.name}.{OPTIMIZER_CHECKSUM}"]):
             raise ValueError(
                 f"{table.where}: expected the optimizer with the state of this table, got "
                 f"{'one of another model' if found else 'one without'}. Save `model.fused_optimizer`, or a "
                 "CombinedOptimizer with it."
             )
-        both[table.name] = state["model"][f"{table.key}.{words}"], found[0][f"{table.name}.{words}"]
+        both[table.name] = (
+            (
+                state["model"][f"{table.key}.checksum"],
+                found[0][f"{table.name}.{OPTIMIZER_CHECKSUM}"],
+            )
+            if is_full
+            else (state["model"][f"{table.key}.result"],)
+        )
     return both
 
 
-def sums_in(checksums: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, str]:
-    """Returns the content sums of tables as an entry has them, by name.
+def words_in(checksums: Mapping[str, Sequence[Tensor]]) -> dict[str, list[list[list[int]]]]:
+    """Returns this rank's rows of the checksums of each table, as of `checksums_in`, once it has written."""
+    return {table: list(map(_rows_here, tensors)) for table, tensors in checksums.items()}
 
-    checksums: the two checksums of each table, as of `checksums_in`.
-    """
-    return {name: sums_as_text(map(numbers_of, both)) for name, both in checksums.items()}
+
+def _rows_here(words: Tensor) -> list[list[int]]:
+    blocks = [words]
+    if isinstance(words, SavedTensor):
+        blocks = [part.read(0, part.size[0]) for part in words.parts if part.is_saved]
+    return [row for block in blocks for row in block.reshape(-1, block.shape[-1]).tolist()]
+
+
+def sums_of_ranks(words: Sequence[Sequence[list[list[int]]]]) -> dict[str, int]:
+    """Returns the content sums of a table from the rows of its checksums on each rank."""
+    model, *optimizer = (
+        from_words(torch.tensor([row for rows in ranks for row in rows], device="cpu").squeeze(0))
+        for ranks in zip(*words, strict=True)
+    )
+    for sums in optimizer:
+        model |= {name: sums[name] for name in OPTIMIZER_TENSORS}
+    return model
 
 
 def _is_of(table: Table, saved: Tensor) -> bool:

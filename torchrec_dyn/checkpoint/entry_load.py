@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.dcp_files import load_files
-from torchrec_dyn.checkpoint.delta_apply import SumsOfTable, apply_changes
+from torchrec_dyn.checkpoint.delta_apply import apply_changes
 from torchrec_dyn.checkpoint.dense_part import optimizers_in, without_tables
 from torchrec_dyn.checkpoint.entry_files import check_files
 from torchrec_dyn.checkpoint.entry_fit import (
@@ -24,7 +24,7 @@ from torchrec_dyn.checkpoint.entry_fit import (
 from torchrec_dyn.checkpoint.further_values import read_values, set_options
 from torchrec_dyn.checkpoint_format import Entry, open_files, read_chain
 from torchrec_dyn.ranks import Table, gather_results, run_together, settle
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load
+from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import tables_of
 
@@ -135,7 +135,7 @@ def load_entry(
     loaded = settle(group, _CALL, load)
     # Anew: the load has taken over initializers.
     kept = [one for one in tables_of(model, _CALL) if f"model.{one.key}.config" in loaded]
-    held: list[SumsOfTable] = []
+    held: Sequence[Mapping[str, int]] = ()
     for delta in line[1:] if kept else ():
         held = apply_changes(kept, delta.tables, is_partial, held)
     return values, is_same and not is_partial  # of what was left out no delta tells
@@ -194,8 +194,7 @@ def _places_to_load(
     """
 
     def state_to_load() -> dict[str, Any]:
-        with only_to_load():
-            return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def missing(state: Mapping[str, Any]) -> list[str]:
         """Returns the keys without a place on any rank: a static table lies on some ranks only."""

@@ -10,7 +10,7 @@ import shutil
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.dcp_files import drop_frames, save_files
 from torchrec_dyn.checkpoint.delta_export import Marker
-from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, sums_in
+from torchrec_dyn.checkpoint.entry_files import (
+    digests_of_files,
+    publish,
+    sums_as_text,
+    sums_of_ranks,
+    words_in,
+)
 from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
 from torchrec_dyn.checkpoint_format import Entry
 from torchrec_dyn.ranks import gather_results
@@ -45,7 +51,7 @@ class EntryWriter:
         entry: the entry, without the digests of its files and the sums of its tables.
         folder: the folder to write to, which rank 0 has made.
         parts: state dicts by the name of their folder in the entry.
-        checksums: the two checksums of each table, by name; known on rank 0 when all is written.
+        checksums: of each table, by name; known when all is written.
         values: further values of this rank.
         options: numbers of the parameter groups.
         group: the ranks; None: one process.
@@ -56,7 +62,7 @@ class EntryWriter:
     entry: Entry
     folder: Path
     parts: Mapping[str, dict[str, Any]]
-    checksums: Mapping[str, tuple[Tensor, Tensor]]
+    checksums: Mapping[str, Sequence[Tensor]]
     values: Mapping[str, SavedValue]
     options: Mapping[str, Mapping[str, Any]]
     group: dist.ProcessGroup | None
@@ -90,14 +96,18 @@ class EntryWriter:
         for name, state in self.parts.items():
             save_files(state, folder / name, True, group, _CALL)
 
-        def told() -> tuple[dict[str, str], Mapping[str, str]]:
+        def told() -> tuple[dict[str, str], dict[str, list[list[list[int]]]]]:
             of_rank = write_values(self.values, self.options, folder, rank)
             digests = of_rank | digests_of_files(folder, rank, self.entry.world_size)
-            return digests, sums_in(self.checksums) if rank == 0 else {}
+            return digests, words_in(self.checksums)
 
         of_ranks = gather_results(group, _CALL, told)
         digests = {name: one for of_rank, _ in of_ranks for name, one in of_rank.items()}
-        entry = replace(self.entry, digests=digests, sums=of_ranks[0][1])
+        sums = {
+            table: sums_as_text(sums_of_ranks([words[table] for _, words in of_ranks]))
+            for table in self.checksums
+        }
+        entry = replace(self.entry, digests=digests, sums=sums)
         gather_results(group, _CALL, lambda: publish(entry, folder) if rank == 0 else None)
         return entry
 

@@ -20,8 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
+from torchrec_dyn.checkpoint_format.content_sums import SUMMED
 from torchrec_dyn.storage import lacks_memory
 
 FORMAT = 1
@@ -30,7 +29,6 @@ ENTRY = "entry.json"
 _NAME = re.compile(r"(full|delta)-(\d{8,})")
 _ID = re.compile(r"[0-9a-f]{32}")
 _SUMS = re.compile(r"[0-9a-f]{1,16}( [0-9a-f]{1,16})+")
-_SUMMED = (*MODEL_TENSORS, *(f"{OPTIMIZER}{name}" for name in OPTIMIZER_TENSORS))
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,9 @@ class Entry:
         return self.path / ("state" if self.is_full else "dense")
 
     def sums_by_tensor(self) -> dict[str, dict[str, int]]:
-        """Returns the content sums by table and tensor; those of optimizer state as "optimizer.config"."""
+        """Returns the content sums by table and tensor."""
         return {
-            table: {name: int(word, 16) for name, word in zip(_SUMMED, text.split(), strict=False)}
+            table: {name: int(word, 16) for name, word in zip(SUMMED, text.split(), strict=True)}
             for table, text in self.sums.items()
         }
 

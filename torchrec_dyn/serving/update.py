@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
-    MODEL_TENSORS,
     SavedTable,
     content_sum,
     from_words,
@@ -182,7 +181,7 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
 
 
 def _sums_of(delta: SavedTable, when: str) -> dict[str, int]:
-    sums = from_words(delta.read(when), MODEL_TENSORS)
+    sums = from_words(delta.read(when))
     return {name: sums[name] for name in ("ids", "weight")}
 
 
