@@ -34,7 +34,6 @@ ROOMS = (
 GROUND = (
     "versions",
     "name_lists",
-    "plain_numbers",
     "ops",
     "initializers",
     "policies",
