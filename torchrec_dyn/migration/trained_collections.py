@@ -107,28 +107,28 @@ def from_static(
         _check_weight(weights[config.name], config, device, f"{where}(table='{config.name}')")
     kind = EmbeddingBagConfig if isinstance(collection, EmbeddingBagCollection) else EmbeddingConfig
     configs = [
-        _config(one, limits[one.name], weights[one.name].dtype)
-        for one in checked_configs(configs_of(collection), kind, where, dynamic)
+        _config(config, limits[config.name], weights[config.name].dtype)
+        for config in checked_configs(configs_of(collection), kind, where, dynamic)
     ]
-    made = empty_counterpart(collection, configs, device, dynamic, fused_params)
-    tables: dict[str, UnshardedTable] = tables_by_name(made)
+    converted = empty_counterpart(collection, configs, device, dynamic, fused_params)
+    tables: dict[str, UnshardedTable] = tables_by_name(converted)
     whole_rule = "optimizer" in (fused_params or {})
     filled: list[tuple[TableShard, Tensor, SavedMoments]] = []
     for name, weight in weights.items():
         table = tables[name]
         table.weight.requires_grad_(weight.requires_grad)
-        of_table = f"{where}(table='{name}')"
-        trainer = trainer_of(weight, optimizer, of_table)
+        call = f"{where}(table='{name}')"
+        trainer = trainer_of(weight, optimizer, call)
         if trainer is not None and not whole_rule:
-            _mark(table, trainer, weight, of_table)
+            _mark(table, trainer, weight, call)
         moments = SavedMoments({}, 0)
         if trainer is not None:
-            check_kind(trainer, table.rows().optimizer, of_table)
-            moments = saved_moments(trainer, weight, table.rows().optimizer, name, of_table)
+            check_kind(trainer, table.rows().optimizer, call)
+            moments = saved_moments(trainer, weight, table.rows().optimizer, name, call)
         filled.append((table.rows(), weight.detach(), moments))
-    for one in filled:  # rows are copied only after all checks
-        _fill(*one)
-    return made.train(collection.training)
+    for rows, weight, moments in filled:  # rows are copied only after all checks
+        _fill(rows, weight, moments)
+    return converted.train(collection.training)
 
 
 def _checked_limits(collection: Any, wished: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -209,12 +209,12 @@ def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str
     ids = ids.to(table.device)
     table.id_map.insert(ids, rows)
     table.weights.write(rows, weight.to(table.device))
-    for one in named_states(table):
-        if one.name in states:
-            values = states[one.name].reshape(ids.numel(), one.store.columns)
-            one.store.write(rows, values.to(table.device))
+    for state in named_states(table):
+        if state.name in states:
+            values = states[state.name].reshape(ids.numel(), state.store.columns)
+            state.store.write(rows, values.to(table.device))
         else:
-            one.store.fill(rows, one.initial)
+            state.store.fill(rows, state.initial)
     if table.life is not None:
         table.life.prepare_rows(ids, rows, table.step, None)()
 
