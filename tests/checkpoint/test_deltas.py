@@ -21,10 +21,10 @@ from torchrec.optim import Adagrad
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
-from torchrec_dyn import state_dict
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     apply_delta,
+    dcp_files,
     delta_apply,
     delta_export,
     export_delta,
@@ -256,7 +256,7 @@ def test_a_flipped_bit(run, tmp_path):
         data.write_bytes(whole)
     names = {name.rpartition(".")[2] for name in refused}
     assert names >= {"ids", "weight", "removed", "momentum1", "momentum2", "step", "config"}
-    assert names >= {"base", "result", "checksum", "last_seen", "count", "waiting"}
+    assert names >= {"base", "result", "weight_checksum", "last_seen", "count", "waiting"}
     assert all("." in text and text[0] != "C" for text in refused.values())
 
 
@@ -313,13 +313,13 @@ def test_a_step_of_another_thread_during_an_export_is_an_error(tmp_path, monkeyp
     model = Model()
     marker = mark(model)
 
-    def step_between(tables, call, make):
-        saved = state_dict.saved_tensors(tables, call, make)
+    def step_between(*options):
         train(model, batch(1, 1, 2))
-        return saved
+        dcp_files.save_files(*options)
 
-    monkeypatch.setattr(delta_export, "saved_tensors", step_between)
-    with pytest.raises(RuntimeError, match=r"do not change during the call, got changes of \['"):
+    train(model, batch(1, 1))
+    monkeypatch.setattr(delta_export, "save_files", step_between)
+    with pytest.raises(CheckpointException, match="got a table that was trained or changed since"):
         export_delta(model, tmp_path / "0", marker)
     assert not (tmp_path / "0").exists()
     monkeypatch.undo()

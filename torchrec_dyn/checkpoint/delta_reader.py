@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec_dyn.checkpoint.dcp_files import load_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
     SavedTable,
     SavedTensor,
@@ -194,7 +195,7 @@ def _read(
         key = change.saved.key
         optimizer = f"optimizer.state.{key.removeprefix('model.')}.weight.{change.table.name}"
         # Also those that the copy does not use: as unread.
-        for name in (*MODEL_TENSORS, "checksum"):
+        for name in (*MODEL_TENSORS, MODEL_CHECKSUM):
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
         for name in (*change.optimizer.small_names, *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)

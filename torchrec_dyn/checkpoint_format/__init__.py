@@ -26,6 +26,7 @@ from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,

@@ -22,6 +22,7 @@ from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
@@ -83,7 +84,7 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        words = from_words(self._read_words("checksum"))
+        words = from_words(self._read_words(MODEL_CHECKSUM))
         self.sums = {name: words[name] for name in MODEL_TENSORS}
         if optimizer is not None:
             words = from_words(self._read_words(OPTIMIZER_CHECKSUM))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
     SUMMED,
 )
@@ -30,7 +31,7 @@ SHAPES = {
     "waiting": "[Q, 3] int64",
     "clock": "[2, K] int64",
     "config": "[n] uint8",
-    "checksum": f"[S, {CHECKSUM_WORDS}] int64",
+    MODEL_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
     **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
     "step": "[] int64",
     "optimizer_config": "[n] uint8",

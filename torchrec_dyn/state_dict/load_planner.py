@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
@@ -91,6 +92,9 @@ class LoadPlanner(DefaultLoadPlanner):
         assert metadata is not None
         self._names, self._empty, self._plain, self._reads = {}, set(), set(), {}
         saved = metadata.state_dict_metadata
+        deltas = {
+            key.split(".")[-2] for key in saved if key.endswith(".base") and key.count(".") > 1
+        }
         flat, paths = flatten_state_dict(state_dict)
         found: dict[str, tuple[TableEntry, dict[str, TensorStorageMetadata]]] = {}
         for fqn, value in flat.items():
@@ -100,7 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 prefix, _, self._names[fqn] = fqn.rpartition(".")
                 # `apply_delta` reads deltas into entries that belong to no state dict.
                 if value.entry.is_of_state_dict and prefix not in found:
-                    _check_is_no_delta(prefix, saved)
+                    _check_is_no_delta(prefix, deltas)
                     check_is_not_static(f"{prefix}.", saved, f"'{prefix}' of the checkpoint")
                 _, tensors = found.setdefault(prefix, (value.entry, {}))
                 if isinstance(of_saved, TensorStorageMetadata):
@@ -112,7 +116,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     continue
                 self._plain.add(fqn)
                 _check_chunks(fqn, of_saved)
-                _check_is_no_delta(prefix, saved)
+                _check_is_no_delta(prefix, deltas)
                 resized = _resized(value, name, of_saved)
                 if resized is not None:
                     note_resized(value, resized)
@@ -238,9 +242,9 @@ def _is_dynamic(prefix: str, saved: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_is_no_delta(prefix: str, saved: Mapping[str, Any]) -> None:
+def _check_is_no_delta(prefix: str, deltas: set[str]) -> None:
     """Raises ValueError if only the changes of a table were saved: the other rows would be lost."""
-    if f"{prefix}.base" in saved:
+    if prefix.rpartition(".")[2] in deltas:
         raise ValueError(
             f"'{prefix}' of the checkpoint: expected a full checkpoint, got a delta, which has the changed "
             "rows only. Load the full checkpoint before it, then call "
@@ -284,7 +288,7 @@ def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object])
 
     def check(prefix: str, order: tuple[str, ...], ids: Tensor) -> None:
         tensors, table = groups[prefix], prefix.rpartition(".")[2]
-        checksum = "checksum" if order == MODEL_TENSORS else OPTIMIZER_CHECKSUM
+        checksum = MODEL_CHECKSUM if order == MODEL_TENSORS else OPTIMIZER_CHECKSUM
         if checksum not in tensors:
             return
         saved_sums = from_words(tensors[checksum])

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     SavedTensor,
     add_sums,
     check_config_is_whole,
@@ -56,7 +57,7 @@ class TableEntry(ABC):
 
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
-    config, checksum = "config", "checksum"  # names of these tensors
+    config, checksum = "config", MODEL_CHECKSUM  # names of these tensors
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
 
     def __init__(self, table: Table) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
@@ -46,7 +47,7 @@ class ModelEntry(TableEntry):
     """The load of rows, ids, scores, counters and clock of one table."""
 
     order = MODEL_TENSORS
-    small_names = ("clock", "config", "checksum")
+    small_names = ("clock", "config", MODEL_CHECKSUM)
     missing = (
         "this table, got one without. "
         "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True)."
@@ -112,7 +113,7 @@ class ModelEntry(TableEntry):
 
     def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         if not isinstance(saved["weight"], SavedTensor):
-            self._fill_from_whole(by_row, "checksum" in saved)
+            self._fill_from_whole(by_row, MODEL_CHECKSUM in saved)
             return
         # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
         self.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype)
