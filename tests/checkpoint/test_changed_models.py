@@ -325,7 +325,7 @@ def on_two_ranks(path: str) -> list[str]:
             job.restore()
         told.append(str(no_memory.value))
     with (
-        failing(delta_apply, "_reserve", 1 if rank else 99, MemoryError("too little")),
+        failing(delta_apply, "_prepared", 1 if rank else 99, MemoryError("too little")),
         pytest.raises(RuntimeError, match="expected memory for"),
     ):
         job.restore()

@@ -13,7 +13,6 @@ from delta_cases import NAMES, Model, assert_same, batch, events, happen, per_ta
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupt_cases import batch_of, collection_of
 from table_cases import ids_of
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec import EmbeddingBagConfig
@@ -25,7 +24,6 @@ from torchrec_dyn.checkpoint import (
     LoadPlanner,
     apply_delta,
     dcp_files,
-    delta_apply,
     delta_export,
     export_delta,
     mark,
@@ -367,25 +365,3 @@ def test_rows_above_the_limit_of_the_copy_are_kept(tmp_path):
     export_delta(model, tmp_path / "0", marker)
     apply_delta(small, tmp_path / "0")
     assert small.table("t").num_rows == 9
-
-
-def test_an_interrupted_delta_leaves_no_list_of_rows_to_evict(tmp_path, monkeypatch):
-    """Its scores may be lower than at the search that made the list."""
-    options = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
-    model, replica = collection_of(options), collection_of(options)
-    for one in (model, replica):
-        for first in range(0, 90, 3):
-            one(batch_of(range(first, first + 3)))
-    life = replica.local_tables()["t0"].life
-    assert life._candidates._listed is not None
-    marker = mark(model)
-    model(batch_of([1, 2, 3]))
-    export_delta(model, tmp_path / "delta", marker)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(delta_apply, "note_changed", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        apply_delta(replica, tmp_path / "delta")
-    assert life._candidates._listed is None

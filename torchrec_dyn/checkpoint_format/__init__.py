@@ -7,13 +7,6 @@ docs/checkpoint_format.md describes the format.
 The saved form depends only on the contents of a table, not on plan, world size or history.
 """
 
-from torchrec_dyn.checkpoint_format.byte_sums import (
-    SUMMED_BYTES,
-    FileSums,
-    RunningSums,
-    chunk_sum,
-    sums_of,
-)
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
     file_inside,
@@ -47,7 +40,6 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     replace_file,
     write_beside,
 )
-from torchrec_dyn.checkpoint_format.pace import Pace
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_chain import (
     ENTRY,

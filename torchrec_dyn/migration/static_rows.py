@@ -96,4 +96,4 @@ def _insert(table: TableShard, ids: Tensor, values: Mapping[str, Tensor]) -> Non
         else:
             state.store.fill(rows, state.initial)
     if table.life is not None:
-        table.life.add_rows(ids, rows, table.step, None)
+        table.life.prepare_rows(ids, rows, table.step, None)()

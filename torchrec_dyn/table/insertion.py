@@ -140,13 +140,14 @@ class Addition:
     def __init__(self, table: TableArrays, ids: Tensor, counts: Tensor | None = None) -> None:
         self.table = table
         self.ids = ids
-        self._counts = counts
-        self._step = table.step
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
         self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
-        table.initial_rows.write(ids, self._allocation.rows, table.weights, table.states)
+        table.initial_rows.write(ids, self.rows, table.weights, table.states)
+        self._add_scores = None
+        if table.life is not None:
+            self._add_scores = table.life.prepare_rows(ids, self.rows, table.step, counts)
 
     @property
     def rows(self) -> Tensor:
@@ -157,8 +158,8 @@ class Addition:
         """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
         table = self.table
         table.row_numbers.commit(self._allocation)
-        if table.life is not None:
-            table.life.add_rows(self.ids, self._allocation.rows, self._step, self._counts)
+        if self._add_scores is not None:
+            self._add_scores()
         log = table.change_log
         if log is not None:
             log.add(self.ids, self.rows, table.id_map)
@@ -189,8 +190,10 @@ class Removal:
         self._table = table
         self._ids = ids
         self._rows = rows
-        self._left = table.id_map.num_ids - ids.numel()
+        self.left = table.id_map.num_ids - ids.numel()
         self._counted = {cause: table.counters[cause] + rows.numel()}
+        if table.life is not None:
+            self._blank = table.life.scores.blank(rows)
         self._log = table.change_log
         self._logged = None if self._log is None else self._log.removed
 
@@ -211,7 +214,7 @@ class Removal:
 
     def commit(self) -> None:
         """Removes the ids and frees their rows: of all ids or of none."""
-        run_to_end(lambda _: self._table.id_map.remove(self._ids, self._left), self.free_rows)
+        run_to_end(lambda _: self._table.id_map.remove(self._ids, self.left), self.free_rows)
 
     def free_rows(self, _: bool = False) -> None:
         """Frees the rows of ids that are not in the map; a second call directly after changes nothing.
@@ -221,7 +224,7 @@ class Removal:
         if self._log is not None and self._logged is not None:
             self._log.removed = self._logged
         if self._table.life is not None:
-            self._table.life.forget_rows(self._rows)
+            self._table.life.forget_rows(self._rows, self._blank)
         self._table.row_numbers.free(self._rows)
         self._table.counters.update(self._counted)
 
