@@ -27,7 +27,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints
-from torchrec_dyn.checkpoint.dense_part import without_tables
+from torchrec_dyn.checkpoint.dense_part import split_state
 from torchrec_dyn.checkpoint_format import checkpoint_reader
 
 TABLES = {

@@ -11,11 +11,11 @@ from torchrec_dyn.checkpoint.checkpoints import Checkpoints
 from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
-from torchrec_dyn.checkpoint.entry_load import Restored
 from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.positions import Positions
+from torchrec_dyn.checkpoint.restoring import Restored
 from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
 from torchrec_dyn.checkpoint.table_export import BATCH_BYTES, export_table, read_batches
 from torchrec_dyn.checkpoint.table_writer import TableWriter

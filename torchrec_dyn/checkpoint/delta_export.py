@@ -127,12 +127,16 @@ class Changes(NamedTuple):
     marker: Marker
 
 
-def collect_changes(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Changes:
-    """Returns the changes since a marker, for a directory; as `export_delta`, which writes them."""
+def collect_changes(
+    model: nn.Module, path: str | os.PathLike[str] | None, since: Marker
+) -> Changes:
+    """Returns the changes since a marker, for a directory if one is given; `export_delta` writes them."""
     tables = tables_of(model, _CALL)
     group = tables[0].group
     stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
-    is_new = not Path(path).exists()  # all ranks meet once more before one writes
+    is_new = (
+        path is not None and not Path(path).exists()
+    )  # all ranks meet once more before one writes
     before = [since._tables[table.name] for table in tables]
     versions = _begin(tables, _CALL)
     results = saved_sums(tables, _CALL)
@@ -183,11 +187,11 @@ def _marker(
 
 
 def _checked_stamps(
-    tables: Sequence[Table], path: str | os.PathLike[str], since: Marker
+    tables: Sequence[Table], path: str | os.PathLike[str] | None, since: Marker
 ) -> list[list[tuple[int, ...]]]:
     """Returns `_stamps` after checking the arguments of `export_delta`."""
-    folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = None if path is None else Path(path)
+    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"export_delta: expected a new directory, got {folder}, which is taken. "
             "Give every delta a directory of its own."

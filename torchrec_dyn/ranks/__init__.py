@@ -7,7 +7,14 @@ collections return of it. `routing` computes the owner of an id, `agreement` rai
 all ranks, also before it sends tensors. `host_group` returns the group for tensors of the CPU.
 """
 
-from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
+from torchrec_dyn.ranks.agreement import (
+    agree,
+    exchange,
+    gather_results,
+    gather_settled,
+    run_together,
+    settle,
+)
 from torchrec_dyn.ranks.groups import background_group, host_group
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import (

@@ -193,24 +193,33 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     return done[0]
 
 
-def settle(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Runs a part of a call that is collective itself, and returns its result. Collective.
+def gather_settled(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
+    """Runs a part of a call that is collective itself; returns the results of all ranks, by rank. Collective.
 
     An error that `work` raises on one rank only is raised on the others where they meet next: in an agreement
-    inside `work`, or at its end. Errors are those of `gather_results`.
+    inside `work`, or at its end. Results and errors are those of `gather_results`.
     """
     fault: Exception | None = None
-    done: list[T] = []
+    done: Any = None
     try:
-        done.append(work())
+        done = work()
     except Exception as error:
         if getattr(error, "is_agreed", False):
             raise  # on all ranks already
         fault = error
     try:
-        agree(group, call, fault)
+        return agree(group, call, fault, done)
     finally:
         del fault
+
+
+def settle(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+    """Runs a part of a call that is collective itself, and returns its result. Collective.
+
+    Errors are those of `gather_settled`.
+    """
+    done: list[T] = []
+    gather_settled(group, call, lambda: done.append(work()))
     return done[0]
 
 

@@ -1,6 +1,6 @@
 """Ways of served rows to an entry of a directory of `Checkpoints`: by deltas, or from a full save.
 
-An entry names the entry before it by its random id (checkpoint_format/saved_chain.py), a full save too. So
+An entry names the entry before it by its random id (checkpoint_format/entries.py), a full save too. So
 a fork of the chain is seen: training was restored at an older entry and went on from there, and what is
 served is of the way that was left.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrec_dyn.checkpoint_format import Entry, SavedChain, chain_of
+from torchrec_dyn.checkpoint_format import Entry, SavedChain
 from torchrec_dyn.serving.manifest import ServedEntry
 
 
@@ -56,9 +56,7 @@ def way_to(
 def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
     """Returns True if what is served is not among the entries before an entry.
 
-    Where entries between the two were removed, the digits of their chains tell it; False if both have the
-    same, or older versions wrote one of them. A chain gets other digits after a downgrade and an upgrade of
-    the trainer, so they count last.
+    False if entries between the two were removed.
     """
     if is_replaced(chain, served):
         return True
@@ -67,7 +65,7 @@ def is_fork(chain: SavedChain, entry: Entry, served: ServedEntry) -> bool:
             return one.id != served.id
         if one.parent is None or one.parent == served.id:
             return one.parent is None
-    return len({chain_of(entry.id), chain_of(served.id)} - {None}) > 1
+    return False
 
 
 def is_replaced(chain: SavedChain, served: ServedEntry) -> bool:
