@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class Checkpoints:
         self._highest: int | None = 0
         self._saving: Saving | None = None  # in the background
         self._lock: filelock.BaseFileLock | None = None
+        self._is_new = False  # the directory was made by a save that has not been committed
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, keep={self._keep}, full_every={self._full_every})"
@@ -255,7 +257,7 @@ class Checkpoints:
         entry = saving.wait().entry
         if entry is not None:
             self._line = [entry] if entry.is_full else [*self._line, entry]
-            self._highest, self._marker = entry.sequence, saving.marker
+            self._highest, self._marker, self._is_new = entry.sequence, saving.marker, False
         if not saving.is_told:
             saving.result()
 
@@ -275,6 +277,7 @@ class Checkpoints:
         marker, is_due = self._marker, full or len(self._line) % self._full_every == 0
         if is_due or marker is None or not is_marker_of(marker, tables):
             marker = None
+        kind = "full" if marker is None else "delta"
         prepared: list[tuple[Parts, dict[str, SavedValue], SavedChain]] = []
 
         def prepare() -> tuple[Any, ...]:
@@ -288,20 +291,22 @@ class Checkpoints:
                 parts.copy()
             prepared.append((parts, values, chain))
             begun = self._next(chain), secrets.token_hex(16), time.time()
-            return begun, number, marker is None, digests_of(values), options_of(optimizer)
+            return begun, number, kind, digests_of(values), options_of(optimizer)
 
-        begun, steps, are_full, digests, options = zip(
-            *gather_settled(group, _SAVE, prepare), strict=True
-        )
-        check_same_step(steps, _SAVE)
-        if len(set(are_full)) > 1:
-            raise ValueError(
-                f"{_SAVE}: expected a full save on every rank, or a delta, got both. Give the same "
-                "arguments and convert tables on every rank."
-            )
+        try:
+            ranks = gather_settled(group, _SAVE, prepare)
+            begun, steps, kinds, digests, options = zip(*ranks, strict=True)
+            check_same_step(steps, _SAVE)
+            if len(set(kinds)) > 1:
+                raise ValueError(
+                    f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. "
+                    "Give the same arguments and convert tables on every rank."
+                )
+        except BaseException:
+            self._withdraw()
+            raise
         ((parts, values, chain),) = prepared
         sequence, identity, now = begun[0]
-        kind = "full" if marker is None else "delta"
         entry = Entry(
             path=self.path / f"{kind}-{sequence:08}",
             kind=kind,
@@ -327,6 +332,7 @@ class Checkpoints:
 
     def _claim(self) -> SavedChain:
         """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
+        self._is_new = self._is_new or not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
@@ -347,6 +353,15 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
+
+    def _withdraw(self) -> None:
+        """Removes the directory if a save has made it and was refused: nothing has changed then."""
+        if self._is_new and self._lock is not None:
+            with suppress(OSError):
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
+            self._lock.release()
+            self._lock, self._is_new = None, False
 
     @staticmethod
     def _next(chain: SavedChain) -> int:

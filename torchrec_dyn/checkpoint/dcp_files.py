@@ -78,26 +78,26 @@ def load_files(
     planner: LoadPlanner,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Loads a state dict from a directory; raises CheckpointException. Collective, unless `group` is None."""
-    with _faults_raised(None):
+    """Loads a state dict from a directory. Collective, unless `group` is None."""
+    with _faults_raised(path):
         dcp.load(
             state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
         )
 
 
 @contextmanager
-def _faults_raised(path: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Raises an interrupt, a lack of memory, and to `path` an error of the disk, all of which DCP wraps."""
+def _faults_raised(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises an interrupt, a lack of memory or an error of the disk, all of which DCP wraps."""
     try:
         yield
     except CheckpointException as error:
         for fault, _ in error.failures.values():
             if not isinstance(fault, Exception):
                 raise fault from error
-            if lacks_memory(fault):
-                raise torch.OutOfMemoryError(str(fault)) from error
-            if path is not None and isinstance(fault, OSError) and fault.errno is not None:
+            if isinstance(fault, OSError) and fault.errno is not None:
                 raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
+            if lacks_memory(fault):
+                raise torch.OutOfMemoryError(f"{path}: {fault}") from error
         raise
 
 

@@ -42,7 +42,9 @@ from torchrec_dyn.name_lists import listed
 from torchrec_dyn.policies import is_timed
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import LoadPlanner, only_to_load
+from torchrec_dyn.whole_model import tables_of
 
+_CALL = "Checkpoints.restore"
 _STATE = "optimizer.state."
 _PARTIAL = "To load what is in both, give restore(allow_partial_load=True)."
 
@@ -193,7 +195,8 @@ class LineLoad:
         optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, self._options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
-        tables = [table for table in self._tables if f"model.{table.key}.config" in self._saved]
+        tables = tables_of(model, _CALL)  # anew: the load has taken over initializers
+        tables = [table for table in tables if f"model.{table.key}.config" in self._saved]
         held: list[SumsOfTable] = []
         for delta in line[1:] if tables else ():
             held = apply_changes(tables, delta.tables, is_partial, held)
