@@ -285,7 +285,7 @@ def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: 
     checkpoints.close()
     with (
         failing(LoadPlanner, "finish_plan", number, error),
-        pytest.raises((RuntimeError, OSError), match="no (memory|space).*/kept/|/kept/.*no memory"),
+        pytest.raises((RuntimeError, OSError), match=r"no (memory|space)"),
     ):
         restore(tmp_path / "kept", model)
     assert restore(tmp_path / "kept", model)[1].step == 2
@@ -312,7 +312,9 @@ def on_two_ranks(path: str) -> list[str]:
         assert line.restore().step == whole.restore().step == 2
     same(held(line.model), held(whole.model))
     for setup in (replace(TWO, optimizer="EXACT_SGD"), replace(TWO, tables=1)):
-        with pytest.raises(ValueError, match="of exact_sgd as the model has|expected an entry with the tables") as caught:
+        with pytest.raises(
+            ValueError, match=r"of exact_sgd as the|expected an entry with"
+        ) as caught:
             Job(kept, setup).restore()
         told.append(str(caught.value))
     assert Job(kept, replace(TWO, tables=1)).restore(allow_partial_load=True).step == 2

@@ -1,4 +1,4 @@
-"""The directory of `Checkpoints`: three states of a folder, what is kept, and flags that are written into it."""
+"""The directory of `Checkpoints`: three states of a folder, what is kept, and the flags of entries."""
 
 import errno
 import json
@@ -143,7 +143,7 @@ def test_what_cannot_be_judged_stays_and_is_named(make: Any, reason: str, tmp_pa
         "full-00000002", "full-00000004"
     ]  # fmt: skip
     assert job.restore().step == 3  # it is older than the newest entry
-    with pytest.raises(ValueError, match="Checkpoints.forget: expected folders that can be read"):
+    with pytest.raises(ValueError, match=r"forget: expected folders that can be read"):
         job.forget({})
     job.checkpoints.close()
 

@@ -48,7 +48,8 @@ def save_files(
     try:
         save_part(state, path, writer, group)
         if writer is not None and group is not None:
-            run_together(group, call, lambda: check_is_shared(writer.files))
+            files = writer.files or [Path(path) / "__0_0.distcp"]  # rank 0 knows all files
+            run_together(group, call, lambda: check_is_shared(files))
     except BaseException:
         if writer is not None:
             _remove_files(Path(path), is_new)
