@@ -38,8 +38,8 @@ TOOLS := pytest==9.2.0 pytest-xdist==3.8.0 parameterized sortedcontainers expect
 NEWER_TOOLS := hypothesis==6.170.15 matplotlib==3.11.2 sphinx==9.0.4 myst-parser==5.2.0 furo==2025.12.19 sphinx-copybutton==0.5.2 \
 	sphinx-codeautolink==0.19.0
 
-CORE_FORMATTED := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h */*/*.cpp */*/*.h))
-CORE := $(filter-out csrc/sanitize/%,$(CORE_FORMATTED))
+CORE := $(wildcard $(addprefix csrc/,*.cpp *.cu *.h */*.cpp */*.cu */*.h))
+CORE_FORMATTED := $(CORE) $(wildcard $(addprefix tests/csrc/,*.cpp *.h */*.cpp */*.h))
 DEVICE_CORE := $(filter %.h %_cuda.cpp csrc/library.cpp,$(CORE))
 
 SIMT := build/simt/torchrec_dyn_simt.abi3.so
@@ -47,10 +47,10 @@ SIMT := build/simt/torchrec_dyn_simt.abi3.so
 GPU ?= 80
 PTX := build/ptx/torchrec_dyn_ptx.abi3.so
 PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
-PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard csrc/sanitize/ptx/*.cpp csrc/sanitize/ptx/*.h)
+PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard tests/csrc/ptx/*.cpp tests/csrc/ptx/*.h)
 HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
-.PHONY: train test build wheel release lint format docs bench bench-ab test-deep soak ptx sanitize fuzz clones clean
+.PHONY: train test build wheel release lint format docs bench bench-ab test-deep goldens soak ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: $(VENV)/trainable.stamp
@@ -67,6 +67,10 @@ test: build $(if $(HAS_NVCC),$(PTX))
 # SHARD=3/8 runs the third of eight parts.
 test-deep: build
 	$(BIN)/python -m pytest tests -n 2 --dist worksteal --deep --shard $(SHARD) $(ARGS)
+
+# Records the results of fifty steps anew (tests/support/golden_runs.py) and prints what has changed.
+goldens: build
+	PYTHONPATH=tests/support $(BIN)/python -c "import golden_runs; golden_runs.record()"
 
 # Trains, saves, kills, fills a disk, follows and serves for 20 minutes: make soak ARGS="--seconds 1200 --seed 3"
 soak: build
@@ -154,23 +158,23 @@ bench-ab: build
 	$(BIN)/python benchmarks/ab_ratios.py $(AB)/base $(AB)/checkout
 
 # The kernels as nvcc compiles them, on an emulator: SHARD=1/2, GPU=90, RACES=1, BOUNDS=1, SCHEDULES=random
-# (csrc/sanitize/ptx/run).
+# (tests/csrc/ptx/run).
 export RACES BOUNDS SCHEDULES BLOCKS
 ptx: build $(PTX_OF_GPU)
-	csrc/sanitize/ptx/run $(BIN)/python $(PTX_OF_GPU) --shard $(SHARD) $(ARGS)
+	tests/csrc/ptx/run $(BIN)/python $(PTX_OF_GPU) --shard $(SHARD) $(ARGS)
 
 # The sanitizers, five minutes of the argument fuzzer, and the tests of the core on each level of x86-64.
 sanitize: build
-	csrc/sanitize/run $(BIN)/python
-	csrc/sanitize/fuzz $(BIN)/python --seconds 300
-	csrc/sanitize/clones $(BIN)/python
+	tests/csrc/run $(BIN)/python
+	tests/csrc/fuzz $(BIN)/python --seconds 300
+	tests/csrc/clones $(BIN)/python
 
 # Calls every op with valid and with crafted arguments. One call again: make fuzz ARGS="--seed 12 --op gather_pool"
 fuzz: build
-	csrc/sanitize/fuzz $(BIN)/python $(or $(ARGS),--seconds 300)
+	tests/csrc/fuzz $(BIN)/python $(or $(ARGS),--seconds 300)
 
 clones: build
-	csrc/sanitize/clones $(BIN)/python $(ARGS)
+	tests/csrc/clones $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info torchrec_dyn/*.so .venv*/extension.stamp .venv*/trainable.stamp

@@ -15,7 +15,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension
 ROOT = Path(__file__).resolve().parent
 # TORCHREC_DYN_BUILD=cpu leaves the CUDA half out, `here` does where torch sees no GPU. simt and ptx make a
 # library for tests (csrc/simt.h), no extension: simt has the kernels of g++, ptx those of nvcc, with an
-# emulator of PTX (csrc/sanitize/ptx).
+# emulator of PTX (tests/csrc/ptx).
 BUILD = os.environ.get("TORCHREC_DYN_BUILD", "")
 CUDA_BIN = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
 NVCC = shutil.which("nvcc", path=CUDA_BIN) or shutil.which("nvcc")
@@ -37,15 +37,14 @@ def _architectures() -> list[str]:
 
 
 def _sources() -> list[str]:
-    """Returns the C++ files of this build, relative to ROOT: never the programs for sanitizers."""
+    """Returns the C++ files of this build, relative to ROOT."""
     every = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")}
-    every -= {path for path in every if path.startswith("csrc/sanitize/")}
     device = {path for path in every if path.endswith("_cuda.cpp")}
     if BUILD == "simt":
         return sorted({*device, "csrc/library.cpp"})
     if BUILD == "ptx":
-        emulator = {str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/sanitize/ptx/*.cpp")}
-        emulator -= {"csrc/sanitize/ptx/test_library.cpp"}  # for the emulator's own tests
+        emulator = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/csrc/ptx/*.cpp")}
+        emulator -= {"tests/csrc/ptx/test_library.cpp"}  # for the emulator's own tests
         host_half = {*device, "csrc/library.cpp"}
         return [_one_file_of(host_half, "host_half"), _one_file_of(emulator, "emulator")]
     return sorted(every if NVCC else every - device)
@@ -54,7 +53,7 @@ def _sources() -> list[str]:
 def _one_file_of(sources: set[str], name: str) -> str:
     """Writes a file that includes others: headers are read once, in a third of the time."""
     path = ROOT / f"build/objects-ptx/{name}.cpp"
-    text = "".join(f'#include "{one.removeprefix("csrc/")}"\n' for one in sorted(sources))
+    text = "".join(f'#include "{ROOT / one}"\n' for one in sorted(sources))
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -71,10 +71,10 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.checkpoint.inspection import headline
 from torchrec_dyn.checkpoint_format import Entry, open_checkpoint
 from torchrec_dyn.planner import make_planner
 from torchrec_dyn.ranks import TableLayout
+from torchrec_dyn.tools.inspection import headline
 from torchrec_dyn.whole_model import tables_of
 
 COLUMNS = 256  # so many are cut in two by TorchRec, in a grid

@@ -68,7 +68,7 @@ real() {
   has_kernels && TORCHREC_DYN_REAL_DEVICE=1 "${every_test[@]}" -n 4 -m "not needs_cuda" "${limit[@]}" "${files[@]}"
 }
 # Each tensor has memory of its own, so that no access beyond a tensor hits the next one unseen. racecheck sees shared
-# memory, which beside CUB only the update uses; races in global memory are ThreadSanitizer's (csrc/sanitize/run).
+# memory, which beside CUB only the update uses; races in global memory are ThreadSanitizer's (tests/csrc/run).
 sanitized() {
   has_kernels && PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$1" --error-exitcode 1 \
     "${pytest[@]}" -x -k "$2" "${@:3}"

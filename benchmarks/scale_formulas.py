@@ -2,7 +2,7 @@
 
     python benchmarks/scale_formulas.py
 
-Each formula is for one row-wise table. tests/repository/test_scale.py compares it with a measured small case.
+Each formula is for one row-wise table.
 Bytes on the wire are those that a rank sends to other ranks through collectives, as TorchRec calls them; what
 the network adds, and how it routes a collective, is not counted.
 """

@@ -18,10 +18,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torchrec.distributed import comm
+from torchrec_dyn.state_dict.row_index import CellCounts
 
 from torchrec_dyn.ranks import TableLayout, agreement
 from torchrec_dyn.state_dict.places import Share
-from torchrec_dyn.state_dict.row_index import CellCounts
 from torchrec_dyn.state_dict.saving import ShardSummary
 from torchrec_dyn.storage import CELL_BITS
 

@@ -11,7 +11,7 @@
 
 #include "both_devices.h"
 
-#if defined(TORCHREC_DYN_CLONE)  // one level alone, whatever the machine: csrc/sanitize/clones
+#if defined(TORCHREC_DYN_CLONE)  // one level alone, whatever the machine: tests/csrc/clones
 #define TORCHREC_DYN_TEXT(name) #name
 #define TORCHREC_DYN_ARCH(level) "arch=" TORCHREC_DYN_TEXT(level)
 #define TORCHREC_DYN_SIMD __attribute__((target(TORCHREC_DYN_ARCH(TORCHREC_DYN_CLONE))))

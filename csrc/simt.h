@@ -22,7 +22,6 @@
 
 #if !defined(__CUDACC__)
 #include <atomic>
-#include <thread>
 #endif
 
 namespace torchrec_dyn::simt {
@@ -48,14 +47,9 @@ TORCHREC_DYN_BOTH inline int64_t atomic_cas(int64_t* word, int64_t expected, int
   return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(word),
                                         static_cast<unsigned long long>(expected),
                                         static_cast<unsigned long long>(desired)));
-#elif defined(__CUDACC__) || defined(TORCHREC_DYN_PLANTED_RACE)
-  // nvcc's host side, never called; and the race that csrc/sanitize/run expects ThreadSanitizer to find.
+#elif defined(__CUDACC__)  // nvcc's host side, never called
   return *word == expected ? (*word = desired, expected) : *word;
 #else
-#if defined(TORCHREC_DYN_SLOW_THREADS)  // csrc/sanitize/run: others run between its reads and its write
-  thread_local unsigned calls = 0;
-  if (++calls % 16 == 0) std::this_thread::yield();
-#endif
   std::atomic_ref<int64_t>(*word).compare_exchange_strong(expected, desired, std::memory_order_relaxed);
   return expected;
 #endif

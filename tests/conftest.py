@@ -191,7 +191,7 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Writes which instructions ran, if the library of the simt tests is a ptx build (csrc/sanitize/ptx)."""
+    """Writes which instructions ran, if the library of the simt tests is a ptx build (tests/csrc/ptx)."""
     if "TORCHREC_DYN_PTX_COVERAGE" not in os.environ or "device_ops" not in sys.modules:
         return
     from device_ops import LIBRARY, simt_library

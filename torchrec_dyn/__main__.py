@@ -11,21 +11,22 @@ from pathlib import Path
 
 import torch
 
-from torchrec_dyn import doctor, serving
-from torchrec_dyn.checkpoint import (
-    BATCH_BYTES,
-    export_table,
-    inspect_checkpoint,
-    plot_fault,
-    print_difference,
-    verify_checkpoint,
-    verify_rows_file,
-)
+from torchrec_dyn import serving
 from torchrec_dyn.checkpoint_format import Pace
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
 from torchrec_dyn.storage import lacks_memory
+from torchrec_dyn.tools import (
+    BATCH_BYTES,
+    export_table,
+    inspect_checkpoint,
+    plot_fault,
+    print_difference,
+    print_report,
+    verify_checkpoint,
+    verify_rows_file,
+)
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
@@ -86,11 +87,11 @@ def _arguments() -> argparse.ArgumentParser:
         "doctor",
         help="print versions, machine and build for a bug report",
         description="Prints for a bug report: versions, the trio, CPU level, nvcc, GPUs, what the extension "
-        "has kernels for, and what is wrong. Where the package cannot be imported, run the file doctor.py of "
-        "the package: the error says how.",
+        "has kernels for, and what is wrong. Where the package cannot be imported, run the file "
+        "tools/doctor.py of the package: the error says how.",
         epilog="Exit status: 0 nothing is wrong; 1 something is.",
     )
-    report.set_defaults(run=lambda _: doctor.print_report())
+    report.set_defaults(run=lambda _: print_report())
     return parser
 
 

@@ -156,7 +156,7 @@ class DynamicTableConfig:
 
 
 def _check_features(features: tuple[FeatureUse, ...], where: str) -> None:
-    if not isinstance(features, tuple) or not all(isinstance(one, FeatureUse) for one in features):
+    if not isinstance(features, tuple) or not all(isinstance(use, FeatureUse) for use in features):
         raise ValueError(f"{where}: expected a tuple of FeatureUse, got {features!r}.")
     names = [use.feature for use in features]
     for name in names:

@@ -40,8 +40,8 @@ def _op(fake: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
 def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns two lists of the same length, which depends on the contents of tensors."""
-    found = torch.library.get_ctx().new_dynamic_size()
-    return like.new_empty(found), like.new_empty(found)
+    length = torch.library.get_ctx().new_dynamic_size()
+    return like.new_empty(length), like.new_empty(length)
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
@@ -573,9 +573,14 @@ def sort_by_owner(
         weights: [N], the weights of the returned ids; [0] without weights.
         where: [N] int64, position of each id of the batch among the returned ids; [0] without positions.
     """
-    of_owners = lengths.new_empty(ranks * lengths.shape[0])
+    owner_lengths = lengths.new_empty(ranks * lengths.shape[0])
     sent = ids.new_empty(0, dtype=torch.float32) if weights is None else torch.empty_like(weights)
-    return torch.empty_like(ids), of_owners, sent, ids.new_empty(ids.shape[0] if positions else 0)
+    return (
+        torch.empty_like(ids),
+        owner_lengths,
+        sent,
+        ids.new_empty(ids.shape[0] if positions else 0),
+    )
 
 
 @_op

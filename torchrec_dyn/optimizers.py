@@ -228,17 +228,7 @@ class RowOptimizer:
 
     @classmethod
     def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
-        """Returns the rule and hyper-parameters of TorchRec's `fused_params`.
-
-        Args:
-            fused_params: `optimizer` as an FBGEMM EmbOptimType, the name of an OptimizerKind or a RowRule;
-                the hyper-parameters of `RowOptimizer`; `output_dtype`, which is only checked here
-                (`output_dtype_of`); `bounds_check_mode` and PLACEMENT_KEYS, which have no effect.
-            where: owner of the parameters for error messages, e.g. "table 'user'".
-
-        Raises:
-            ValueError: if an optimizer, a key or a value is not supported.
-        """
+        """Returns the rule and hyper-parameters of TorchRec's `fused_params`."""
         chosen: dict[str, Any] = {}
         corrects_by_row = False
         for key, value in fused_params.items():
@@ -349,20 +339,17 @@ def output_dtype_of(value: Any, where: str) -> torch.dtype:
     """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32.
 
     `value` is a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
-
-    Raises:
-        ValueError: if it is none of float32, float16 and bfloat16.
     """
     if value is None:
         return torch.float32
-    found = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value
-    if not isinstance(found, torch.dtype) or found not in _OUTPUT_DTYPES.values():
+    dtype = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in _OUTPUT_DTYPES.values():
         raise ValueError(
             f"fused_params of {where}: expected output_dtype FP32, FP16 or BF16 of DataType or SparseType, "
             f"or torch.float32, torch.float16 or torch.bfloat16, got {value!r}. Write one of them, or "
             "remove it for float32."
         )
-    return found
+    return dtype
 
 
 def _by_row(chosen: Mapping[str, Any], where: str) -> OptimizerKind:

@@ -37,7 +37,7 @@ def _check_half_life(where: str, steps: int | None, time: int | None) -> None:
 
 def _changed_fields(policy: LeastFrequentlyUsed | LowestScore) -> str:
     """Returns the expression of a policy, without the fields that have their default."""
-    given = ((one.name, one.default, getattr(policy, one.name)) for one in fields(policy))
+    given = ((field.name, field.default, getattr(policy, field.name)) for field in fields(policy))
     changed = [f"{name}={value!r}" for name, default, value in given if value != default]
     return f"{type(policy).__name__}({', '.join(changed)})"
 

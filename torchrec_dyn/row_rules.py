@@ -129,9 +129,9 @@ class LarsSGD(RowRule):
         step: int,
     ) -> None:
         """Updates rows and momentum."""
-        of_rows, of_grads = (one.norm(dim=1, keepdim=True) for one in (rows, grads))
-        rate = self.eta * of_rows / (of_grads + self.weight_decay * of_rows)
-        rate = torch.where((of_rows > 0) & (of_grads > 0), rate, 1.0)
+        row_norms, grad_norms = (values.norm(dim=1, keepdim=True) for values in (rows, grads))
+        rate = self.eta * row_norms / (grad_norms + self.weight_decay * row_norms)
+        rate = torch.where((row_norms > 0) & (grad_norms > 0), rate, 1.0)
         change = (grads + self.weight_decay * rows) * (rate * learning_rate)
         momentum = states["momentum"].mul_(self.momentum).add_(change)
         rows.sub_(momentum)

@@ -42,13 +42,13 @@ def hash_strings(strings: Iterable[Any]) -> Tensor:
     listed = _listed(strings)
     wrong = {kind for kind in set(map(type, listed)) if not issubclass(kind, (str, bytes))}
     if wrong:
-        place = next(n for n, one in enumerate(listed) if type(one) in wrong)
+        place = next(n for n, string in enumerate(listed) if type(string) in wrong)
         raise ValueError(
             f"hash_strings: expected str or bytes, got {listed[place]!r} at place {place}. "
             "Replace what is missing; numbers need no hash, since any int64 is an id."
         )
     try:
-        encoded = (one.encode() if isinstance(one, str) else one for one in listed)
+        encoded = (string.encode() if isinstance(string, str) else string for string in listed)
         hashes = np.fromiter(map(xxh3_64_intdigest, encoded), np.uint64, len(listed))
     except UnicodeEncodeError as error:
         raise ValueError(

@@ -16,7 +16,7 @@ OVERRIDE = "TORCHREC_DYN_ANY_VERSION"
 
 # The end of an error of the import: `python -m torchrec_dyn` imports the package, so it cannot run then.
 REPORT = "For a report, run: python " + os.path.join(
-    os.path.dirname(os.path.abspath(__file__)), "doctor.py"
+    os.path.dirname(os.path.abspath(__file__)), "tools", "doctor.py"
 )
 
 # Minor versions of releases that belong together, the newest first.
@@ -37,15 +37,11 @@ _RELEASE = re.compile(r"(\d{1,3}\.\d+)(\.\d+)*(\.post\d+)?(\+(?!git).*)?")
 
 
 def check_versions() -> None:
-    """Checks the installed versions, unless the environment variable TORCHREC_DYN_ANY_VERSION is 1.
-
-    Raises:
-        ImportError: releases are installed that do not belong together. The message names a trio.
-    """
+    """Checks the installed versions, unless the environment variable TORCHREC_DYN_ANY_VERSION is 1."""
     if os.environ.get(OVERRIDE, "0") not in ("", "0"):
         return
     installed = {part: _installed(*names) for part, names in _PACKAGES.items()}
-    minors = {part: {*map(_minor, found.values())} for part, found in installed.items()}
+    minors = {part: {*map(_minor, releases.values())} for part, releases in installed.items()}
     # Of two fbgemm packages one may be a leftover: one that fits is enough.
     if any(
         all(not minors[part] or minors[part] & {None, minor} for part, minor in trio.items())
@@ -53,11 +49,11 @@ def check_versions() -> None:
     ):
         return
     nearest = max(TRIOS, key=lambda trio: sum(trio[part] in minors[part] for part in trio))
-    told = ", ".join(
-        f"{name} {said}" for found in installed.values() for name, said in found.items()
+    releases_text = ", ".join(
+        f"{name} {said}" for releases in installed.values() for name, said in releases.items()
     )
     raise ImportError(
-        f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {told}. "
+        f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {releases_text}. "
         f"Install torch {nearest['torch']}.*, torchrec {nearest['torchrec']}.* and fbgemm-gpu "
         f"{nearest['fbgemm']}.* (for the CPU fbgemm-gpu-cpu), or set {OVERRIDE}=1 to skip this check. "
         f"{REPORT}"
@@ -66,11 +62,11 @@ def check_versions() -> None:
 
 def _installed(*names: str) -> dict[str, str]:
     """Returns the versions of the packages that are installed and have metadata."""
-    found = {}
+    releases = {}
     for name in names:
         with contextlib.suppress(Exception):  # damaged metadata raise errors of many types
-            found[name] = metadata.version(name)
-    return {name: version for name, version in found.items() if version}
+            releases[name] = metadata.version(name)
+    return {name: version for name, version in releases.items() if version}
 
 
 def _minor(version: str) -> str | None:

@@ -116,8 +116,8 @@ struct ReportWrongBags {
 // calls need more registers, so fewer of their threads wait for memory at the same time.
 //
 // A GPU waits some hundred cycles for a row number, and as long again for the row. So a thread reads kAhead numbers at
-// once, then their rows at once. It must not do so under conditions: nvcc sends such loads one after the other
-// (tests/repository/test_sass.py sees it). Instead of an id behind the end of the bag its last id is read again,
+// once, then their rows at once. It must not do so under conditions: nvcc sends such loads one after the other.
+// Instead of an id behind the end of the bag its last id is read again,
 // instead of an absent row the first row of the table, and neither is added.
 template <typename T, typename Out, bool kIsPlain>
 struct PoolBags {

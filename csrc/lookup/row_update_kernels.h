@@ -13,8 +13,7 @@
 //
 // Memory is read in few rounds, since a GPU waits some hundred cycles for each: keys and errors, by which a block lists
 // its rows; then, of a row, key and value; then the table; then row, state and gradient together. A loop over gradients
-// has four to sixteen loads of 16 bytes in flight. What the compiler makes of it is tested
-// (tests/repository/test_sass.py).
+// has four to sixteen loads of 16 bytes in flight.
 #pragma once
 
 #include <cstdint>

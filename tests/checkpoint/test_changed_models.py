@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.checkpoint.merged_table import MergedTable
+from torchrec_dyn.checkpoint_format.merged_table import MergedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -19,22 +19,16 @@ from torchrec import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_tower_sharding import (
-    EmbeddingTowerCollectionSharder,
-    EmbeddingTowerSharder,
-)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 
 import torchrec_dyn as dyn
-from torchrec_dyn.planner import make_planner
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.25}
 
@@ -219,39 +213,3 @@ def test_output_dtype_reaches_static_tables_as_torchrec_reads_it() -> None:
     assert len(given) >= 4 and set(given) == {SparseType.FP16}
     with pytest.raises(ValueError, match="fused_params of default_sharders: expected output_dtype"):
         dyn.default_sharders({"output_dtype": DataType.INT8})
-
-
-def shard_towers() -> list[str]:
-    def tower() -> EmbeddingTower:
-        return EmbeddingTower(dyn.DynamicEmbeddingBagCollection(bags("a")), nn.Linear(4, 1))
-
-    def several() -> EmbeddingTowerCollection:
-        return EmbeddingTowerCollection([tower()])
-
-    world, texts = dist.get_world_size(), []
-    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
-    planner, usual = make_planner(topology), dyn.default_sharders(SGD)
-    assert dist.group.WORLD is not None
-    for make, sharder in (
-        (tower, EmbeddingTowerSharder()),
-        (several, EmbeddingTowerCollectionSharder()),
-    ):
-        sharders: list[Any] = [sharder, *usual]
-        with pytest.raises(ValueError) as caught:
-            DistributedModelParallel(nn.Sequential(make()), sharders=sharders)
-        texts.append(str(caught.value))
-        with pytest.raises(ValueError) as caught:
-            planner.collective_plan(nn.Sequential(make()), sharders, dist.group.WORLD)
-        texts.append(str(caught.value))
-        model = DistributedModelParallel(nn.Sequential(make()), sharders=usual)
-        assert any(isinstance(part, ShardedModule) for part in model.module.modules())
-    return texts
-
-
-def test_sharders_of_towers_are_refused_on_every_rank() -> None:
-    """The plan was an error of rank 0 alone, for which the others waited."""
-    for texts in workers.run(shard_towers, world_size=2):
-        for text in texts:
-            assert text.startswith("EmbeddingTower")
-            assert "('0'): expected static tables under EmbeddingTower" in text
-            assert "torchrec_dyn.default_sharders() shard the collection inside." in text

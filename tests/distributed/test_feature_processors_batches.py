@@ -162,8 +162,6 @@ def test_refused_before_anything_is_built(what: str, told: str) -> None:
 def test_scores_by_weights_that_processors_replace_are_refused() -> None:
     told = r"replace the weights of a batch, got LowestScore of tables \['t'\]\. Use Least"
     collection = scored(one_table())
-    with pytest.raises(ValueError, match=told):
-        FeatureProcessedEmbeddingBagCollection(collection, {"a": PositionWeightedModule(4)})
     static = EmbeddingBagCollection(collection.embedding_bag_configs(), is_weighted=True)
     module = FeatureProcessedEmbeddingBagCollection(static, {"a": PositionWeightedModule(4)})
     with pytest.raises(ValueError, match=rf"make_dynamic\('_embedding_bag_collection'\): .*{told}"):

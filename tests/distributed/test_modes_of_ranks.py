@@ -14,6 +14,9 @@ from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches as batches_of
 from sharded_training import collection_of, shard
 
+from torchrec_dyn.storage import commit
+from torchrec_dyn.whole_model import tables_of
+
 KINDS = ("table_wise", "row_wise", "column_wise")
 BY_NODE = ("table_row_wise", "table_column_wise", "grid_shard")
 USUAL = Run(KINDS, KINDS, steps=3)
@@ -94,6 +97,24 @@ def mixed_in_a_pipeline(name: str, by_form: bool) -> None:
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "lite"])
 def test_in_a_pipeline(pipeline: str, by_form: bool) -> None:
     workers.run(mixed_in_a_pipeline, pipeline, by_form, world_size=2)
+
+
+def torn_on_one_rank() -> None:
+    model, (first, second, _) = sharded_model(USUAL), batches(USUAL)
+    model(first)[0].backward()
+    if dist.get_rank() == 1:
+        shards = tables_of(model, "a test")[0]
+        with pytest.raises(MemoryError), commit(shards):
+            raise MemoryError
+    for mode in (True, False):
+        with pytest.raises(
+            RuntimeError, match=r"on ranks \[1\] torn by an exception within a change"
+        ):
+            model.train(mode)(second)
+
+
+def test_torn_tables_of_one_rank() -> None:
+    workers.run(torn_on_one_rank, world_size=2)
 
 
 def backward_in_evaluation() -> None:

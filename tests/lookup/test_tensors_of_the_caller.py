@@ -23,7 +23,6 @@ from mock_device import CUDA, MockDevice, run_lookups_backward
 from sharded_cases import usual_plan
 from sharded_training import Holder
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import LazyAwaitable, ShardingPlan
@@ -115,20 +114,6 @@ class OneTable(nn.Module):
         return self.module(features.values())
 
 
-class Checkpointed(nn.Module):
-    """Activation checkpointing around a collection, whose second run gets the ids that the caller keeps."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        own = KeyedJaggedTensor(
-            FEATURES, features.values().clone(), lengths=features.lengths().clone()
-        )
-        return checkpoint(self.module, own, use_reentrant=False)
-
-
 def uses(**options: bool) -> dyn.DynamicTableConfig:
     return dyn.DynamicTableConfig(features=(dyn.FeatureUse("g", **options),))
 
@@ -153,7 +138,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], bool, bool]] = {
     "weights": (lambda: pooled(is_weighted=True), True, False),
     "rule": (lambda: pooled(fused_params={"optimizer": Descent()}), False, False),
     "rule, float16": (lambda: pooled("FP16", fused_params={"optimizer": Descent()}), False, False),
-    "checkpointed": (lambda: Checkpointed(pooled()), False, False),
     "blocks": (
         lambda: dyn.BlockEmbeddingBagCollection(tables(), {"a": 2, "b": 4, "c": 8}, fused_params=ADAM),
         False,

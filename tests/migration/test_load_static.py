@@ -125,7 +125,7 @@ def contents(one: Any, table: str) -> tuple[Any, list[tuple[int, int, dict[str, 
     if isinstance(one, dyn.DynamicEmbeddingBagCollection | dyn.DynamicEmbeddingCollection):
         shards = [one.local_tables()[table]]
     else:
-        shards = one.table(table).whole.shards
+        shards = one.table(table).shards
     rows, found = dyn.lookup_rows(one, table, ids)
     assert found.all() and dyn.read_num_rows(one, table) == ROWS
     return rows, [(s.first_column, s.columns, dict(s.export_state())) for s in shards]

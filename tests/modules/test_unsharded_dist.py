@@ -22,7 +22,6 @@ from torchrec import (
 )
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     get_default_sharders,
@@ -85,99 +84,48 @@ def beside_static(model: Model) -> Model:
     return model
 
 
-def ignoring(model: Model) -> Model:
-    model._ddp_params_and_buffers_to_ignore = ["sparse.0.embedding_bags.t.weight"]
-    return model
-
-
 def sequence() -> nn.Module:
     configs = [EmbeddingConfig(num_embeddings=10, embedding_dim=4, name="t", feature_names=["f"])]
     return nn.Sequential(dyn.DynamicEmbeddingCollection(configs))
 
 
-NO_DENSE = {"dense": False}
-META = {"device": "meta"}
-LATER = {"init_data_parallel": False}
-NEVER = {"init_parameters": False, **LATER}
 OURS = [dyn.DynamicEmbeddingBagCollectionSharder()]
+ALONE = {"init_parameters": False, "init_data_parallel": False}
 
-WRAPPED: dict[str, Callable[[], nn.Module]] = {
-    "DDP": lambda: DistributedDataParallel(Model()),
-    "DDP, no dense": lambda: DistributedDataParallel(Model(**NO_DENSE)),
-    "DDP, meta": lambda: DistributedDataParallel(Model(**META)),
-    "DDP, ignored": lambda: DistributedDataParallel(ignoring(Model())),
-    "DDP, the collection": lambda: DistributedDataParallel(Model().sparse[0]),
-    "DDP, unpickled": lambda: DistributedDataParallel(pickle.loads(pickle.dumps(Model()))),
-    "DMP": lambda: dmp(Model()),
-    "DMP, no dense": lambda: dmp(Model(**NO_DENSE)),
-    "DMP, meta": lambda: dmp(Model(**META)),
-    "DMP, later": lambda: dmp(Model(), **LATER),
-    "DMP, no dense, later": lambda: dmp(Model(**NO_DENSE), **LATER),
-    "DMP, meta, never": lambda: dmp(Model(**META), **NEVER),
-    "DMP, never": lambda: dmp(Model(), **NEVER),
-    "DMP, TorchRec's sharders": lambda: dmp(Model(), sharders=get_default_sharders()),
-    "DMP, beside static": lambda: dmp(beside_static(Model()), **NEVER),
-    "DMP, sequence": lambda: dmp(sequence(), sharders=OURS),
-    "DMP, not in the plan": lambda: dmp(Model(), sharders=OURS, plan=ShardingPlan({})),
-    "fully_shard": lambda: shard_fully(Model()),
-    "fully_shard, no dense": lambda: shard_fully(Model(**NO_DENSE)),
-    "fully_shard, ignored": lambda: shard_fully(
-        model := Model(), ignored_params=set(model.sparse.parameters())
-    ),
-}
-NAMES = {
-    "DDP": "DistributedDataParallel",
-    "DMP": "DistributedModelParallel",
-    "fully_shard": "fully_shard",
-}
+WRAPPED: list[Callable[[], nn.Module]] = [
+    lambda: DistributedDataParallel(Model()),
+    lambda: DistributedDataParallel(Model(device="meta")),
+    lambda: DistributedDataParallel(pickle.loads(pickle.dumps(Model().sparse[0]))),
+    lambda: dmp(Model()),
+    lambda: dmp(Model(dense=False), sharders=get_default_sharders()),
+    lambda: dmp(sequence(), sharders=OURS),
+    lambda: dmp(Model(), sharders=OURS, plan=ShardingPlan({})),
+    lambda: shard_fully(Model()),
+]
+REFUSED = (
+    r"^Dynamic\w+Collection\(tables?=.*'t'.*\): expected a sharded collection under "
+    r"(DistributedDataParallel|DistributedModelParallel|fully_shard) on 2 ranks, got an unsharded one: .* "
+    r"Pass sharders=torchrec_dyn.default_sharders\(\) to DistributedModelParallel, .*\.$"
+)
 
 
-def refuse(case: str) -> None:
-    message = (
-        rf"^Dynamic\w+Collection\(tables?=.*'t'.*\): expected a sharded collection under "
-        rf"{NAMES[case.split(',')[0]]} on 2 ranks, got an unsharded one: .* "
-        r"Pass sharders=torchrec_dyn.default_sharders\(\) to DistributedModelParallel, .*\.$"
-    )
-    with pytest.raises(ValueError, match=message):
-        WRAPPED[case]()
+def refuse() -> None:
+    for wrap in WRAPPED:
+        with pytest.raises(ValueError, match=REFUSED):
+            wrap()
+    late = Model()
+    late.sparse[0] = nn.Identity()
+    wrapped = dmp(late)
+    late.sparse[0] = pooled(100)
+    for model in (dmp(Model(), **ALONE), dmp(beside_static(Model()), **ALONE), wrapped):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=REFUSED):
+                model(batch(1, 2, 3))
+        assert model.eval()(batch(1, 2, 3)).shape == (2, 1)
 
 
-@pytest.mark.parametrize("case", WRAPPED)
-def test_wrapped_for_several_ranks_is_an_error(case: str) -> None:
-    workers.run(refuse, case, world_size=2)
-
-
-def refuse_a_plan_of_other_sharders() -> None:
-    topology = Topology(
-        world_size=dist.get_world_size(),
-        local_world_size=dist.get_world_size(),
-        compute_device="cpu",
-    )
-    for make, path in ((lambda: beside_static(Model()), "sparse.0"), (lambda: pooled(100), "")):
-        planner = EmbeddingShardingPlanner(topology=topology)
-        plan = planner.collective_plan(make(), OURS, dist.group.WORLD)
-        assert set(plan.plan) == {path}
-        for sharders, names in (
-            (None, "EmbeddingBagCollection, .*"),
-            ([], "nothing"),
-            ([dyn.DynamicEmbeddingCollectionSharder()], "DynamicEmbeddingCollection"),
-        ):
-            message = (
-                r"^DynamicEmbeddingBagCollection\(tables=\['t'\]\): expected a sharder for the tables, which "
-                rf"are in the plan of DistributedModelParallel, got sharders of {names}\. Pass sharders="
-                r"torchrec_dyn.default_sharders\(\) to DistributedModelParallel, and the same sharders to "
-                r"the planner if you call it\.$"
-            )
-            for options in ({}, NEVER):
-                with pytest.raises(ValueError, match=message):
-                    dmp(make(), plan=plan, sharders=sharders, **options)
-        dmp(make(), plan=plan, sharders=OURS, **NEVER)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_sharders_of_the_planner_alone_are_an_error(world_size: int) -> None:
-    """This was TorchRec's KeyError of a type."""
-    workers.run(refuse_a_plan_of_other_sharders, world_size=world_size)
+def test_a_wrapper_of_several_ranks_or_its_first_training_forward_is_an_error() -> None:
+    workers.run(refuse, world_size=2)
 
 
 def refuse_to_be_static() -> None:
@@ -282,73 +230,6 @@ def train_under_dmp() -> None:
 
 def test_dmp_without_a_sharder_leaves_the_collection_as_it_is() -> None:
     workers.run(train_under_dmp, world_size=1)
-
-
-def wrap_nothing_else() -> list[str]:
-    """As the last cell of TorchRec's introduction, on one rank and without sharders."""
-    frozen = Model()
-    frozen.over.requires_grad_(False)
-    texts = []
-    for model in (pooled(100), sequence()[0], Model(**NO_DENSE), frozen):
-        with pytest.raises(ValueError) as caught:
-            dmp(model)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_dmp_around_a_collection_alone_names_the_sharders() -> None:
-    """This was DDP's error that it is not needed."""
-    (texts,) = workers.run(wrap_nothing_else, world_size=1)
-    for text in texts:
-        assert "(table='t'): expected parameters to train beside an unsharded collection" in text
-        assert "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel" in text
-
-
-def train_a_late_collection(is_refused: bool) -> list[str]:
-    """Puts collections into a model that is wrapped already; returns the errors of the calls."""
-    told: list[str] = []
-
-    def expect(call: Callable[[], object]) -> None:
-        if not is_refused:
-            call()
-            return
-        with pytest.raises(ValueError) as caught:
-            call()
-        told.append(str(caught.value))
-
-    model = Model()
-    model.sparse[0] = nn.Identity()
-    wrapped = dmp(model)
-    model.sparse[0] = pooled(100)
-    for _ in range(2):
-        expect(lambda: wrapped(batch(1, 2, 3)).sum().backward())
-    assert model.sparse[0].table("t").num_rows == (0 if is_refused else 3)
-    wrapped.eval()(batch(1, 2, 3))
-    expect(wrapped.state_dict)
-    # Trained before, as a local collection.
-    model.sparse[0] = pooled(100)
-    model.train()(batch(1, 2, 3)).sum().backward()
-    expect(lambda: wrapped(batch(1, 2, 3)).sum().backward())
-    expect(wrapped.state_dict)
-    assert model.state_dict()["sparse.0.embedding_bags.t.ids"].numel() == 3  # of this rank alone
-    return told
-
-
-def test_a_collection_that_a_model_gets_under_dmp_is_an_error() -> None:
-    """Each rank trained rows of its own, and a save had those of one rank."""
-    told = workers.run(train_a_late_collection, True, world_size=2)
-    for of_rank in told:
-        forward, state = "tables=['t']", "table='t'"
-        for text, where in zip(of_rank, [forward, forward, state, forward, state], strict=True):
-            assert text.startswith(
-                f"DynamicEmbeddingBagCollection({where}): expected a sharded collection under "
-                "DistributedModelParallel on 2 ranks, got an unsharded one: "
-            )
-            assert text.endswith(". A collection that a model gets later is not sharded.")
-
-
-def test_a_collection_that_a_model_gets_under_dmp_works_on_one_rank() -> None:
-    assert workers.run(train_a_late_collection, False, world_size=1) == [[]]
 
 
 def count_parameters_compiled() -> int:

@@ -22,7 +22,7 @@ from torchrec_dyn.storage import (
     ChangeLog,
     IdMap,
     RowStore,
-    growing_block,
+    block_memory,
     most_slots,
     most_store_bytes,
 )
@@ -35,9 +35,9 @@ ADAM_SHARDER = dyn.DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimTy
 
 def set_ranges(patch):
     """Stores of the CPU use ranges, and small pages."""
-    patch.setattr(growing_block, "RANGE_DEVICES", {"cpu"})
-    patch.setattr(growing_block, "_PAGE_BYTES", PAGE)
-    patch.setattr(growing_block, "_AHEAD_BYTES", 4 * PAGE)
+    patch.setattr(block_memory, "RANGE_DEVICES", {"cpu"})
+    patch.setattr(block_memory, "_PAGE_BYTES", PAGE)
+    patch.setattr(block_memory, "_AHEAD_BYTES", 4 * PAGE)
 
 
 def committed(store):

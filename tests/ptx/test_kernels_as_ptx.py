@@ -1,6 +1,6 @@
 """The part of `make ptx` that each run of the tests has: contracts of ops on the kernels of nvcc.
 
-They run in a process of their own, in which the ptx build stands for the simt build (csrc/sanitize/ptx): a
+They run in a process of their own, in which the ptx build stands for the simt build (tests/csrc/ptx): a
 fork, which has the imports.
 """
 

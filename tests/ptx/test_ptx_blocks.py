@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): blocks, grids and barriers."""
+"""The emulator of PTX (tests/csrc/ptx): blocks, grids and barriers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): floats and conversions, against torch, numpy and fractions."""
+"""The emulator of PTX (tests/csrc/ptx): floats and conversions, against torch, numpy and fractions."""
 
 import math
 import struct

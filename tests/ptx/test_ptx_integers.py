@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): integers and bits, against Python's whole numbers."""
+"""The emulator of PTX (tests/csrc/ptx): integers and bits, against Python's whole numbers."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): memory of all kinds, atomic functions, and wrong addresses."""
+"""The emulator of PTX (tests/csrc/ptx): memory of all kinds, atomic functions, and wrong addresses."""
 
 import ctypes
 import mmap

@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): races that are reported, and order that is not."""
+"""The emulator of PTX (tests/csrc/ptx): races that are reported, and order that is not."""
 
 import numpy as np
 import pytest

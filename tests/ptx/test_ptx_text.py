@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): the parser, what is not supported, what was executed."""
+"""The emulator of PTX (tests/csrc/ptx): the parser, what is not supported, what was executed."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The emulator of PTX (csrc/sanitize/ptx): lanes of a warp that part, meet and wait for each other."""
+"""The emulator of PTX (tests/csrc/ptx): lanes of a warp that part, meet and wait for each other."""
 
 import numpy as np
 import pytest

@@ -12,7 +12,6 @@ from example_criteo_files import EXAMPLES
 from forked import run_ranks, run_script
 
 import save_and_reshard  # isort: skip
-from parts.reshard_report import as_text  # isort: skip
 
 SCRIPT = str(EXAMPLES / "save_and_reshard.py")
 TIME_LIMIT = 400  # seconds; a run takes about 10
@@ -76,34 +75,3 @@ def test_the_model_learns_before_and_after_the_move(shown):
     means = [float(mean) for mean in rows]
     assert len(means) == 8
     assert means[0] - means[3] > 0.03 and means[4] - means[7] > 0.005
-
-
-def test_the_laptop_keeps_its_model_and_checkpoints_stay_where_asked(shown):
-    text, errors, folder = shown
-    assert "torch.save and torch.load of the laptop's model: the same predictions" in text
-    assert {path.name for path in folder.iterdir() if (path / ".metadata").exists()} == {
-        "2 ranks",
-        *MOVED,
-    }
-    assert "Traceback" not in errors and "terminate called" not in errors
-
-
-def test_the_report_tells_of_differences():
-    curves = {"stays": [0.5] * 20, "a": [0.5] * 9 + [0.25], "b": [0.5] * 10}
-    plans = {"stays": "t row_wise", "a": "t table_wise", "b": ""}
-    text = as_text(curves, plans, {"a": [], "b": ["t.weight"]}, is_kept=False, saved_at=10)
-    assert "at most 2.5e-01 apart" in line_of(text, "a", 1)
-    assert line_of(text, "b", 1).split() == [
-        "b",
-        "not",
-        "sharded",
-        "all",
-        "equal",
-        "to",
-        "the",
-        "last",
-        "bit",
-    ]
-    assert line_of(text, "b", 2).endswith("other numbers in t.weight")
-    assert text.endswith("OTHER predictions")
-    assert "0.475000" in text

@@ -6,10 +6,8 @@ from example_criteo_files import line, write
 
 from parts.click_source import FileSource, StreamSource, is_held_out  # isort: skip
 from parts.click_stream import (  # isort: skip
-    POPULARITIES,
     ClickStream,
     click_probability,
-    hidden_effect,
 )
 from parts.metrics import auc, normalized_entropy  # isort: skip
 
@@ -30,58 +28,6 @@ def test_the_stream_is_a_function_of_its_seed():
     for one, same in zip(vars(first).values(), vars(again).values(), strict=True):
         np.testing.assert_array_equal(one, same)
     assert not np.isin(first.ids, other.ids).any()
-
-
-def test_ranks_share_the_stream_without_overlap():
-    stream = ClickStream(0, 32)
-    whole = joined(stream.read(0, 7))[2]
-    parts = [joined(stream.read(0, 7, rank, 3))[2] for rank in range(3)]
-    assert [len(part) for part in parts] == [3 * 32, 2 * 32, 2 * 32]
-    rows = [tuple(row) for part in parts for row in part.tolist()]
-    assert sorted(rows) == sorted(map(tuple, whole.tolist()))
-    assert len(set(rows)) == len(rows)
-
-
-def test_popularities_follow_zipf(log):
-    _, _, ids, _ = log
-    feature = 15
-    counts = np.sort(np.unique(ids[:50_000, feature], return_counts=True)[1])[::-1]
-    ranks = np.array([1, 2, 4, 8, 16, 32, 64])
-    slope = np.polyfit(np.log(ranks), np.log(counts[ranks - 1]), 1)[0]
-    assert -1.5 < slope < -0.8
-    assert len(counts) > POPULARITIES[feature] / 4
-
-
-def test_new_ids_appear_over_time_and_small_features_keep_theirs(log):
-    _, _, ids, _ = log
-    half = len(ids) // 2
-    known = [np.isin(ids[half:, f], ids[:half, f]).mean() for f in range(26)]
-    assert all(share == 1.0 for share in known[:4])
-    assert all(share < 0.75 for share in known[10:])  # half of the time over, half are newborn
-    assert all(share > 0.25 for share in known[10:])
-    newborn = ~np.isin(ids[:, 15], ids[:half, 15])
-    per_chunk = newborn[half:].reshape(-1, 2000).mean(axis=1)
-    assert per_chunk[0] < 0.1 and per_chunk[-1] > 0.5  # one after the other, not all at once
-
-
-def test_ids_use_all_64_bits_and_features_do_not_share_them(log):
-    _, _, ids, _ = log
-    assert 0.4 < (np.unique(ids) < 0).mean() < 0.6
-    per_feature = [set(np.unique(ids[:, f]).tolist()) for f in range(26)]
-    assert len(set.union(*per_feature)) == sum(map(len, per_feature))
-
-
-def test_some_fields_are_missing_and_clicks_are_the_minority(log):
-    labels, _, _, present = log
-    assert 0.15 < labels.mean() < 0.45  # the most popular ids move it, each by its effect
-    assert present[:, 1].all() and 0.8 < present[:, 0].mean() < 0.9
-
-
-def test_the_effect_of_an_id_is_a_function_of_the_id(log):
-    _, _, ids, _ = log
-    effect = hidden_effect(3, ids)
-    assert abs(effect.mean()) < 0.2 and 0.9 < effect.std() < 1.1
-    np.testing.assert_array_equal(effect[::-1], hidden_effect(3, ids[::-1].copy()))
 
 
 def test_a_count_of_clicks_per_id_predicts_held_out_clicks(log):

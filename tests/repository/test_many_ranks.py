@@ -8,22 +8,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import workers
 from garbage import keep_what_exists
-from sharded_cases import shard_by_hand
-from torchrec.distributed.types import ShardingPlan
-
-from torchrec_dyn.planner import load_by_rank
-from torchrec_dyn.ranks import TableLayout, id_exchange
-from torchrec_dyn.ranks.layout import Piece
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 
@@ -91,57 +83,3 @@ def test_a_simulated_rank_saves_what_real_ranks_save(ranks: int, tmp_path: Path)
     for key, chunks in real.items():
         if not key.endswith(".cells"):  # the drift of the peers' ids is that of this rank
             assert simulated[key] == chunks, key
-
-
-class Counted(int):
-    """A number that counts how often it and its like are compared."""
-
-    comparisons = 0
-
-    def __eq__(self, other: object) -> bool:
-        Counted.comparisons += 1
-        return int.__eq__(self, other)
-
-    __hash__ = int.__hash__
-
-
-def load(ranks: int) -> Callable[[], Any]:
-    """Returns a call that computes the load of each rank under a row-wise plan of one table."""
-    table = shard_by_hand("row_wise", [(list(range(ranks)), 0, 8)], rows=10 * ranks)
-    for shard in table.sharding_spec.shards:  # type: ignore[union-attr]
-        shard.shard_offsets = [Counted(one) for one in shard.shard_offsets]
-        shard.shard_sizes = [Counted(one) for one in shard.shard_sizes]
-    plan = ShardingPlan({"": {"t": table}})  # type: ignore[dict-item]
-    names = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks", "bytes")
-    return lambda: load_by_rank(plan, {"t": dict.fromkeys(names, 1)}, ranks)
-
-
-def send_ids(ranks: int) -> Callable[[], Any]:
-    """Returns a call that sends ids to the owners of a row-wise table, of which other ranks send the same."""
-    layout = TableLayout((Piece(0, 8, tuple(map(Counted, range(ranks)))),), True)
-    ids = torch.arange(10)
-
-    def send() -> None:
-        with (
-            mock.patch.object(id_exchange.dist, "get_rank", return_value=0),
-            mock.patch.object(id_exchange.dist, "get_world_size", return_value=ranks),
-            mock.patch.object(id_exchange, "gather_results", lambda *one: [one[-1]()] * ranks),
-            mock.patch.object(id_exchange, "run_together", lambda *one: one[-1]()),
-            mock.patch.object(id_exchange, "exchange", lambda group, call, make, *sizes: make()),
-        ):
-            cpu, group = torch.device("cpu"), mock.Mock()
-            sent = id_exchange.IdExchange("", lambda: ids, layout, group, cpu)
-            sent.return_numbers(lambda: ids)
-
-    return send
-
-
-@pytest.mark.parametrize("work", [load, send_ids])
-def test_work_grows_with_the_ranks_not_with_their_square(
-    work: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = 500
-    call = work(ranks)
-    monkeypatch.setattr(Counted, "comparisons", 0)
-    call()
-    assert Counted.comparisons < 10 * ranks

@@ -95,17 +95,6 @@ def test_versions_apart_are_refused_and_a_trio_is_named(install, versions, named
     )
 
 
-@pytest.mark.parametrize(("value", "skips"), [("1", True), ("0", False), ("", False)])
-def test_a_variable_skips_the_check(install, monkeypatch, value, skips):
-    install(torch="2.11.0", torchrec="1.6.0")
-    monkeypatch.setenv("TORCHREC_DYN_ANY_VERSION", value)
-    if skips:
-        check_versions()
-    else:
-        with pytest.raises(ImportError, match="belong together"):
-            check_versions()
-
-
 def test_the_check_comes_before_torch_and_torchrec(install):
     folder = install(torch="2.15.0")
     program = """if True:

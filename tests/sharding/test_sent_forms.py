@@ -18,14 +18,14 @@ WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
 def plain(weights: Any = None) -> SentBatch:
     lengths = torch.tensor([1, 0, 1, 1, 0, 1])  # 3 samples
     ids = torch.tensor([1, 2, 3, 4])
-    return with_mode(KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True)
+    return with_mode(KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True, is_torn=False)
 
 
 def varying(weights: Any = None) -> SentBatch:
     lengths, sizes = torch.tensor([2, 1, 0, 1]), [[1], [3]]
     ids = torch.tensor([5, 6, 7, 8])
     made = KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths, stride_per_key_per_rank=sizes)
-    return with_mode(made, trains=True)
+    return with_mode(made, trains=True, is_torn=False)
 
 
 def rows_of(batch: SentBatch) -> list[tuple[str, list[int]]]:
@@ -43,8 +43,8 @@ def test_rows_and_tensors_of_both_forms_have_one_place(weights: Any) -> None:
     names = ["lengths", "values", *([] if weights is None else ["weights"])]
     assert [name for name, _ in one] == [*names, "values", "size"]
     assert [name for name, _ in other] == [*names, "values", ""]
-    assert one[-2:] == [("values", [4 * 2 + 1, 4 * 2 + 1]), ("size", [3, 3])]
-    assert other[-2:] == [("values", [4 * 2 + 3, 4 * 2 + 3]), ("", [0, 0])]
+    assert one[-2:] == [("values", [8 * 2 + 1, 8 * 2 + 1]), ("size", [3, 3])]
+    assert other[-2:] == [("values", [8 * 2 + 3, 8 * 2 + 3]), ("", [0, 0])]
     for batch in (plain(weights), varying(weights)):
         tensors = batch.dist_tensors()
         assert [len(tensor) for tensor in tensors] == [

@@ -35,7 +35,7 @@ from torchrec.inference.state_dict_transform import state_dict_gather
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format.saved_tensor import numbers_of
-from torchrec_dyn.state_dict import aligned_state, loading, saving, staged_rows
+from torchrec_dyn.state_dict import aligned_state, loading, staged_rows
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -154,7 +154,6 @@ def taken_in_small_chunks(path: str) -> list[list[str]]:
             (loading, "CHUNK_BYTES"),
             (aligned_state, "CHUNK_BYTES"),
             (staged_rows, "_READ_AT_ONCE"),
-            (saving, "_WAITING_ROWS"),
         ):
             patch.setattr(module, name, 7)
         model, again = sharded(of), sharded(of)

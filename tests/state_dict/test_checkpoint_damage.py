@@ -80,7 +80,7 @@ def test_a_flipped_bit_of_any_number_is_found(folder: Path) -> None:
     of_life = {"last_seen", "count", "waiting", "clock"}
     of_state = {"momentum1", "momentum2", "row_counter", "step"}
     damages = by_name(folder)
-    assert damages.keys() == {"ids", "weight", "config"} | of_life | of_state
+    assert damages.keys() == {"ids", "weight", "config", "optimizer_config"} | of_life | of_state
     chance = random.Random(2)
     some = [chance.choice(of) for of in damages.values()]  # all of them in the soak
     errors = check(LOADED, folder, some)

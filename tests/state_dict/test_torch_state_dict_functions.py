@@ -107,30 +107,6 @@ def test_sharded(function: Any, world: int) -> None:
     workers.run(function, world_size=world)
 
 
-def of_dmp() -> list[str]:
-    model, texts = sharded_model(RUN), []
-    dense = torch.optim.SGD(model.module.head.parameters(), lr=0.1)
-    for call in (
-        lambda: get_model_state_dict(model),
-        lambda: set_model_state_dict(model, model.state_dict()),
-        lambda: get_state_dict(model, dense),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_of_the_dmp_itself() -> None:
-    """torch said that a 'DistributedModelParallel' object has no attribute 'head'."""
-    for texts in workers.run(of_dmp, world_size=2):
-        for text in texts:
-            assert text.startswith(
-                "DynamicEmbeddingBagCollection('pooled'): expected the module of "
-            )
-            assert "Pass dmp.module, or use dmp.state_dict()." in text
-
-
 def whole_state_dict() -> None:
     model, sharded = ClickModel(RUN, dynamic=True), sharded_model(RUN)
     with pytest.raises(ValueError, match="expected full_state_dict=False, got True: the rows stay"):

@@ -18,7 +18,7 @@ from table_cases import ids_of
 from workers import WorkerError
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import RowStore, block_shift, growing_block
+from torchrec_dyn.storage import RowStore, block_memory, block_shift
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -35,9 +35,9 @@ def ranges(monkeypatch):
 
 
 def set_ranges(setattr_, page=4096):
-    setattr_(growing_block, "RANGE_DEVICES", {"cpu"})
-    setattr_(growing_block, "_PAGE_BYTES", page)
-    setattr_(growing_block, "_less_ahead", {})
+    setattr_(block_memory, "RANGE_DEVICES", {"cpu"})
+    setattr_(block_memory, "_PAGE_BYTES", page)
+    setattr_(block_memory, "_less_ahead", {})
 
 
 def filled(store, rows):
@@ -180,7 +180,7 @@ def test_stores_beyond_one_range(added, kind, largest):
     words = dtype == torch.int64
     with pytest.MonkeyPatch.context() as patch:
         set_ranges(patch.setattr)
-        patch.setattr(growing_block, "_RANGE_BYTES", largest)
+        patch.setattr(block_memory, "_RANGE_BYTES", largest)
         shift = block_shift(1000, columns * dtype.itemsize)
         store, rows, places = RowStore(columns, shift, dtype, CPU), 0, {}
         for more in added:
@@ -300,7 +300,7 @@ def test_rows_without_memory_do_not_lower_the_bound(page_store, monkeypatch):
     memory.calls.clear()
     with pytest.raises(MemoryError):
         page_store.reserve(900)
-    assert memory.calls == [900, 900] and not growing_block._less_ahead
+    assert memory.calls == [900, 900] and not block_memory._less_ahead
     page_store.reserve(601)
     assert page_store.capacity == 675
 
@@ -310,11 +310,11 @@ def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
     memory = ScarceMemory(monkeypatch, rows=610)
     page_store.reserve(600)
     page_store.reserve(601)
-    (bound,) = growing_block._less_ahead.items()
+    (bound,) = block_memory._less_ahead.items()
     small = RowStore(1024, 10, torch.float32, CPU)
     for rows in range(1, 30):
         small.reserve(rows)
-    assert [bound] == list(growing_block._less_ahead.items()) == [(CPU, 37 * 4096 + 2048)]
+    assert [bound] == list(block_memory._less_ahead.items()) == [(CPU, 37 * 4096 + 2048)]
     assert memory.emptied == 0
 
 

@@ -8,7 +8,7 @@ import torch
 from block_pages import advice_of, committed_pages
 
 from torchrec_dyn.storage import RowStore
-from torchrec_dyn.storage.page_advice import HUGE_PAGE_BYTES
+from torchrec_dyn.storage.block_memory import HUGE_PAGE_BYTES
 
 # Blocks of 8 MiB: malloc takes such sizes from its heap once one was freed.
 COLUMNS, SHIFT = 16, 17

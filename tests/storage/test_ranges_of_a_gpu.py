@@ -40,7 +40,8 @@ pytestmark = pytest.mark.skipif(
 
 def newest_change():
     """Returns when a source in csrc, this file or the mock driver was changed, in seconds."""
-    files = [Path(__file__), ROOT / "tests/support/mock_driver.cpp", *(ROOT / "csrc").rglob("*")]
+    files = [Path(__file__), ROOT / "tests/support/mock_driver.cpp"]
+    files += [path for folder in ("csrc", "tests/csrc") for path in (ROOT / folder).rglob("*")]
     return max(file.stat().st_mtime for file in files)
 
 
@@ -49,7 +50,7 @@ def library():
     made = ROOT / "build/simt/mock_driver.so"  # kept: g++ takes 7 s
     if not made.exists() or made.stat().st_mtime < newest_change():
         sources = ["csrc/storage/address_range.cu", "csrc/lost_device.cu"]
-        sources += ["csrc/sanitize/ptx/virtual_memory.cpp", "tests/support/mock_driver.cpp"]
+        sources += ["tests/csrc/ptx/virtual_memory.cpp", "tests/support/mock_driver.cpp"]
         command = ["g++", "-std=c++20", "-Wall", "-shared", "-fPIC", "-Icsrc", f"-I{HEADERS}"]
         command += ["-DTORCHREC_DYN_PTX_DEVICES=3"]
         made.parent.mkdir(parents=True, exist_ok=True)

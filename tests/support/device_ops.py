@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 
-# csrc/sanitize/run names the library that it has built.
+# tests/csrc/run names the library that it has built.
 LIBRARY = Path(
     os.environ.get("TORCHREC_DYN_SIMT_LIBRARY")
     or Path(__file__).parents[2] / "build/simt/torchrec_dyn_simt.abi3.so"

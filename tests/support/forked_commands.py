@@ -1,7 +1,7 @@
 """Runs `python -m torchrec_dyn ...` for a program in 0.1 s: by forks of a process that has the imports.
 
 A new interpreter would take 3 s for these imports. What a new interpreter does with such a command is tested
-by tests/checkpoint/test_inspect.py.
+by tests/tools/test_inspect.py.
 """
 
 from __future__ import annotations

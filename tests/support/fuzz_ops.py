@@ -44,7 +44,7 @@ SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 LIMIT_OF_A_CALL = 60  # seconds
 ROOM = (
     3 << 30
-)  # bytes that a process may allocate; a sanitizer has a limit of its own (csrc/sanitize/run)
+)  # bytes that a process may allocate; a sanitizer has a limit of its own (tests/csrc/run)
 MOST_CRASHES = 4  # of one op; then the op is left out
 # Ops that fill a map up to its last slot before they raise: to count empty slots first would read the whole
 # map. The callers keep slots empty.

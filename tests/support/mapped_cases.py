@@ -14,7 +14,7 @@ import checkpoint_cases
 from torch import Tensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.storage import block_files, row_store
+from torchrec_dyn.storage import block_memory, row_store
 from torchrec_dyn.table import TableShard
 
 # tmpfs on every Linux.
@@ -65,4 +65,4 @@ def small_files(size: int = 1024) -> Iterator[None]:
 def on_ext4() -> Iterator[str]:
     """Makes a directory on a disk; an empty path if /var/tmp is on none of ours."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield folder if block_files._file_system(folder) in ("ext4", "xfs") else ""
+        yield folder if block_memory._file_system(folder) in ("ext4", "xfs") else ""

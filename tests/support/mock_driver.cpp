@@ -1,4 +1,4 @@
-// CUDA without a GPU, for the address ranges of csrc: the emulated driver of csrc/sanitize/ptx with three GPUs, of
+// CUDA without a GPU, for the address ranges of csrc: the emulated driver of tests/csrc/ptx with three GPUs, of
 // which neighbours reach each other's memory. A test reads the calls, makes them fail, and captures streams.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 #include <string_view>
 
 #include "device_errors.h"
-#include "sanitize/ptx/driver.h"
-#include "sanitize/ptx/emulator.h"
+#include "../csrc/ptx/driver.h"
+#include "../csrc/ptx/emulator.h"
 #include "storage/growing_blocks.h"
 
 namespace {

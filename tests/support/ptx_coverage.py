@@ -2,7 +2,7 @@
 
 python tests/support/ptx_coverage.py FOLDER [--left]
 
-The folder has a file of each process (csrc/sanitize/ptx/coverage.h); they are added up.
+The folder has a file of each process (tests/csrc/ptx/coverage.h); they are added up.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runs PTX that tests write, in the emulator of csrc/sanitize/ptx. Needs a C++ compiler, no nvcc and no GPU.
+"""Runs PTX that tests write, in the emulator of tests/csrc/ptx. Needs a C++ compiler, no nvcc and no GPU.
 
 compute("add.s32 %d, %a, %b;", [1, 2], [3, 4], types="s32")   # by elements
 Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "csrc/sanitize/ptx"
+SOURCES = ROOT / "tests/csrc/ptx"
 BUILT = ROOT / "build/ptx/tests"
 FLAGS = ["-shared", "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
@@ -82,7 +82,7 @@ class Program:
     def launch(self, name, grid=1, block=32, arguments=(), shared_bytes=0, **environment):
         """Runs a kernel. Arrays are passed by address, int as 64 bits, numbers of numpy as they are.
 
-        environment: SCHEDULE, SEED, RACES, STEPS of csrc/sanitize/ptx/emulator.h.
+        environment: SCHEDULE, SEED, RACES, STEPS of tests/csrc/ptx/emulator.h.
         """
         given = [
             np.uint64(one.ctypes.data) if isinstance(one, np.ndarray) else one for one in arguments

@@ -29,7 +29,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.lookup import TableGroup, rows_ahead
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import RowStore, check_directory, row_store
-from torchrec_dyn.storage.block_files import mapped_block
+from torchrec_dyn.storage.block_memory import mapped_block
 from torchrec_dyn.table import TableShard
 from torchrec_dyn.table.checks import check_storage
 

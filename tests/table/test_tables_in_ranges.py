@@ -10,7 +10,7 @@ from table_cases import make_group, make_table, random_bags, same_state, without
 
 import torchrec_dyn as dyn
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.storage import growing_block
+from torchrec_dyn.storage import block_memory
 
 LIMIT = 3000
 
@@ -41,8 +41,8 @@ def test_a_table_in_ranges_is_as_a_table_of_many_blocks(kind, monkeypatch):
     monkeypatch.setattr("torchrec_dyn.storage.row_store._BLOCK_BYTES", 1 << 14)
     outputs, state, stats, blocks = run(kind)
     assert stats["evicted_full"] > 0 and min(blocks) > 5
-    monkeypatch.setattr(growing_block, "RANGE_DEVICES", {"cpu"})
-    monkeypatch.setattr(growing_block, "_PAGE_BYTES", 4096)
+    monkeypatch.setattr(block_memory, "RANGE_DEVICES", {"cpu"})
+    monkeypatch.setattr(block_memory, "_PAGE_BYTES", 4096)
     in_ranges = run(kind)
     assert in_ranges[3] == [1] * len(blocks)
     assert all(map(torch.equal, outputs, in_ranges[0]))
@@ -65,7 +65,7 @@ def test_a_table_of_a_gpu_with_or_without_ranges_is_as_one_of_the_cpu(kind, in_r
     monkeypatch.setattr("torchrec_dyn.storage.row_store._BLOCK_BYTES", 1 << 14)
     outputs, state, _, blocks = run(kind)
     if not in_ranges:
-        monkeypatch.setattr(growing_block, "RANGE_DEVICES", set())
+        monkeypatch.setattr(block_memory, "RANGE_DEVICES", set())
     of_gpu = run(kind, "cuda")
     assert of_gpu[3] == ([1] * len(blocks) if in_ranges else blocks)
     assert all(map(torch.equal, outputs, of_gpu[0])) and same_state(state, of_gpu[1])

@@ -1,28 +1,29 @@
-"""Checkpoints: load planner, deltas, files of rows, and inspection (docs/guide/checkpoints.md).
+"""Checkpoints: load planner and deltas (docs/guide/checkpoints.md); a user also finds here files of rows.
 
-Imports `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`, `storage` and
-the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`; `table_export`,
-`inspection`, `comparison` and `verification` are the commands `python -m torchrec_dyn export`, `inspect`,
-`diff` and `verify`. `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint
+Imports `tools`, `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`,
+`storage` and the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`.
+`torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint
 of the changed rows; it is verified completely before any table changes.
 """
 
 from torchrec_dyn.checkpoint.checkpoints import Checkpoints
-from torchrec_dyn.checkpoint.comparison import print_difference
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
-from torchrec_dyn.checkpoint.inspection import inspect_checkpoint, plot_fault
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.restoring import Restored
-from torchrec_dyn.checkpoint.safetensors_rows import export_rows, export_saved_rows, import_rows
-from torchrec_dyn.checkpoint.table_export import BATCH_BYTES, export_table, read_batches
 from torchrec_dyn.checkpoint.table_writer import TableWriter
-from torchrec_dyn.checkpoint.verification import verify_checkpoint, verify_rows_file
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load, only_to_save
+from torchrec_dyn.state_dict import LoadPlanner
+from torchrec_dyn.tools import (
+    export_rows,
+    export_saved_rows,
+    export_table,
+    import_rows,
+    read_batches,
+)
 from torchrec_dyn.whole_model import drop_load
 
 __all__ = [
@@ -43,8 +44,6 @@ __all__ = [
     "import_rows",
     "load_static",
     "mark",
-    "only_to_load",
-    "only_to_save",
     "open_checkpoint",
     "read_batches",
 ]

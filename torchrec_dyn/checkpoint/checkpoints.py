@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,7 @@ from torchrec_dyn.checkpoint_format import (
     read_chain,
     remove_folders,
 )
-from torchrec_dyn.ranks import (
-    Table,
-    background_group,
-    gather_results,
-    gather_settled,
-    run_together,
-    settle,
-)
+from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
 from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
@@ -124,7 +116,7 @@ class Checkpoints:
         self._highest: int | None = 0
         self._saving: Saving | None = None  # in the background
         self._lock: filelock.BaseFileLock | None = None
-        self._is_new = False  # the directory was made by a save that has not been committed
+        self._is_open = False  # rank 0 has the lock
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, keep={self._keep}, full_every={self._full_every})"
@@ -170,7 +162,7 @@ class Checkpoints:
             if self._saving is not None:
                 self._end(self._saving)
         finally:
-            self._marker = None
+            self._marker, self._is_open = None, False
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -257,7 +249,7 @@ class Checkpoints:
         entry = saving.wait().entry
         if entry is not None:
             self._line = [entry] if entry.is_full else [*self._line, entry]
-            self._highest, self._marker, self._is_new = entry.sequence, saving.marker, False
+            self._highest, self._marker = entry.sequence, saving.marker
         if not saving.is_told:
             saving.result()
 
@@ -282,9 +274,11 @@ class Checkpoints:
 
         def prepare() -> tuple[Any, ...]:
             number, values = _checked(optimizer, step, extra, _SAVE)
+            for table in tables:
+                table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._claim()
             if marker is None:
-                parts = full_parts(model, optimizer, tables, self._full_every > 1, in_background)
+                parts = full_parts(model, optimizer, tables, self._full_every > 1)
             else:
                 parts = changed_parts(model, optimizer, tables, marker)
             if in_background:
@@ -293,18 +287,19 @@ class Checkpoints:
             begun = self._next(chain), secrets.token_hex(16), time.time()
             return begun, number, kind, digests_of(values), options_of(optimizer)
 
-        try:
-            ranks = gather_settled(group, _SAVE, prepare)
-            begun, steps, kinds, digests, options = zip(*ranks, strict=True)
-            check_same_step(steps, _SAVE)
-            if len(set(kinds)) > 1:
-                raise ValueError(
-                    f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. "
-                    "Give the same arguments and convert tables on every rank."
-                )
-        except BaseException:
-            self._withdraw()
-            raise
+        if not self._is_open:  # the directory is made when the arguments of all ranks are right
+            check = partial(_checked, optimizer, step, extra, _SAVE)
+            check_same_step(gather_results(group, _SAVE, lambda: check()[0]), _SAVE)
+        begun, steps, kinds, digests, options = zip(
+            *gather_results(group, _SAVE, prepare), strict=True
+        )
+        self._is_open = True
+        check_same_step(steps, _SAVE)
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the "
+                "same arguments and convert tables on every rank."
+            )
         ((parts, values, chain),) = prepared
         sequence, identity, now = begun[0]
         entry = Entry(
@@ -332,7 +327,6 @@ class Checkpoints:
 
     def _claim(self) -> SavedChain:
         """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
-        self._is_new = self._is_new or not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
@@ -353,15 +347,6 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
-
-    def _withdraw(self) -> None:
-        """Removes the directory if a save has made it and was refused: nothing has changed then."""
-        if self._is_new and self._lock is not None:
-            with suppress(OSError):
-                (self.path / LOCK).unlink()
-                self.path.rmdir()
-            self._lock.release()
-            self._lock, self._is_new = None, False
 
     @staticmethod
     def _next(chain: SavedChain) -> int:
@@ -468,7 +453,7 @@ class Checkpoints:
         """Loads an entry; returns the error if it is damaged. Collective."""
         try:
             prepare = partial(load.prepare, objects)
-            misfit = load.misfit_in(gather_settled(load.group, _RESTORE, prepare))
+            misfit = load.misfit_in(gather_results(load.group, _RESTORE, prepare))
             if not misfit:
                 load.commit()
         except (Exception, CheckpointException) as error:
@@ -517,7 +502,7 @@ class Checkpoints:
         check = partial(_checked, optimizer, step, extra or {}, _FORGET)
         check_same_step(gather_results(group, _FORGET, lambda: check()[0]), _FORGET)
         wanted = checked_ids(tables, ids)
-        settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
+        run_together(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 
         def find() -> tuple[list[Path], Any]:
             if rank:

@@ -21,23 +21,17 @@ from torchrec_dyn.checkpoint.delta_reader import CALL, IN_ORDER, Sums, TableChan
 from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
-    MODEL_TENSORS,
-    OPTIMIZER,
-    OPTIMIZER_TENSORS,
     ROW_TENSORS,
-    SavedTable,
     add_sums,
     from_words,
     mean_over_cuts,
 )
 from torchrec_dyn.life import BY_ROW, Clock
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows, saved_sums
+from torchrec_dyn.state_dict import StagedRows, saved_sums, sums_here
 from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
 from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
 from torchrec_dyn.whole_model import tables_of
-
-SumsOfTable = tuple[Sums, Sums]  # of the model, of the optimizer
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -66,8 +60,8 @@ def apply_changes(
     tables: Sequence[Table],
     path: str | os.PathLike[str],
     is_partial: bool = False,
-    held: Sequence[SumsOfTable] = (),
-) -> list[SumsOfTable]:
+    held: Sequence[Sums] = (),
+) -> list[Sums]:
     """Applies a delta to tables, as `apply_delta`. Collective.
 
     With `is_partial` the delta may have further tables. `held` is what the call for the delta before has
@@ -78,7 +72,7 @@ def apply_changes(
     """
     changes = read_delta(tables, path, is_partial)
     if not held or not all(map(_has_compared, held, changes)):
-        held = _sums_of(tables)
+        held = saved_sums(tables, CALL)
     run_together(tables[0].group, CALL, lambda: _check_begins(changes, held))
     ends = _verify_result(tables, changes, held)
     run_together(tables[0].group, CALL, lambda: _reserve(changes))
@@ -86,53 +80,37 @@ def apply_changes(
     return ends
 
 
-def _has_compared(held: SumsOfTable, change: TableChange) -> bool:
+def _has_compared(held: Sums, change: TableChange) -> bool:
     """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
-    model, optimizer = map(set, change.compared)
+    compared = set(change.compared)
     if change.table.options.has_life and change.is_unscored and not change.saved.num_rows:
-        model.update(BY_ROW)  # compared if all scores are 0
-    return held[0].keys() >= model and held[1].keys() >= optimizer
+        compared.update(BY_ROW)  # compared if all scores are 0
+    return held.keys() >= compared
 
 
-def _sums_of(tables: Sequence[Table]) -> list[SumsOfTable]:
-    """Returns the content sums of tables, whose rows are all read. Collective."""
-    return [
-        (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
-        for model, optimizer in saved_sums(tables, CALL)
-    ]
-
-
-def _check_begins(changes: Sequence[TableChange], held: Sequence[SumsOfTable]) -> None:
+def _check_begins(changes: Sequence[TableChange], held: Sequence[Sums]) -> None:
     """Raises ValueError unless the delta begins at the content sums of the copy."""
     for change, sums in zip(changes, held, strict=True):
-        base, result = _words(change.saved, "base"), _words(change.saved, "result")
-        if not change.saved.num_rows and not sums[0].get("last_seen"):
+        base, result = (from_words(change.saved.read(when)) for when in ("base", "result"))
+        if not change.saved.num_rows and not sums.get("last_seen"):
             change.is_unscored = False  # all scores are 0, as those of the copy
-        for which, names in enumerate(change.compared):
-            for name in names:
-                own, begin = sums[which][name], base[which][name]
-                if name == "clock" and 0 in (own, begin):
-                    continue  # one of them was never set, or has no policy by time
-                if own != begin:
-                    is_end = own == result[which][name]
-                    raise ValueError(
-                        f"{change.where}: expected a delta that begins at content sum {own:016x} of {name} "
-                        f"as the copy has, got a delta that begins at {begin:016x}"
-                        f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
-                        f"{IN_ORDER}"
-                    )
-
-
-def _words(saved: SavedTable, when: str) -> SumsOfTable:
-    return (
-        from_words(saved.read(when), MODEL_TENSORS),
-        from_words(saved.read(OPTIMIZER + when), OPTIMIZER_TENSORS),
-    )
+        for name in change.compared:
+            own, begin = sums[name], base[name]
+            if name == "clock" and 0 in (own, begin):
+                continue  # one of them was never set, or has no policy by time
+            if own != begin:
+                is_end = own == result[name]
+                raise ValueError(
+                    f"{change.where}: expected a delta that begins at content sum {own:016x} of {name} "
+                    f"as the copy has, got a delta that begins at {begin:016x}"
+                    f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
+                    f"{IN_ORDER}"
+                )
 
 
 def _verify_result(
-    tables: Sequence[Table], changes: Sequence[TableChange], held: Sequence[SumsOfTable]
-) -> list[SumsOfTable]:
+    tables: Sequence[Table], changes: Sequence[TableChange], held: Sequence[Sums]
+) -> list[Sums]:
     """Returns the content sums to which the delta leads, of the compared tensors. Collective.
 
     Raises:
@@ -140,42 +118,32 @@ def _verify_result(
     """
     group = tables[0].group
     of_ranks = gather_results(group, CALL, lambda: [_sums_replaced(change) for change in changes])
-    replaced = [
-        [add_sums(*(one[number][which] for one in of_ranks)) for which in range(2)]
-        for number in range(len(changes))
-    ]
+    replaced = [add_sums(*sums) for sums in zip(*of_ranks, strict=True)]
     return run_together(group, CALL, lambda: list(map(_ends, changes, held, replaced)))
 
 
-def _ends(change: TableChange, held: SumsOfTable, replaced: Sequence[Sums]) -> SumsOfTable:
-    added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
-    ends: tuple[dict[str, int], dict[str, int]] = {}, {}
-    for which, names in enumerate(change.compared):
-        for name in names:
-            kept = held[which][name] - replaced[which].get(name, 0) if name in ROW_TENSORS else 0
-            ends[which][name] = (kept + added[which][name]) % (1 << 64)
-            if ends[which][name] != result[which][name]:
-                raise ValueError(
-                    f"{change.where}: expected a delta that leads to the content sum "
-                    f"{result[which][name]:016x} of {name} that it names, got a delta that leads to "
-                    f"{ends[which][name]:016x}. {DAMAGED}"
-                )
+def _ends(change: TableChange, held: Sums, replaced: Sums) -> Sums:
+    added, result = change.saved.sums, from_words(change.saved.read("result"))
+    ends: dict[str, int] = {}
+    for name in change.compared:
+        kept = held[name] - replaced.get(name, 0) if name in ROW_TENSORS else 0
+        ends[name] = (kept + added[name]) % (1 << 64)
+        if ends[name] != result[name]:
+            raise ValueError(
+                f"{change.where}: expected a delta that leads to the content sum "
+                f"{result[name]:016x} of {name} that it names, got a delta that leads to "
+                f"{ends[name]:016x}. {DAMAGED}"
+            )
     return ends
 
 
-def _sums_replaced(change: TableChange) -> SumsOfTable:
+def _sums_replaced(change: TableChange) -> Sums:
     """Returns the content sums of this rank's rows that the delta removes or rewrites."""
     with turn_of(change.table):
         maps = tuple(
             _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
         )
-        some = replace(change.table, maps=maps)
-        model = ModelSource(some, None).summary()
-        optimizer = OptimizerSource(some, None).summary()
-    return (
-        {} if model is None else model.sums.by_name,
-        {} if optimizer is None else optimizer.sums.by_name,
-    )
+        return sums_here(replace(change.table, maps=maps))
 
 
 def _rows_replaced(shard: TableShard, staged: StagedRows, removed: Tensor) -> IdMap:

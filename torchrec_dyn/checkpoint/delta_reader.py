@@ -83,8 +83,8 @@ class TableChange:
         return (self.saved.optimizer or {}).get("cuts") or self.table.cuts
 
     @property
-    def compared(self) -> tuple[list[str], list[str]]:
-        """Names of the tensors whose sums must be equal in copy and delta: of the model, of the optimizer."""
+    def compared(self) -> list[str]:
+        """Names of the tensors whose sums must be equal in copy and delta."""
         table, optimizer = self.table, self.table.optimizer
         model = [*self.model.names, "config", *(["clock"] if table.options.has_life else [])]
         converted = ["weight", "config"] if self.saved.dtype != table.dtype else []
@@ -92,8 +92,8 @@ class TableChange:
         model = [name for name in model if name not in converted]
         same = self.cuts == table.cuts
         kept = [name for name in optimizer.state_names if same or not optimizer.is_rowwise(name)]
-        config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
-        return model, [*kept, "step", *config]
+        config = ["optimizer_config"] if same or not any(optimizer.state_is_rowwise) else []
+        return [*model, *kept, "step", *config]
 
 
 def read_delta(
@@ -169,7 +169,7 @@ def has_scores(saved: SavedTable) -> bool | None:
     if saved.num_rows:
         return "last_seen" in saved.names
     whens = ("base", "result") if saved.is_delta else ()
-    ends = [from_words(saved.read(when), MODEL_TENSORS) for when in whens]
+    ends = [from_words(saved.read(when)) for when in whens]
     return any(one["last_seen"] for one in ends) if any(one["ids"] for one in ends) else None
 
 
@@ -196,7 +196,7 @@ def _read(
         # Also those that the copy does not use: as unread.
         for name in (*MODEL_TENSORS, "checksum"):
             wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
-        for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
+        for name in (*change.optimizer.small_names, *change.table.optimizer.state_names):
             wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
     group, rank = tables[0].group, tables[0].rank
 
@@ -227,18 +227,23 @@ def _verify(tables: Sequence[Table], changes: Sequence[TableChange]) -> None:
 
     def compare() -> None:
         for number, change in enumerate(changes):
-            change.model.compare(add_sums(*(one[number][0] for one in of_ranks)))
-            change.optimizer.compare(add_sums(*(one[number][1] for one in of_ranks)))
+            for which, entry in enumerate((change.model, change.optimizer)):
+                by_rank = [rank[number][which] for rank in of_ranks]
+                words, sums = zip(*by_rank, strict=True)
+                entry.compare(words, add_sums(*sums))
 
     run_together(group, CALL, compare)
 
 
-def _checked(change: TableChange) -> tuple[Sums, Sums]:
-    """Checks this rank's part and returns its content sums: of the model, of the optimizer."""
+def _checked(change: TableChange) -> list[tuple[list[list[int]], Sums]]:
+    """Checks this rank's part and returns the saved words and its sums: of the model, of the optimizer."""
     summed = change.model.check(), change.optimizer.check([change.model])
     for one in change.model.staged or ():
         if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
-    return summed[0], summed[1] or {}
+    return [
+        (change.model.words, summed[0]),
+        (change.optimizer.words, summed[1] or {}),
+    ]

@@ -66,7 +66,7 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
     A name may begin below the model, as of a collection's own optimizer, or with a name of the optimizer. The
     name of a dense parameter may end as one of a table, too, but its state has no config of the table.
     """
-    by_config = {f"{table.name}.config": table for table in tables}
+    by_config = {f"{table.name}.optimizer_config": table for table in tables}
     names: dict[str, list[str]] = {table.name: [] for table in tables}
     for name, state in states.items():
         for table in (by_config[key] for key in state if key in by_config):

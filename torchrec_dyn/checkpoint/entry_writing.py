@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -29,17 +29,17 @@ from torchrec_dyn.checkpoint.dense_part import (
     write_values,
 )
 from torchrec_dyn.checkpoint_format import (
-    OPTIMIZER,
+    SUMMED,
     Entry,
     commit_entry,
     digest_of_file,
+    from_words,
     open_checkpoint,
     outdated,
     remove_folders,
 )
 from torchrec_dyn.ranks import Table, gather_results
-from torchrec_dyn.state_dict import only_to_save, rows_left_out
-from torchrec_dyn.storage import unsigned
+from torchrec_dyn.state_dict import rows_left_out
 
 _CALL = "Checkpoints.save"
 
@@ -71,13 +71,10 @@ class Parts:
         )
 
 
-def full_parts(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], is_marked: bool, is_copied: bool
-) -> Parts:
+def full_parts(model: nn.Module, optimizer: Any, tables: Sequence[Table], is_marked: bool) -> Parts:
     """Returns all of a model. Collective."""
     marker = mark(model) if is_marked else None
-    with nullcontext() if is_copied else only_to_save():
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     check_has_all(state["optimizer"], optimizer)
     rows, dense = split_state(state, tables)
     _check_states(rows["optimizer"]["state"], tables)
@@ -119,17 +116,13 @@ def _is_of(table: Table, saved: Tensor) -> bool:
     return entry is None or entry.table.has_shards_of(table)
 
 
-def saved_sums(entry: Entry) -> dict[str, str]:
+def sums_in_files(entry: Entry) -> dict[str, str]:
     """Returns the content sums of the tables in the files of an entry, by name, as the entry has them."""
-    words = "checksum" if entry.is_full else "result"
-    return {
-        table.name: " ".join(
-            f"{unsigned(word):016x}"
-            for name in (words, OPTIMIZER + words)
-            for word in table.read(name).tolist()
-        )
-        for table in open_checkpoint(entry.tables).tables.values()
-    }
+    texts = {}
+    for table in open_checkpoint(entry.tables).tables.values():
+        sums = table.sums if entry.is_full else from_words(table.read("result"))
+        texts[table.name] = " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
+    return texts
 
 
 @dataclass(frozen=True)
@@ -181,7 +174,9 @@ class EntryWriter:
         check_is_shared(folder / name for name in digests)
         indexes = [folder / "dense" / ".metadata", self.entry.tables / ".metadata"]
         of_indexes = {str(one.relative_to(folder)): digest_of_file(one) for one in indexes}
-        entry = replace(self.entry, digests={**digests, **of_indexes}, sums=saved_sums(self.entry))
+        entry = replace(
+            self.entry, digests={**digests, **of_indexes}, sums=sums_in_files(self.entry)
+        )
         commit_entry(entry)
         return entry
 

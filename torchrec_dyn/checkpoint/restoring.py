@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint.dcp_files import load_files
-from torchrec_dyn.checkpoint.delta_apply import SumsOfTable, apply_changes
+from torchrec_dyn.checkpoint.delta_apply import apply_changes
 from torchrec_dyn.checkpoint.delta_reader import has_scores
 from torchrec_dyn.checkpoint.dense_part import (
     joined_state,
@@ -24,7 +24,7 @@ from torchrec_dyn.checkpoint.dense_part import (
     set_options,
     split_state,
 )
-from torchrec_dyn.checkpoint.entry_writing import saved_sums
+from torchrec_dyn.checkpoint.entry_writing import sums_in_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
@@ -41,7 +41,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.policies import is_timed
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load
+from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.whole_model import tables_of
 
 _CALL = "Checkpoints.restore"
@@ -169,15 +169,13 @@ class LineLoad:
         optimizer without state takes a step of zeros, whose results the load replaces.
         """
         model, optimizer = self.model, self._optimizer
-        with only_to_load():
-            self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         left = _without_place(self._state, keys)
         own = set(optimizer.params)
         if any(own & _begins(key) for key in left) and hasattr(optimizer, "init_state"):
             optimizer.init_state()
             optimizer.zero_grad()
-            with only_to_load():
-                self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
     def commit(self) -> None:
         """Loads the line. Collective."""
@@ -197,7 +195,7 @@ class LineLoad:
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
         tables = tables_of(model, _CALL)  # anew: the load has taken over initializers
         tables = [table for table in tables if f"model.{table.key}.config" in self._saved]
-        held: list[SumsOfTable] = []
+        held: Sequence[Mapping[str, int]] = ()
         for delta in line[1:] if tables else ():
             held = apply_changes(tables, delta.tables, is_partial, held)
 
@@ -211,7 +209,7 @@ def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
         entry.check_file(name)
     for entry in line if rank == 0 else ():
         # The load compares the rows with the content sums that are saved beside them.
-        sums = saved_sums(entry)
+        sums = sums_in_files(entry)
         for name in sorted({*sums, *entry.sums}):
             if sums.get(name) != entry.sums.get(name):
                 raise ValueError(

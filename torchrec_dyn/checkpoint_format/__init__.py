@@ -24,10 +24,13 @@ from torchrec_dyn.checkpoint_format.checkpoint_reader import (
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
+    CHECKSUM_WORDS,
     DAMAGED,
     MODEL_NAMES,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    SUMMED,
     add_sums,
     as_words,
     compare_sums,
@@ -55,8 +58,9 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     replace_file,
     write_beside,
 )
-from torchrec_dyn.checkpoint_format.left_sums import LeftSums
+from torchrec_dyn.checkpoint_format.merged_table import saved_rows
 from torchrec_dyn.checkpoint_format.pace import Pace
+from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,
@@ -75,7 +79,6 @@ from torchrec_dyn.checkpoint_format.saved_tensor import (
     Part,
     SavedTensor,
     numbers_of,
-    tensor_of_left_sums,
     whole_tensor,
 )
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical
+from torchrec_dyn.checkpoint_format.tensor_checks import ROW_TENSORS, is_canonical

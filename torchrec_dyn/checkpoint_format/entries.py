@@ -21,16 +21,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, MODEL_TENSORS, OPTIMIZER_TENSORS
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
 from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 
 FORMAT = 2
 LOCK = "writer.lock"
 ENTRY = "entry.json"
 _FAILED, _RESTORED = "failed_to_load", "restored_from"  # files in the folder of an entry
 _NAME = re.compile(r"(full|delta)-(\d{8,})")
-_SUMMED = (*MODEL_TENSORS, *(f"{OPTIMIZER}{name}" for name in OPTIMIZER_TENSORS))
 _DIGEST_BYTES = 16
 _READ_BYTES = 1 << 20
 
@@ -92,9 +90,9 @@ class Entry:
         return self.path / "dense"
 
     def sums_by_tensor(self) -> dict[str, dict[str, int]]:
-        """Returns the content sums by table and tensor; those of optimizer state as "optimizer.config"."""
+        """Returns the content sums by table and tensor."""
         return {
-            table: {name: int(word, 16) for name, word in zip(_SUMMED, text.split(), strict=False)}
+            table: {name: int(word, 16) for name, word in zip(SUMMED, text.split(), strict=True)}
             for table, text in self.sums.items()
         }
 

@@ -16,13 +16,12 @@ from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    OPTIMIZER_WORDS,
     from_words,
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.tensor_checks import (
-    OPTIMIZER,
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
@@ -61,7 +60,6 @@ class SavedTable:
         optimizer: dict[str, Any] | None,
         tensors: Mapping[str, ChunkedTensor],
     ) -> None:
-        # Config, checksum, base and result of the optimizer state are named "optimizer.config", ...
         self._where = where
         self._tensors = {name: tensor for name, tensor in tensors.items() if name in SHAPES}
         self.key = key
@@ -72,15 +70,17 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        self.sums: dict[str, int] = from_words(self._read_words("checksum"), MODEL_TENSORS)
+        words = from_words(self._read_words("checksum"))
+        self.sums = {name: words[name] for name in MODEL_TENSORS}
         if optimizer is not None:
-            words = self._read_words(OPTIMIZER + "checksum")
-            for name, total in from_words(words, OPTIMIZER_TENSORS).items():
-                self.sums[OPTIMIZER + name if name == "config" else name] = total
+            words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
+            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+            if optimizer_ids := words["ids"]:  # 0: the state has no rows
+                self._check_sum("ids", self.sums["ids"], optimizer_ids)
         for name, total in self.sums.items():
             if name not in self._tensors:
                 self._check_sum(name, 0, total)
-        for name in ("config", OPTIMIZER + "config"):
+        for name in ("config", "optimizer_config"):
             if name in self._tensors:
                 self.read(name)
 
@@ -127,8 +127,9 @@ class SavedTable:
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        words = self._read_words(OPTIMIZER + when if of_optimizer else when).tolist()
-        text = "\0".join([self.name, *map(str, words)])
+        sums = self.sums if when == "checksum" else from_words(self._read_words(when))
+        names = OPTIMIZER_TENSORS if of_optimizer else MODEL_TENSORS
+        text = "\0".join([self.name, *(str(sums[name]) for name in names)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
@@ -142,8 +143,7 @@ class SavedTable:
             return torch.cat(parts) if parts else self._tensor(name).whole()
         saved = self._tensor(name).whole()
         if name in SMALL_TENSORS:
-            plain = name.removeprefix(OPTIMIZER)
-            self._check_sum(name, sum_of_small(self.name, plain, saved), self.sums[name])
+            self._check_sum(name, sum_of_small(self.name, name, saved), self.sums[name])
         return saved
 
     def chunks(
@@ -254,19 +254,13 @@ class SavedTable:
     def _check_shapes(self) -> None:
         if "weight" in self._tensors:
             self.dtype = self._tensors["weight"].dtype
-        sizes = {"R": self.num_rows, "D": self.embedding_dim, "W": self._optimizer_words()}
+        sizes = {"R": self.num_rows, "D": self.embedding_dim}
         for name, one in self._tensors.items():
             if not fits(one, SHAPES[name], sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
                     f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",
                 )
-
-    def _optimizer_words(self) -> int:
-        """Returns the number of content sums of the optimizer state."""
-        words = self._tensors.get(OPTIMIZER + "checksum")
-        shape = () if words is None else tuple(words.shape)
-        return shape[0] if shape in OPTIMIZER_WORDS else 4
 
     def _check_sum(self, name: str, total: int, expected: int) -> None:
         if total != expected:

@@ -1,6 +1,7 @@
 """Checks of the tensors of a saved table: their shapes, the order of their rows, their content sums.
 
-Legend: R rows, D columns, N removed ids, Q waiting ids, K times, M rows of a chunk.
+Legend: R rows, D columns, N removed ids, Q waiting ids, K times, S ranks, M rows of a
+chunk.
 """
 
 from __future__ import annotations
@@ -12,21 +13,19 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
-    MODEL_TENSORS,
+    CHECKSUM_WORDS,
+    OPTIMIZER_CHECKSUM,
+    SUMMED,
     add_sums,
     content_sum,
 )
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
-# Prefix of the optimizer state's tensors whose names the table uses too: "optimizer.checksum".
-OPTIMIZER = "optimizer."
 ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
-SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
+SMALL_TENSORS = ("waiting", "clock", "config", "step", "optimizer_config")
 # Ids: their mixed ids stay in the caches, in memory that is reused.
 _CHECKED_TOGETHER = 1 << 15
-_MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
-_OPTIMIZER_WORDS = "[W] int64"  # as many as the checksum has
 SHAPES = {
     "ids": "[R] int64",
     "weight": "[R, D]",
@@ -35,16 +34,14 @@ SHAPES = {
     "waiting": "[Q, 3] int64",
     "clock": "[2, K] int64",
     "config": "[n] uint8",
-    "checksum": _MODEL_WORDS,
+    "checksum": f"[S, {CHECKSUM_WORDS}] int64",
     **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
     "step": "[] int64",
-    OPTIMIZER + "config": "[n] uint8",
-    OPTIMIZER + "checksum": _OPTIMIZER_WORDS,
+    "optimizer_config": "[n] uint8",
+    OPTIMIZER_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
     "removed": "[N] int64",
-    "base": _MODEL_WORDS,
-    "result": _MODEL_WORDS,
-    OPTIMIZER + "base": _OPTIMIZER_WORDS,
-    OPTIMIZER + "result": _OPTIMIZER_WORDS,
+    "base": f"[{len(SUMMED)}] int64",
+    "result": f"[{len(SUMMED)}] int64",
 }
 
 

@@ -87,7 +87,7 @@ def exchange_chunks(
         return torch.cat(blocks)
 
     for number in range(max(map(len, of_ranks))):
-        received = exchange(group, call, partial(read, number), *routes.sizes(saved, number))
+        received = exchange(group, read(number), *routes.sizes(saved, number))
         arrived.append(partial(_receive, entry, saved, routes.received(number), received))
         del received
     run_together(group, call, receive)

@@ -30,7 +30,6 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
-from torchrec_dyn.lookup import runs_again_if_saved
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
@@ -105,8 +104,7 @@ class ShardedDynamicEmbeddingBagCollection(
         configs = module.embedding_bag_configs()
         names = [name for config in configs for name in config.feature_names]
         scored = any(options.scores_weights for options in setup.dynamic.values())
-        self._saves_weights = module.is_weighted()
-        self._check_batch = BatchCheck(names, self._saves_weights, True, setup.where, scored)
+        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where, scored)
         self._shards = LocalShards(setup, self._lookups, env)
         self._shards.fill_from(module.local_tables())
         self._shards.save_and_load_with(self, "embedding_bags")
@@ -133,34 +131,9 @@ class ShardedDynamicEmbeddingBagCollection(
         """Checks a batch and sends its ids, any int64, to their owners.
 
         Raises:
-            ValueError: as `checked_batch` and `check_runs_again`.
+            ValueError: as `checked_batch`.
         """
-        self.check_runs_again()
         return self.send(ctx, self.checked_batch(features))
-
-    def check_runs_again(self) -> None:
-        """Checks that all ranks would run a checkpointed function around the caller again, or none.
-
-        torch runs it again where it needs a tensor that the first run saved, and up to the last one. A
-        lookup of trained tables saves its weights, between the exchanges of two sharding types.
-
-        Raises:
-            ValueError: on every rank, if lookups with weights are on some ranks only.
-        """
-        if not (self._saves_weights and self.training and runs_again_if_saved()):
-            return
-        found: dict[str, set[int]] = {}
-        for name in self._shards.trained:
-            ranks = {rank for piece in self._shards.layouts[name].pieces for rank in piece.ranks}
-            found.setdefault(self.module_sharding_plan[name].sharding_type, set()).update(ranks)
-        for kind, ranks in found.items():
-            if missing := sorted(set(range(self._env.world_size)) - ranks):
-                raise ValueError(
-                    f"{self._shards.where}: expected trained {kind} tables on every rank, since the "
-                    "collection is weighted and within torch.utils.checkpoint, got none on ranks "
-                    f"{missing}: they would not run the function again, and the others would wait for them. "
-                    "Call the collection outside of the checkpointed function, or pass use_reentrant=True."
-                )
 
     def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Checks a batch, and returns it with the features of the first batch, in the same order.
@@ -219,7 +192,7 @@ class ShardedDynamicEmbeddingBagCollection(
         the name of a feature for the name.
         """
         place = {feature: i for i, feature in enumerate(self._check_batch.features)}
-        features = self._features_by_output([one.name for one in self._embedding_bag_configs])
+        features = self._features_by_output([config.name for config in self._embedding_bag_configs])
         order = [place[features[name]] for name in self._uncombined_embedding_names]
         if order != list(range(len(place))):
             indices = host_numbers(order).to(device, non_blocking=True)

@@ -17,7 +17,6 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
     LearningRateGroup,
-    check_step,
     saved_states,
     sharded_copy_error,
     write_updates,
@@ -72,12 +71,7 @@ class ShardedOptimizer(KeyedOptimizer):
             rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
 
     def step(self, closure: Any = None) -> None:
-        """Writes learning rates and deferred updates; other rows were updated in backward.
-
-        Raises:
-            Exception: as `DynamicOptimizer.step`.
-        """
-        check_step(type(self).__name__)
+        """Writes learning rates and deferred updates; other rows were updated in backward."""
         write_updates(self._rates.values())
 
     def zero_grad(self, set_to_none: bool = False) -> None:

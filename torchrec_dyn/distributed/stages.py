@@ -29,6 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards
+from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
     PrefetchedSteps,
     ask_ahead,
@@ -134,6 +135,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         if ctx.sending_stream is not None:
             wait_for_stream(ctx.sending_stream)  # TrainPipelineSemiSync does not
         self._check_modes(ctx)
+        if self.training:
+            check_runs_once(self._shards.where, lambda: self._shards.trained)
         with_steps = len(ctx.prefetched_steps) > 0
         try:
             set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
@@ -146,11 +149,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Does nothing: a row is initialised when its id is first seen."""
 
     def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch that is on this device.
-
-        Raises:
-            ValueError: the context is not of this collection, or a load was read and not taken.
-        """
+        """Begins to send the ids of a batch that is on this device."""
         if not isinstance(ctx, BatchContext):
             raise ValueError(
                 f"{self._shards.where}: expected a batch with the context of its create_context(), got "
@@ -172,11 +171,12 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
 
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
-        if not getattr(_running, "is_forward", False):
+        is_torn = bool(self._shards.lock.torn)
+        if not getattr(_running, "is_forward", False) and not is_torn:
             ask_ahead(self._lookups, features)
         if self._env.world_size == 1:
             return input_dist(ctx, features)
-        sending = input_dist(ctx, with_mode(features, self.training))
+        sending = input_dist(ctx, with_mode(features, self.training, is_torn))
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
         return sending

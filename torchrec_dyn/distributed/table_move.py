@@ -7,10 +7,9 @@ from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results, run_togeth
 from torchrec_dyn.state_dict import (
     LoadSession,
     ModelEntry,
-    ModelSource,
     OptimizerEntry,
-    OptimizerSource,
     TableEntry,
+    TableSource,
     commit_state,
     saved_tensors,
 )
@@ -27,9 +26,7 @@ def move_table(before: Table, after: Table, call: str) -> None:
     """
     group = before.group
     assert group is not None
-    saved = saved_tensors(
-        [before], call, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
-    )
+    (saved,) = saved_tensors([before], call, TableSource)
     rows, rows_state = ModelEntry(after), OptimizerEntry(after)
     entries: list[TableEntry] = [rows, rows_state]
     session = LoadSession(entries)

@@ -154,7 +154,11 @@ class AdmissionCounters:
     def forget(self, ids: Tensor) -> None:
         """Drops the counters of ids [M] int64, distinct; skips ids without a counter. Waits for a GPU."""
         if ids.numel() and len(self):
-            self.forget_found(*self.id_map.find(ids))
+            self.drop(self.drop_of(ids))
+
+    def drop_of(self, ids: Tensor) -> Drop:
+        """Returns the drop of the counters of ids [M] int64, distinct; skips ids without a counter."""
+        return self._drop_of(*self.id_map.find(ids))
 
     def forget_found(self, ids: Tensor, rows: Tensor) -> None:
         """Drops the counters of ids [M] int64, distinct, in rows [M] int64."""

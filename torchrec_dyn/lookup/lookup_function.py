@@ -51,8 +51,8 @@ class Forward:
     The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
     Until the backward, or until the graph is dropped, live: `rows`, `shown`, the offsets and segments of
     `bags`, the senders of `reduction` and `begins`, made by this forward; `blocks` and `streams`, of the
-    tables; and the copies `ids` and `kept`. `early` lives until the output is made. The weights of bags are
-    the caller's: autograd saves them, and raises its error if they were written in place.
+    tables; and the copy `ids`. `early` lives until the output is made. The weights of bags are the caller's:
+    autograd saves them, and raises its error if they were written in place.
 
     Attributes:
         group: the tables.
@@ -63,15 +63,12 @@ class Forward:
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
         noted: `tokens_of` the logs when the rows to update were recorded as changed; None without a record.
-        ids: [N] int64, a copy, for the rounding of rows below float32 and for a recomputation; else None.
+        ids: [N] int64, a copy, for the rounding of rows below float32; else None.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         step: `DeferredUpdates.step` at the forward; None unless updates are deferred.
         early: the output, if it was pooled already.
         open_forward: open until the backward has run; None without a backward.
         is_done: True as soon as the backward has updated rows.
-        kept: copy of the output, which a recomputation returns (recomputation.py); None without one.
-        repeated: the forward of which this one is a recomputation beside its graph: the gradients of the rows
-            reach the other forward, so this one updates nothing. None for every other forward.
     """
 
     group: Group
@@ -87,8 +84,6 @@ class Forward:
     early: EarlyOutput | None = None
     open_forward: OpenForward | None = None
     is_done: bool = False
-    kept: Tensor | None = None
-    repeated: Forward | None = None
     ids: Tensor | None = None
     begins: Tensor | None = None
     step: object | None = None
@@ -99,8 +94,6 @@ def pool(forward: Forward, weights: Tensor | None) -> Tensor:
 
     weights: [N] weights of the ids in their bags, or None.
     """
-    if forward.kept is not None:
-        return forward.kept.clone()  # the caller may write into its output
     group, bags, blocks = forward.group, forward.bags, forward.blocks
     early, forward.early = forward.early, None  # no open forward holds an output
     output = None if early is None else early.finish(forward.shown, blocks)
@@ -150,10 +143,9 @@ class LookupFunction(torch.autograd.Function):
     @not_compiled
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
         """Updates the rows, and returns the gradient of the weights."""
-        # Read before the lock is held: activation checkpointing runs the forward again here.
-        (weights,) = ctx.saved_tensors
+        (weights,) = ctx.saved_tensors  # before the lock is held: hooks of saved tensors run here
         lock = ctx.lookup.group.lock
-        if lock.is_changing:
+        if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:
             if grad.is_cpu:
@@ -165,9 +157,7 @@ class LookupFunction(torch.autograd.Function):
     def _update(ctx: Any, grad: Tensor, weights: Tensor | None) -> tuple[None, Tensor | None, None]:
         forward: Forward = ctx.lookup
         group, wants_grad = forward.group, ctx.needs_input_grad[1]
-        of_rows = forward if forward.repeated is None else forward.repeated
-        if forward.repeated is None or wants_grad:
-            group._check_backward(of_rows)
+        group._check_backward(forward)
         # A deferred gradient outlives this call: the caller may use one buffer for all micro-batches.
         grad = grad.to(torch.float32, copy=group.deferred is not None).contiguous()
         limit = group.max_gradient
@@ -183,8 +173,6 @@ class LookupFunction(torch.autograd.Function):
                 grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
                 forward.blocks.layout, forward.bags.segments, group.is_mean,
             ).to(weights.dtype)  # fmt: skip
-        if forward.repeated is not None:
-            return None, weights_grad, None
         if forward.trained:
             try:
                 group.lock.is_changing = True

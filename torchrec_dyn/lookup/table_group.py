@@ -12,7 +12,6 @@ Forward:
 
 On a GPU the first numbers of a batch are read together, while its rows are pooled already (first_read.py).
 And a pipeline that prefetches has taken the step before (`PrefetchedStep`).
-A forward that activation checkpointing runs again takes no step: it repeats the first (recomputation.py).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted, moved or given
@@ -48,12 +47,6 @@ from torchrec_dyn.lookup.lookup_function import (
     as_float,
     pool,
     raise_after_backward,
-)
-from torchrec_dyn.lookup.recomputation import (
-    CheckpointedCalls,
-    again,
-    checkpointed_calls,
-    outside_of_selection,
 )
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
 from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
@@ -201,39 +194,26 @@ class TableGroup:
         batch = Batch(
             ids, offsets, weights, training, batch_sizes, counts, senders, times, scores
         )  # fmt: skip
-        around = checkpointed_calls()
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
-        if lock.is_changing:
+        if lock.is_changing or lock.torn:
             lock.check_at_rest()
         with lock:
             try:
                 lock.is_changing = True
                 if ids.is_cpu:
-                    return self._look_up(batch, ahead, around)
+                    return self._look_up(batch, ahead)
                 with lock.streams.turn(ids.device):
                     keep_in_use(ids, offsets, weights, scores)
                     if ahead is not None:
                         ahead.keep_in_use()
-                    return self._look_up(batch, ahead, around)
+                    return self._look_up(batch, ahead)
             finally:
                 lock.is_changing = False
 
-    def _look_up(
-        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
-    ) -> Tensor:
-        if around is None:
-            return self._look_up_in_step(batch, ahead, None)
-        with outside_of_selection():
-            if around.recomputation is not None:
-                return self._repeat(batch, around)
-            return self._look_up_in_step(batch, ahead, around)
-
-    def _look_up_in_step(
-        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
-    ) -> Tensor:
+    def _look_up(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
         if self.deferred is None or not batch.training:
-            return self._look_up_rows(batch, ahead, around)
+            return self._look_up_rows(batch, ahead)
         if self.deferred.ends:
             self.deferred = DeferredUpdates()
             self._end_step()
@@ -245,15 +225,13 @@ class TableGroup:
         try:
             for number, table in late.items():
                 table.step = steps[number] + 1
-            return self._look_up_rows(batch, ahead, around)
+            return self._look_up_rows(batch, ahead)
         except BaseException:
             for number, table in self.deferred.late(late).items():
                 table.leave_open_step(steps[number])
             raise
 
-    def _look_up_rows(
-        self, batch: Batch, ahead: PrefetchedStep | None, around: CheckpointedCalls | None
-    ) -> Tensor:
+    def _look_up_rows(self, batch: Batch, ahead: PrefetchedStep | None) -> Tensor:
         lists = self._current()
         trained = lists.trained if batch.training else None
         if self.deferred is not None and trained is not None:
@@ -299,18 +277,12 @@ class TableGroup:
         if self.deferred is not None and trained is not None:
             forward.begins = self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes)
         weights = batch.weights
-        keeps = around is not None and len(around.first_runs) > 0
-        if keeps or (trained is not None and self.tables[0].dtype != torch.float32):
+        if trained is not None and self.tables[0].dtype != torch.float32:
             forward.ids = batch.ids.clone()
-        if (keeps or torch.is_grad_enabled()) and _has_backward(forward, weights):
+        if torch.is_grad_enabled() and _has_backward(forward, weights):
             forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
             self._await_backward(forward, batch.ids)
-        output = self._output(forward, weights)
-        if keeps:
-            assert around is not None
-            forward.kept = output.detach().clone()
-            around.keep(self, forward)
-        return output.view(bags.shape)
+        return self._output(forward, weights).view(bags.shape)
 
     def _await_backward(self, forward: Forward, ids: Tensor) -> None:
         """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
@@ -323,14 +295,6 @@ class TableGroup:
             logs, table_offsets = self._logs(), forward.bags.table_offsets
             note_changed(unrecorded(logs, forward.noted), ids, forward.rows, table_offsets)
             forward.noted = tokens_of(logs)
-
-    def _repeat(self, batch: Batch, around: CheckpointedCalls) -> Tensor:
-        """Returns the output of a lookup that activation checkpointing runs again; no table changes."""
-        assert around.recomputation is not None
-        forward = around.recomputation.next_of(self, batch.ids, lookup_of(self.tables))
-        around.keep(self, forward)
-        output = self._output(again(forward, around.recomputation), batch.weights)
-        return output.view(forward.bags.shape)
 
     def _output(self, forward: Forward, weights: Tensor | None) -> Tensor:
         if torch.is_grad_enabled() and _has_backward(forward, weights):

@@ -46,6 +46,7 @@ from torchrec_dyn.modules.optimizer_state import saved_states
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,
+    check_unprocessed,
     checked_configs,
     dynamic_config_by_table,
     initializer_of,
@@ -57,12 +58,6 @@ from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
     check_not_gathered,
-    check_not_of_dmp,
-    check_step,
-    check_towers,
-    check_towers_of_dmp,
-    check_trains,
-    check_unprocessed,
-    model_being_sharded,
+    check_runs_once,
 )
 from torchrec_dyn.ranks import TableHandle

@@ -18,17 +18,13 @@ from torchrec_dyn.modules.optimizer_choice import check_fused_params
 from torchrec_dyn.modules.table_configs import dynamic_config_by_table
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
-from torchrec_dyn.modules.wrapper_checks import (
-    FoundByType,
-    check_not_in_dmp,
-    check_not_made_static,
-)
+from torchrec_dyn.modules.wrapper_checks import check_not_made_static
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.table import TableShard, set_clocks
 
 
-class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundByType):
+class UnshardedCollection(NotScriptable, FusedOptimizerModule):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
 
     def _make_tables(
@@ -41,11 +37,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
         fused_params: Mapping[str, Any] | None,
     ) -> None:
-        """Makes tables of checked configs, as the attribute `holder`, and what reads and looks up their ids.
-
-        Raises:
-            ValueError: if an option or an optimizer is not valid.
-        """
+        """Makes tables of checked configs, as the attribute `holder`, and their reader and lookup."""
         where = type(self).__name__
         check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)
@@ -55,7 +47,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
             UnshardedTable(config, options[config.name], self.fused_params, place, where)
             for config in configs
         ]
-        setattr(self, holder, nn.ModuleDict({table.name: table for table in tables}))
+        setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         self._lookup = UnshardedLookup(tables, poolings, holder)
         self._read = FeatureReader(
             [table.config.feature_names for table in tables],
@@ -78,8 +70,6 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
     @not_compiled
     def fused_optimizer(self) -> KeyedOptimizer:
         """The optimizer of the rows; param_groups[i]["lr"] is their learning rate."""
-        # The constructor of DistributedModelParallel reads it of each collection that was not sharded.
-        check_not_in_dmp(self._where())
         return self.unsharded_lookup.fused_optimizer
 
     @not_compiled
@@ -94,7 +84,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule, metaclass=FoundBy
             raise ValueError(
                 f"{type(self).__name__}.table: expected a name among {list(tables)}, got {name!r}."
             )
-        return TableHandle(tables[name])
+        return tables[name].handle()
 
     @not_compiled
     def set_time(self, time: int) -> None:

@@ -23,7 +23,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.collection_tables import UnshardedCollection
 from torchrec_dyn.modules.table_configs import checked_configs
-from torchrec_dyn.modules.wrapper_checks import check_unprocessed, is_being_processed
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.storage import host_numbers
 
@@ -108,13 +107,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """Returns the configs of the tables, in order.
-
-        Raises:
-            ValueError: if TorchRec's feature-processed module is being built around tables with LowestScore.
-        """
-        if is_being_processed(self):
-            check_unprocessed(self.dynamic_configs(), self._where())
+        """Returns the configs of the tables, in order."""
         return self.table_configs()
 
     def is_weighted(self) -> bool:
@@ -123,15 +116,15 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
-        made = DynamicEmbeddingBagCollection(
+        collection = DynamicEmbeddingBagCollection(
             self.embedding_bag_configs(),
             self._is_weighted,
             "meta",
             self.dynamic_configs(),
             self.fused_params,
         )
-        made._copy_marks(self)
-        return made
+        collection._copy_marks(self)
+        return collection
 
 
 def outputs_by_sample(
@@ -144,24 +137,18 @@ def outputs_by_sample(
     pooled: [bags, columns] of each feature; names: the feature of each output. inverse_indices: feature
     names, and for each of them the bag of each sample, [features, B]; None if bag i belongs to sample i.
 
-    Returns:
-        [B, sum of columns].
+    Returns [B, sum of columns].
     """
     if inverse_indices is not None:
         bags = bags_of_samples(inverse_indices, names)
-        pooled = [repeat_rows(of_bags, one) for of_bags, one in zip(pooled, bags, strict=True)]
+        pooled = [repeat_rows(rows, bag) for rows, bag in zip(pooled, bags, strict=True)]
     return torch.cat(list(pooled), dim=1)
 
 
 def checked_inverse(
     features: KeyedJaggedTensor, names: Sequence[str], where: str
 ) -> tuple[list[str], Tensor]:
-    """Returns the inverse_indices of a batch, checked for the features `names`.
-
-    Raises:
-        ValueError: if a feature has none or several, or the batch has one number of bags for all features:
-            TorchRec's sharded collections ignore them there, and its unsharded ones read them.
-    """
+    """Returns the inverse_indices of a batch, checked for the features `names`."""
     given = features.inverse_indices_or_none()
     keys, bags = given if given is not None else ([], torch.empty(0, 0))
     if missing := sorted(set(names) - set(keys)):

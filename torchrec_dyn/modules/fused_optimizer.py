@@ -13,7 +13,6 @@ from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules.wrapper_checks import check_step
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -56,16 +55,11 @@ class LearningRateGroup(dict[str, Any]):
 
 
 def write_updates(rates: Iterable[LearningRateGroup]) -> None:
-    """Writes learning rates and deferred updates to all tables.
-
-    Raises:
-        Exception: the first error of `TableGroup.write_updates`, which may be one of a rule in Python, after
-            the other groups have written.
-    """
+    """Writes learning rates and deferred updates to all tables."""
     faults: list[Exception] = []
-    for one in rates:
-        one.push()
-        for group in one.deferring():
+    for rate_group in rates:
+        rate_group.push()
+        for group in rate_group.deferring():
             try:
                 group.write_updates()
             except Exception as fault:
@@ -111,13 +105,10 @@ class DynamicOptimizer(FusedOptimizer):
         """Writes the learning rate and the deferred updates; other rows were updated in backward.
 
         Raises:
-            ValueError: torch's GradScaler calls this method, which has scaled the gradients, or TorchRec's
-                GradientClippingOptimizer, which does not clip rows.
             RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
                 deferred update.
             Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
-        check_step(type(self).__name__)
         write_updates([self._rates])
 
     def zero_grad(self, set_to_none: bool = False) -> None:
@@ -134,7 +125,7 @@ class DynamicOptimizer(FusedOptimizer):
             raise sharded_copy_error(name)
         lookup = self._lookup()
         present = [] if lookup is None else lookup.optimizers()
-        number = next((i for i, one in enumerate(present) if one is self), None)
+        number = next((i for i, other in enumerate(present) if other is self), None)
         if number is None:
             raise ValueError(
                 f"{_copy_rule(name)}, got one of before the tables were given another optimizer. Read "

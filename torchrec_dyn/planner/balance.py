@@ -69,8 +69,8 @@ def load_by_rank(
     check_stats("load_by_rank", stats)
     ranks = checked_count(ranks, "load_by_rank.ranks", 1, "Pass the number of ranks of the plan.")
     held, lookups = [0.0] * ranks, [0.0] * ranks
-    for of_module in plan.plan.values():
-        for name, sharding in of_module.items() if isinstance(of_module, Mapping) else ():
+    for module_plan in plan.plan.values():
+        for name, sharding in module_plan.items() if isinstance(module_plan, Mapping) else ():
             if name not in stats:
                 continue
             check_stats_of_table("load_by_rank", name, stats[name])

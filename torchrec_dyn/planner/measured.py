@@ -59,17 +59,17 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
     Raises:
         ValueError: if the model has no dynamic collection, or two tables have the same name.
     """
-    found: dict[str, Stats] = {}
+    stats_by_table: dict[str, Stats] = {}
     for _, module in collections_of(model, "read_model_stats"):
         features, ranks = _features_and_ranks(module)
         for name, count in features.items():
-            if name in found:
+            if name in stats_by_table:
                 raise ValueError(
                     f"read_model_stats: expected tables of different names, got two named '{name}'. "
                     "Pass each collection separately."
                 )
-            found[name] = read_stats(module, name) | {"features": count, "ranks": ranks}
-    return found
+            stats_by_table[name] = read_stats(module, name) | {"features": count, "ranks": ranks}
+    return stats_by_table
 
 
 def constraints_from(
@@ -125,7 +125,7 @@ def check_stats(where: str, by_table: Mapping[str, Mapping[str, int | float]]) -
 
 def check_stats_of_table(where: str, name: str, stats: Mapping[str, int | float]) -> None:
     """Raises ValueError unless a table's stats are complete and count at least one training forward."""
-    if missing := [one for one in _NEEDED if one not in stats]:
+    if missing := [name for name in _NEEDED if name not in stats]:
         raise ValueError(
             f"{where}.stats['{name}']: expected the stats of read_model_stats, got none named {missing}. "
             "Pass stats=read_model_stats(model)."
@@ -147,7 +147,7 @@ def _measured(
     check_stats_of_table("constraints_from", name, stats)
     features = int(stats["features"])
     kept = (
-        {one.name: getattr(given, one.name) for one in fields(ParameterConstraints)}
+        {field.name: getattr(given, field.name) for field in fields(ParameterConstraints)}
         if given
         else {}
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,15 +21,15 @@ from torchrec.distributed.planner.types import (
     PlannerErrorType,
     ShardEstimator,
     ShardingOption,
+    StorageReservation,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.planner.argument_checks import checked_constraints, checked_count
+from torchrec_dyn.planner.argument_checks import check_tables, checked_constraints, checked_count
 from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
-from torchrec_dyn.planner.table_checks import check_tables
 
 _MOST_TABLES = 8  # in a message
 _GIB = 1 << 30
@@ -57,11 +59,7 @@ class _PricedPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[nn.Module]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Returns the plan that rank 0 makes.
-
-        Raises:
-            ValueError, PlannerError: on every rank, as `plan` on rank 0.
-        """
+        """Returns the plan that rank 0 makes."""
         given = get_default_sharders() if sharders is None else sharders
 
         def attempt() -> ShardingPlan | Exception:
@@ -78,12 +76,7 @@ class _PricedPlanner(EmbeddingShardingPlanner):
         return planned
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """Returns a plan of a model.
-
-        Raises:
-            ValueError: if the model has no such tables, or they cannot be so.
-            PlannerError: if no plan fits.
-        """
+        """Returns a plan of a model."""
         constraints, rows = self._by_table
         check_tables(module, sharders, constraints, rows, self._priced_by[0].compute_device)
         try:
@@ -102,8 +95,8 @@ def _largest_tables(options: list[ShardingOption], topology: Topology) -> str:
     least: dict[str, tuple[int, int, str]] = {}
     for option in options:
         sizes = [getattr(shard.storage, memory) for shard in option.shards]
-        one = (max(sizes), sum(sizes), option.sharding_type)
-        least[option.name] = min(least.get(option.name, one), one)
+        shape = (max(sizes), sum(sizes), option.sharding_type)
+        least[option.name] = min(least.get(option.name, shape), shape)
     largest = sorted(least.items(), key=lambda item: -item[1][1])
     lines = [
         f"  '{name}': {total / _GIB:,.2f} GiB in all, {shard / _GIB:,.2f} GiB in a shard under {kind}"
@@ -144,7 +137,7 @@ class _HostDevices(list[DeviceHardware]):
     """The devices of a host. A copy has the same storages and perfs: no code writes to these."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[DeviceHardware]:
-        return [DeviceHardware(one.rank, one.storage, one.perf) for one in self]
+        return [DeviceHardware(hardware.rank, hardware.storage, hardware.perf) for hardware in self]
 
 
 def make_planner(
@@ -188,7 +181,9 @@ def make_planner(
             "it to EmbeddingShardingPlanner, with a DynamicStorageEstimator among its estimators."
         )
     by_table = checked_constraints(constraints, "make_planner.constraints") or None
-    if any(isinstance(one, MeasuredConstraints) for one in (by_table or {}).values()):
+    if any(
+        isinstance(constraints, MeasuredConstraints) for constraints in (by_table or {}).values()
+    ):
         options.setdefault("performance_model", EvenLoad(topology))
     if options.get("partitioner") is None:
         options["partitioner"] = _QuickPartitioner()
@@ -204,3 +199,72 @@ def make_planner(
         expected_rows=expected_rows or {},
         **options,
     )
+
+
+_THEIRS = "torchrec.distributed.planner.provider"
+# Parts of a planner that a request may choose, and `make_planner` takes as objects.
+_CHOICES = ("proposer_type", "proposer_config", "partitioner_type", "performance_model")
+
+
+class _PricedProvider:
+    """TorchRec's default provider, except for the planner."""
+
+    def __init__(self, theirs: Any, options: Mapping[str, Any]) -> None:
+        self._theirs = theirs
+        self._options = dict(options)
+
+    def build_topology(self, sku: str, request: Any, ctx: Any) -> Topology:
+        """Returns TorchRec's topology of a request."""
+        topology: Topology = self._theirs.build_topology(sku, request, ctx)
+        return topology
+
+    def build_storage_reservation(self, sku: str, request: Any) -> StorageReservation:
+        """Returns TorchRec's storage reservation of a request."""
+        reservation: StorageReservation = self._theirs.build_storage_reservation(sku, request)
+        return reservation
+
+    def build_planner(
+        self, sku: str, *, topology: Topology, storage_reservation: StorageReservation, ctx: Any
+    ) -> EmbeddingShardingPlanner:
+        """Returns the planner of a request, with its batch size and constraints."""
+        config = ctx.request.planner_config
+        chosen = [name for name in _CHOICES if getattr(config, name, None) is not None]
+        if chosen:
+            raise ValueError(
+                f"make_planner_provider: expected a planner_config without {', '.join(chosen)}. Pass "
+                "proposer, partitioner and performance_model to make_planner_provider."
+            )
+        return make_planner(
+            topology,
+            ctx.request.batch_size,
+            ctx.request.constraints,
+            storage_reservation=storage_reservation,
+            **self._options,
+        )
+
+
+def make_planner_provider(
+    expected_rows: Mapping[str, int] | None = None, deltas: bool = False, **options: Any
+) -> Any:
+    """Returns a provider for TorchRec's planner API whose planner is that of `make_planner`.
+
+    Pass it to `DefaultPlannerExecutor(provider=...)` of `torchrec.distributed.planner.executor`. Batch size,
+    constraints, topology and storage reservation are those of the request.
+
+    Args:
+        expected_rows: as in `make_planner`.
+        deltas: as in `make_planner`.
+        **options: other arguments of EmbeddingShardingPlanner, as in `make_planner`.
+
+    Raises:
+        ValueError: if this version of TorchRec has no such API.
+    """
+    try:
+        theirs = importlib.import_module(_THEIRS).DefaultPlannerProvider()
+    except ImportError:
+        version = importlib.metadata.version("torchrec")
+        raise ValueError(
+            f"make_planner_provider: expected TorchRec with a planner API (1.9), got {version}. Pass "
+            "make_planner(...) to DistributedModelParallel, or call its plan."
+        ) from None
+    return _PricedProvider(theirs, {"expected_rows": expected_rows, "deltas": deltas, **options})

@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
@@ -24,7 +23,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_dyn.life import most_counters
 from torchrec_dyn.modules import (
@@ -33,7 +31,11 @@ from torchrec_dyn.modules import (
     chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.planner.argument_checks import checked_constraints, checked_count
+from torchrec_dyn.planner.argument_checks import (
+    checked_constraints,
+    checked_count,
+    without_processors,
+)
 from torchrec_dyn.planner.measured import MeasuredConstraints
 from torchrec_dyn.planner.shard_memory import table_size
 from torchrec_dyn.ranks import config_of_share, row_limit
@@ -50,7 +52,7 @@ class _Share(NamedTuple):
 
 
 # Not in every version of TorchRec that is supported.
-_COUNTS_DISKS = "ssd" in {one.name for one in fields(Storage)}
+_COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
 
 
 def _checked_rows(expected_rows: object) -> dict[str, int]:
@@ -128,8 +130,8 @@ class DynamicStorageEstimator(ShardEstimator):
                 self._estimate_dynamic(option, sharder_data_map)
 
     def _estimate_dynamic(self, option: ShardingOption, sharder_data_map: SharderDataMap) -> None:
-        of_sharder = sharder_data_map[option.module_type_key].fused_params
-        fused_params = merged_fused_params(of_sharder, _collection(option).fused_params)
+        sharder_params = sharder_data_map[option.module_type_key].fused_params
+        fused_params = merged_fused_params(sharder_params, _collection(option).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
         share = self._share_of_a_shard(option)
         batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
@@ -203,7 +205,7 @@ class DynamicStorageEstimator(ShardEstimator):
             partition_by=option.partition_by,
             compute_kernel=option.compute_kernel,
             # One row, because TorchRec assumes no batch for a shard without rows, but this shard gets ids.
-            shards=[Shard(size=[1, one.size[1]], offset=one.offset) for one in option.shards],
+            shards=[Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype
             or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),
@@ -219,10 +221,3 @@ class DynamicStorageEstimator(ShardEstimator):
 def _collection(option: ShardingOption) -> Any:
     """Returns the collection of a table, without its feature processors if it has any."""
     return without_processors(option.module[1])
-
-
-def without_processors(module: nn.Module) -> nn.Module:
-    """Returns the collection in a feature-processed module; another module as it is."""
-    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
-        return module._embedding_bag_collection
-    return module

@@ -165,8 +165,8 @@ def whole_features(rows: Sequence[int], ranks: int, seed: int = 111) -> FairCuts
     return FairCuts(
         rows=tuple(rows),
         features=features,
-        offsets=tuple(tuple(of_rank[:-1]) for of_rank in ends),
-        sizes=tuple(of_rank[-1] for of_rank in ends),
+        offsets=tuple(tuple(rank_ends[:-1]) for rank_ends in ends),
+        sizes=tuple(rank_ends[-1] for rank_ends in ends),
         cuts=((),) * len(rows),
     )
 

@@ -67,13 +67,10 @@ def run_over(
             sent[rank], received[rank] = part.numel(), of_other[place]
         total += sum(sent) - sent[ranks[place]]
         if any(any(of_rank or ()) for of_rank in sizes):
-
-            def whole() -> Tensor:
-                by_rank = sorted(zip(ranks, parts, strict=False), key=lambda one: one[0])  # noqa: B023
-                return torch.cat([_NO_BYTES, *(part for _, part in by_rank)])
-
-            got = exchange(group, call, whole, sent, received).split(received)
-            arrived = [got[rank] for rank in ranks]
+            by_rank = sorted(zip(ranks, parts, strict=False), key=lambda pair: pair[0])
+            whole = torch.cat([_NO_BYTES, *(part for _, part in by_rank)])
+            of_ranks = exchange(group, whole, sent, received).split(received)
+            arrived = [of_ranks[rank] for rank in ranks]
         else:
             arrived = [_NO_BYTES for _ in ranks]
 

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
-    MODEL_TENSORS,
     FileSums,
     RunningSums,
     SavedTable,
@@ -279,7 +278,7 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
 
 
 def _sums_of(delta: SavedTable, when: str, names: Iterable[str]) -> dict[str, int]:
-    sums = from_words(delta.read(when), MODEL_TENSORS)
+    sums = from_words(delta.read(when))
     return {name: sums[name] for name in names}
 
 

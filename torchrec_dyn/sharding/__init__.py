@@ -2,7 +2,7 @@
 
 Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `pooled` and `sequence`: they have
 a class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
-`output_order` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
+`output_dists` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
 `ranks`; all other code reads that table.
 
 All-to-alls, awaitables and contexts are TorchRec's.
@@ -19,8 +19,9 @@ from torchrec_dyn.sharding.grouped_lookups import (
     set_batch,
 )
 from torchrec_dyn.sharding.input_dists import remove_stale_forwards
-from torchrec_dyn.sharding.mean_pooling import MeanDivisor, divide
-from torchrec_dyn.sharding.output_order import (
+from torchrec_dyn.sharding.output_dists import (
+    MeanDivisor,
+    divide,
     outputs_by_column,
     pooled_in_order,
     sequences_in_order,
@@ -31,7 +32,6 @@ from torchrec_dyn.sharding.padded_batch import (
     with_an_example,
     without_examples,
 )
-from torchrec_dyn.sharding.pooled import POOLED_SHARDINGS, pooled_sharding
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
-from torchrec_dyn.sharding.sequence import SEQUENCE_SHARDINGS
+from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, pooled_sharding

@@ -60,10 +60,6 @@ class BatchCheck:
         """Returns the user's batch, which may have further features, in the first batch's order of keys.
 
         A batch for `training` has the weights by which some table scores its ids.
-
-        Raises:
-            ValueError: if a feature is missing, the tensors do not match each other, or weights require
-                a gradient: TorchRec's all-to-all of ids and weights has no backward.
         """
         features = maybe_td_to_kjt(features, self.features)
         check_keyed(features, self.where)

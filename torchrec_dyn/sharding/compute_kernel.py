@@ -117,7 +117,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
-            pooling = "sum"  # of this rank's rows; divided after the output dist (mean_pooling.py)
+            pooling = "sum"  # of this rank's rows; divided after the output dist (output_dists.py)
         self._group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
@@ -143,8 +143,10 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def replace_shards(self, shards: Sequence[TableShard]) -> None:
         """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
-        found = {(shard.name, shard.first_column): shard for shard in shards}
-        self.tables = [found.get((table.name, table.first_column), table) for table in self.tables]
+        by_column = {(shard.name, shard.first_column): shard for shard in shards}
+        self.tables = [
+            by_column.get((table.name, table.first_column), table) for table in self.tables
+        ]
         self._group.replace_tables(self.tables)
 
     @property
@@ -163,9 +165,6 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         Returns:
             Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and
             feature by feature. Sequences: [N, columns].
-
-        Raises:
-            ValueError: if the collection is weighted and the features have no weights.
         """
         ahead, self.prefetched_step = self.prefetched_step, None
         weights = features.weights_or_none() if self._config.is_weighted else None

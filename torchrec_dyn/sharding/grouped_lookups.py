@@ -33,11 +33,7 @@ class _RefusesStateTracker:
     grouped_configs: list[GroupedEmbeddingConfig]
 
     def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state."""
         names = {name for group in self.grouped_configs for name in group.table_names()}
         raise ValueError(
             f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
@@ -80,7 +76,7 @@ class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
                 strict=True,
             )
         ]
-        return torch.cat([part for of_rank in zip(*by_group, strict=True) for part in of_rank])
+        return torch.cat([part for parts in zip(*by_group, strict=True) for part in parts])
 
 
 def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list[int]:
@@ -89,8 +85,8 @@ def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list
     `features` are the group's from all ranks; widths [F] are those of their outputs.
     """
     return [
-        sum(bags * width for bags, width in zip(of_rank, widths, strict=True))
-        for of_rank in zip(*features.stride_per_key_per_rank(), strict=True)
+        sum(bags * width for bags, width in zip(rank_bags, widths, strict=True))
+        for rank_bags in zip(*features.stride_per_key_per_rank(), strict=True)
     ]
 
 
@@ -125,12 +121,12 @@ def prefetch(
     `lookups` has one for each sharding type, `features` the ids that arrived for each. The steps are added to
     `steps`, for kernels that have none there; if it is None, no steps are taken.
     """
-    for lookup, of_lookup in zip(lookups, features, strict=True):
+    for lookup, lookup_features in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        of_kernels = of_lookup.split(lookup._feature_splits)
-        for kernel, of_kernel in zip(kernels_of([lookup]), of_kernels, strict=True):
+        kernel_features = lookup_features.split(lookup._feature_splits)
+        for kernel, kernel_input in zip(kernels_of([lookup]), kernel_features, strict=True):
             keeps_step = steps is not None and kernel not in steps
-            step = kernel.prefetch(of_kernel, keeps_step)
+            step = kernel.prefetch(kernel_input, keeps_step)
             if steps is not None and step is not None:
                 steps[kernel] = step
 
@@ -165,7 +161,7 @@ def set_batch(
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
         bags, size = context.batch_size_per_rank, lookup.node_size
         # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
-        as_arrived = [of_rank for place in range(size) for of_rank in bags[place::size]]
+        as_arrived = [rank_bags for place in range(size) for rank_bags in bags[place::size]]
         for kernel in lookup._emb_modules:
             kernel.bags_of_ranks = as_arrived
             # Also None: an interrupt may have left the step of another batch.
@@ -200,7 +196,9 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         )
         if hasattr(sharding, "_intra_pg"):
             lookup.node_size = sharding._intra_pg.size()
-        _match_empty_output(lookup, [group for of_rank in groups_per_rank for group in of_rank])
+        _match_empty_output(
+            lookup, [group for rank_groups in groups_per_rank for group in rank_groups]
+        )
         return lookup
 
 

@@ -11,7 +11,9 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_dyn.modules import bags_of_samples
+from torchrec_dyn.storage import host_numbers
 
 
 class SumOverRanks(nn.Module):
@@ -59,8 +65,8 @@ class SumOverRanks(nn.Module):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
         sizes = [
-            sum(bags * width for bags, width in zip(of_rank, embedding_dims, strict=True))
-            for of_rank in batch_size_per_rank_per_feature
+            sum(bags * width for bags, width in zip(rank_bags, embedding_dims, strict=True))
+            for rank_bags in batch_size_per_rank_per_feature
         ]
         if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)
@@ -133,3 +139,89 @@ class GridOutputDist(GridPooledEmbeddingDist):
     ) -> None:
         super()._create_output_dist_modules(sharding_ctx)
         self._intra_dist: Any = SumOverRanks(self._intra_pg, self._intra_codecs)
+
+
+def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dict[str, list[int]]:
+    """Returns, for each name in order of first arrival, the positions of its outputs in column order.
+
+    `names` and `first_columns` are those of the outputs as they arrive. Example: column shards of width d on
+    ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns [0, 2d, d]; the result is [0, 2, 1].
+    """
+    positions: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        positions.setdefault(name, []).append(position)
+    return {
+        name: sorted(positions_of_name, key=lambda position: first_columns[position])
+        for name, positions_of_name in positions.items()
+    }
+
+
+def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
+    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
+    if pooled.keys() == names:
+        return pooled
+    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
+    values = torch.cat([pooled[name] for name in names], dim=1)
+    return KeyedTensor(list(names), [widths[name] for name in names], values)
+
+
+def sequences_in_order(
+    sequences: Mapping[str, JaggedTensor], names: Sequence[str]
+) -> dict[str, JaggedTensor]:
+    """Puts sequence outputs in the order of `names`."""
+    return {name: sequences[name] for name in names}
+
+
+class MeanDivisor:
+    """Computes the divisor of each output of a collection.
+
+    `features` [O] has for each output the feature whose bag lengths divide it; None: it is not divided.
+
+    Attributes:
+        is_needed: True if any output is divided.
+    """
+
+    def __init__(self, features: Sequence[str | None]) -> None:
+        self._outputs = len(features)
+        self._divided = [i for i, feature in enumerate(features) if feature is not None]
+        self._features = [feature for feature in features if feature is not None]
+        self.is_needed = bool(self._divided)
+
+    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
+        """Returns the divisor of a batch of B examples, [B, O] float32, at least 1."""
+        keys = features.keys()
+        position = {key: i for i, key in enumerate(keys)}
+        places = [position[feature] for feature in self._features]
+        lengths, device = features.lengths(), features.device()
+        if features.variable_stride_per_key():
+            firsts = list(accumulate(features.stride_per_key(), initial=0))
+            bags = bags_of_samples(features.inverse_indices(), self._features)
+            first_bags = _sent([firsts[i] for i in places], device)
+            chosen = lengths[bags + first_bags.unsqueeze(1)]
+        else:
+            feature_lengths = lengths.view(len(keys), features.stride())
+            chosen = feature_lengths.index_select(0, _sent(places, device))
+        divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
+        divisor[_sent(self._divided, device)] = chosen.clamp(min=1).float()
+        return divisor.t().contiguous()
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Returns numbers as a tensor on a device, without a wait of the host for it."""
+    return host_numbers(numbers).to(device, non_blocking=True)
+
+
+def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
+    """Divides sums [B, D] by the divisor [B, O] of each output; a callback of TorchRec's awaitable."""
+    values, widths = pooled.values(), pooled.length_per_key()
+    if len(set(widths)) == 1:  # without a matrix as large as the outputs
+        means = (values.unflatten(1, (len(widths), widths[0])) / divisor.unsqueeze(2)).flatten(1)
+    else:
+        repeats = _sent(widths, values.device)
+        means = values / divisor.repeat_interleave(repeats, dim=1, output_size=sum(widths))
+    return KeyedTensor(
+        keys=pooled.keys(),
+        length_per_key=widths,
+        values=means.to(values.dtype),
+        key_dim=1,
+    )

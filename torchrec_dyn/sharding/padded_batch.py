@@ -28,17 +28,17 @@ class Restoration:
         bags: number of bags of each feature, without the padding.
         inverse: [F, B], the bag of each feature and example; None if bag i belongs to example i.
         features: the feature of each row of `inverse`.
-        of_output: the feature of each output, by its name.
+        feature_names: the feature of each output, by its name.
     """
 
     bags: dict[str, int]
     inverse: Tensor | None
     features: list[str]
-    of_output: Mapping[str, str]
+    feature_names: Mapping[str, str]
 
     def __call__(self, outputs: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
         """Restores the outputs of a forward."""
-        return {name: self._restored(self.of_output[name], jt) for name, jt in outputs.items()}
+        return {name: self._restored(self.feature_names[name], jt) for name, jt in outputs.items()}
 
     def _restored(self, feature: str, jagged: JaggedTensor) -> JaggedTensor:
         # Padding has no ids, so the values are already the batch's.
@@ -65,11 +65,11 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 
 
 def pad_batch(
-    features: KeyedJaggedTensor, of_output: Mapping[str, str]
+    features: KeyedJaggedTensor, feature_names: Mapping[str, str]
 ) -> tuple[KeyedJaggedTensor, Restoration | None]:
     """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
 
-    `of_output` is the feature of each output, by its name.
+    `feature_names` is the feature of each output, by its name.
 
     Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
     """
@@ -78,15 +78,15 @@ def pad_batch(
         return features, None
     even = max([1, *bags])
     lengths = [
-        torch.nn.functional.pad(of_feature, (0, even - of_feature.numel()))
-        for of_feature in features.lengths().split(bags)
+        torch.nn.functional.pad(feature_lengths, (0, even - feature_lengths.numel()))
+        for feature_lengths in features.lengths().split(bags)
     ]
     inverse = features.inverse_indices_or_none()
     restoration = Restoration(
         dict(zip(features.keys(), bags, strict=True)),
         None if inverse is None else inverse[1],
         [] if inverse is None else inverse[0],
-        of_output,
+        feature_names,
     )
     padded = KeyedJaggedTensor(
         keys=features.keys(),
@@ -105,8 +105,8 @@ def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """
     bags = features.stride_per_key()
     lengths = [
-        torch.nn.functional.pad(of_feature, (0, int(not of_feature.numel())))
-        for of_feature in features.lengths().split(bags)
+        torch.nn.functional.pad(feature_lengths, (0, int(not feature_lengths.numel())))
+        for feature_lengths in features.lengths().split(bags)
     ]
     names, inverse = features.inverse_indices()
     return KeyedJaggedTensor(

@@ -46,14 +46,7 @@ class Expansion:
 
 
 class SendOnce:
-    """Finds the distinct ids of each table in the batches of one sharding type.
-
-    Args:
-        tables: name of the table, with the number of the run, and number of features of each column shard, in
-            the order in which TorchRec sends features. Column shards of a table get the same ids.
-        counted: True if counts are sent; needed if some table has a life.
-        where: the collection, for messages.
-    """
+    """Finds the distinct ids of each table in the batches of one sharding type."""
 
     def __init__(self, tables: Sequence[tuple[Hashable, int]], counted: bool, where: str) -> None:
         names = [name for name, _ in tables]
@@ -69,9 +62,6 @@ class SendOnce:
 
         The batch has the same features. The first feature of each column shard has all distinct ids of its
         table, in order of first occurrence and evenly spread over the bags.
-
-        Raises:
-            ValueError: if there are more ids than a count can hold.
         """
         if features.values().numel() > _MOST_IDS:
             raise ValueError(
@@ -80,26 +70,26 @@ class SendOnce:
             )
         ends = list(accumulate(features.length_per_key(), initial=0))
         sizes = [ends[after] - ends[first] for first, after in pairwise(self._first_feature)]
-        ids, counts, of_tables, places = self._distinct(features.values(), sizes)
-        sent = [of_tables[table] for table in self._table_of]
+        ids, counts, table_sizes, places = self._distinct(features.values(), sizes)
+        sent = [table_sizes[table] for table in self._table_of]
         begins = list(accumulate(sent, initial=0))
         if len(self._shard_of) < len(sent):
-            ids = self._for_shards(ids, of_tables)
-            counts = self._for_shards(counts, of_tables)
-            first = list(accumulate(of_tables, initial=0))
+            ids = self._for_shards(ids, table_sizes)
+            counts = self._for_shards(counts, table_sizes)
+            first = list(accumulate(table_sizes, initial=0))
             parts = places.split([sizes[shard] for shard in self._shard_of])
             shards = enumerate(self._table_of)
             places = torch.cat([parts[t] + (begins[shard] - first[t]) for shard, t in shards])
-        of_features = [0] * len(features.keys())
+        feature_sizes = [0] * len(features.keys())
         for feature, count in zip(self._first_feature, sent, strict=False):
-            of_features[feature] = count
+            feature_sizes[feature] = count
         once = KeyedJaggedTensor(
             keys=features.keys(),
             values=ids,
             weights=as_weights(counts) if self._counted else None,
-            lengths=self._lengths(features, of_features),
+            lengths=self._lengths(features, feature_sizes),
             stride=features.stride(),
-            length_per_key=of_features,
+            length_per_key=feature_sizes,
         )
         return once, Expansion(places)
 
@@ -118,13 +108,13 @@ class SendOnce:
             ids = torch.cat([parts[shard] for shard in self._shard_of])
         bounds = list(accumulate((sizes[shard] for shard in self._shard_of), initial=0))
         # The op lists the distinct ids without a row (-1). Here all ids get -1.
-        found, counts, offsets, places = ops.collect_new(
+        distinct, counts, offsets, places = ops.collect_new(
             ids.contiguous(), torch.full_like(ids, -1), torch.tensor(bounds, device="cpu")
         )
-        return found, counts, offsets.diff().tolist(), places
+        return distinct, counts, offsets.diff().tolist(), places
 
-    def _for_shards(self, of_tables: Tensor, sizes: Sequence[int]) -> Tensor:
-        parts = of_tables.split(list(sizes))
+    def _for_shards(self, table_sizes: Tensor, sizes: Sequence[int]) -> Tensor:
+        parts = table_sizes.split(list(sizes))
         return torch.cat([parts[table] for table in self._table_of])
 
     def _lengths(self, features: KeyedJaggedTensor, counts: Sequence[int]) -> Tensor:

@@ -4,10 +4,13 @@ A rank in evaluation runs no backward, and the others would wait for it, or read
 batch with a size per feature cannot be read as one with one size, or the other way round. So each rank sends
 its mode and its form, and a difference is an error on every rank, before any table changes.
 
+A rank with torn tables sends that, too: all ranks raise its error.
+
 TorchRec first exchanges how many numbers of each tensor follow: a row of numbers for each tensor, which the
-host reads. A `SentBatch` adds a row of four times the number of its ids, plus 2 with a size per feature, plus
-1 in training: so there is no further exchange. The row has the label of the ids, "values": of rows with one
-label TorchRec writes the last one received into the context of a sharding, where `check_modes` reads it.
+host reads. A `SentBatch` adds a row of eight times the number of its ids, plus 4 of torn tables, plus 2 with
+a size per feature, plus 1 in training: so there is no further exchange. The row has the label of the ids,
+"values": of rows with one label TorchRec writes the last one received into the context of a sharding, where
+`check_modes` reads it.
 
 Batches of both forms send as many rows and as many tensors, so no rank waits for what another does not send.
 TorchRec sends the sizes of a batch with a size per feature as a further tensor; here each feature's lengths
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.storage import places_of
+from torchrec_dyn.storage import places_of, torn_error
 
 # TorchRec's labels.
 _LENGTHS = "lengths"
@@ -42,19 +45,21 @@ class SentBatch(KeyedJaggedTensor):
 
     Attributes:
         trains: True in training.
+        is_torn: True if tables of the rank are torn (`storage.commit`).
     """
 
     trains: bool
+    is_torn: bool
 
     def permute(
         self, indices: list[int], indices_tensor: torch.Tensor | None = None
     ) -> KeyedJaggedTensor:
         """Permutes the features."""
-        return with_mode(super().permute(indices, indices_tensor), self.trains)
+        return with_mode(super().permute(indices, indices_tensor), self.trains, self.is_torn)
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Splits the features."""
-        return [with_mode(part, self.trains) for part in super().split(segments)]
+        return [with_mode(part, self.trains, self.is_torn) for part in super().split(segments)]
 
     def dist_labels(self) -> list[str]:
         """Returns the labels of the rows of `dist_splits`: of the tensors, the mode, and the zeros if any."""
@@ -67,7 +72,8 @@ class SentBatch(KeyedJaggedTensor):
         """Returns how many numbers of each tensor each rank gets, and the row of the mode and the form."""
         rows = dict(zip(super().dist_labels(), super().dist_splits(key_splits), strict=True))
         sizes = rows.pop(_SIZES, None)
-        mode = [4 * count + 2 * (sizes is not None) + self.trains for count in rows[_IDS]]
+        flags = 4 * self.is_torn + 2 * (sizes is not None) + self.trains
+        mode = [8 * count + flags for count in rows[_IDS]]
         if sizes is None:
             return [*rows.values(), mode]
         rows[_LENGTHS] = [sum(both) for both in zip(rows[_LENGTHS], sizes, strict=True)]
@@ -129,19 +135,21 @@ def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | 
     return torch.cat(lengths), ends.diff(prepend=ends.new_full((1,), -1)) - 1
 
 
-def with_mode(features: KeyedJaggedTensor, trains: bool) -> SentBatch:
+def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentBatch:
     """Returns a batch, with the same tensors, that is sent with a mode."""
     if isinstance(features, SentBatch):
         return features
     made = SentBatch.__new__(SentBatch)
     made.__dict__.update(features.__dict__)
-    made.trains = trains
+    made.trains, made.is_torn = trains, is_torn
     return made
 
 
 def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns a batch that is sent with the mode of another, if that has one."""
-    return with_mode(features, other.trains) if isinstance(other, SentBatch) else features
+    if not isinstance(other, SentBatch):
+        return features
+    return with_mode(features, other.trains, other.is_torn)
 
 
 def expect_modes(contexts: Iterable[Any]) -> None:
@@ -158,22 +166,26 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
 
     Raises:
         ValueError: if the modes or the forms differ.
+        RuntimeError: if tables of a rank are torn.
     """
-    told: list[int] = []
+    flags: list[int] = []
     for context in contexts:
-        told = [number % 4 for number in context.output_splits]
+        flags = [number % 8 for number in context.output_splits]
         for name in ("input_splits", "output_splits"):
             if hasattr(context, name):
-                setattr(context, name, [number // 4 for number in getattr(context, name)])
-    varying = [rank for rank, number in enumerate(told) if number & 2]
-    evaluating = [rank for rank, number in enumerate(told) if not number & 1]
-    if 0 < len(varying) < len(told):
+                setattr(context, name, [number // 8 for number in getattr(context, name)])
+    torn = [rank for rank, number in enumerate(flags) if number & 4]
+    varying = [rank for rank, number in enumerate(flags) if number & 2]
+    evaluating = [rank for rank, number in enumerate(flags) if not number & 1]
+    if torn:
+        raise torn_error(f"the tables of {where} on ranks {torn}")
+    if 0 < len(varying) < len(flags):
         raise ValueError(
             f"{where}: expected batches of one form on every rank, got a size per feature on ranks {varying} "
             "and one size on the others. Give stride_per_key_per_rank and inverse_indices on every rank, "
             "also where one has no samples, or on none."
         )
-    if 0 < len(evaluating) < len(told):
+    if 0 < len(evaluating) < len(flags):
         raise ValueError(
             f"{where}: expected every rank in the same mode, got ranks {evaluating} in evaluation and the "
             "others in training. Call train() or eval() of the model on every rank before the forward."

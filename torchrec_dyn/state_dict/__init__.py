@@ -34,11 +34,10 @@ from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
 from torchrec_dyn.state_dict.own_places import places_of_part
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import (
-    ModelSource,
-    OptimizerSource,
-    only_to_load,
-    only_to_save,
+    Counts,
+    TableSource,
     saved_sums,
     saved_tensors,
+    sums_here,
 )
 from torchrec_dyn.state_dict.staged_rows import StagedRows

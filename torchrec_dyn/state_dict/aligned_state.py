@@ -5,7 +5,7 @@ Legend: M rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -72,12 +72,12 @@ class AlignedState:
         stretches = [self._stretches(rows) for rows in self._canonical]
         return self._entry.sums_of([((ids, staged) for ids, _, staged in one) for one in stretches])
 
-    def compare(self, summed: Mapping[str, int]) -> None:
+    def compare(self, words: Sequence[list[list[int]]], summed: Mapping[str, int]) -> None:
         """Raises ValueError if the state is damaged, or was saved with other rows than the present rows."""
         entry, table = self._entry, self._entry.table
         expected = f"{table.where}: expected the rows that the optimizer state was saved with, got other rows"
         try:
-            entry.compare(summed)
+            entry.compare(words, summed)
         except ValueError as error:
             if entry.is_verified:
                 raise ValueError(
@@ -194,6 +194,7 @@ def commit_state(entry: OptimizerEntry, call: str) -> None:
 
     runs = runs_of(gather_results(table.group, call, share), table.part)
     aligned = run_together(table.group, call, lambda: AlignedState(entry, runs))
-    sums = gather_results(table.group, call, aligned.check)
-    run_together(table.group, call, lambda: aligned.compare(add_sums(*sums)))
+    checked = gather_results(table.group, call, lambda: (aligned.check(), entry.words))
+    sums, words = zip(*checked, strict=True)
+    run_together(table.group, call, lambda: aligned.compare(words, add_sums(*sums)))
     run_together(table.group, call, aligned.commit)

@@ -14,14 +14,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, numbers_of
+from torchrec_dyn.checkpoint_format import (
+    MODEL_NAMES,
+    OPTIMIZER_CHECKSUM,
+    SavedTensor,
+    numbers_of,
+)
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.awaited_loads import note_saved, note_taken_plain
 from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
 from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
-from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
+from torchrec_dyn.state_dict.saving import TableSource, saved_tensors
 
 _NEEDED = ("weight", "ids")
 _Entry = TypeVar("_Entry", bound=TableEntry)
@@ -47,7 +52,8 @@ def save_tables(
     """Adds the tensors of all tables to a state dict. Collective."""
     if _leaves_rows_out.get():
         return
-    made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
+    call = f"{where}.state_dict"
+    made = _tensors(call, [*tables.values()], lambda one: ModelEntry(one).renew(), 0)
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
     for table, tensors in zip(tables.values(), made, strict=True):
@@ -63,10 +69,10 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     made: Sequence[Mapping[str, Tensor]]
     if _leaves_rows_out.get():
         nothing = torch.empty(0, device="cpu")
-        told = ("step", "config", "checksum", "cells")
+        told = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
         made = [dict.fromkeys((*one.optimizer.state_names, *told), nothing) for one in tables]
     else:
-        made = _tensors(call, tables, lambda one: OptimizerEntry(one).renew())
+        made = _tensors(call, tables, lambda one: OptimizerEntry(one).renew(), 1)
     return {
         f"{table.name}.{name}": tensor
         for table, tensors in zip(tables, made, strict=True)
@@ -87,10 +93,13 @@ def check_is_not_static(prefix: str, saved: Container[str], where: str) -> None:
 
 
 def _tensors(
-    call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
+    call: str, tables: Sequence[Table], source: Callable[[Table], TableSource], which: int
 ) -> Sequence[Mapping[str, Tensor]]:
-    """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors."""
-    made = saved_tensors(tables, call, lambda one: [source(one)])
+    """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors.
+
+    `which` is 0 for those of the model's state dict, 1 for the optimizer's.
+    """
+    made = [both[which] for both in saved_tensors(tables, call, source)]
     if tables[0].group is not None:
         return made
     return [
@@ -185,7 +194,7 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     found: list[OptimizerEntry | None] = []
 
     def find() -> tuple[bool, bool]:
-        entry = _entry(OptimizerEntry, table, saved, saved["config"])
+        entry = _entry(OptimizerEntry, table, saved, saved["optimizer_config"])
         found.append(entry)
         return entry is not None, entry is not None and entry.session is not None
 

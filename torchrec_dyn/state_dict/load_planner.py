@@ -30,6 +30,7 @@ from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     MODEL_NAMES,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     ROW_TENSORS,
     ChunkedTensor,
@@ -37,6 +38,7 @@ from torchrec_dyn.checkpoint_format import (
     check_config_is_whole,
     compare_sums,
     content_sum,
+    from_words,
     sum_of_small,
 )
 from torchrec_dyn.state_dict.awaited_loads import note_begun, note_read_plain, note_resized
@@ -143,7 +145,7 @@ class LoadPlanner(DefaultLoadPlanner):
         files = self._files
         for fqn, name in self._names.items():
             of_saved = saved.get(fqn)
-            if isinstance(of_saved, TensorStorageMetadata) and name != "cells":
+            if isinstance(of_saved, TensorStorageMetadata):
                 entry: TableEntry = self.state_dict[fqn].entry
                 if files is not None and name in entry.names and name != "waiting":
                     table = id(entry.table.lock), entry.table.name
@@ -220,16 +222,20 @@ def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any]) -> bool:
     The size of such a tensor depends on the contents of the table.
     """
     prefix, _, name = fqn.rpartition(".")
-    told = [flat.get(f"{prefix}.{one}") for one in ("config", "checksum")]
-    return name in (*MODEL_NAMES, *OPTIMIZER_TENSORS) and [
-        getattr(one, "dtype", None) for one in told
-    ] == [torch.uint8, torch.int64]
+    for names in (MODEL_NAMES, ("optimizer_config", *OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM)):
+        both = [flat.get(f"{prefix}.{one}") for one in (names[0], names[-1])]
+        if name in names:
+            return [getattr(one, "dtype", None) for one in both] == [torch.uint8, torch.int64]
+    return False
 
 
 def _is_dynamic(prefix: str, saved: Mapping[str, Any]) -> bool:
     """Returns True if a dynamic table, or its optimizer state, was saved."""
-    config = saved.get(f"{prefix}.config")
-    return isinstance(config, TensorStorageMetadata) and config.properties.dtype == torch.uint8
+    configs = [saved.get(f"{prefix}.{name}") for name in ("config", "optimizer_config")]
+    return any(
+        isinstance(config, TensorStorageMetadata) and config.properties.dtype == torch.uint8
+        for config in configs
+    )
 
 
 def _check_is_no_delta(prefix: str, saved: Mapping[str, Any]) -> None:
@@ -278,9 +284,11 @@ def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object])
 
     def check(prefix: str, order: tuple[str, ...], ids: Tensor) -> None:
         tensors, table = groups[prefix], prefix.rpartition(".")[2]
-        if "checksum" not in tensors:
+        checksum = "checksum" if order == MODEL_TENSORS else OPTIMIZER_CHECKSUM
+        if checksum not in tensors:
             return
-        check_config_is_whole(prefix, table, tensors, order)
+        saved_sums = from_words(tensors[checksum])
+        check_config_is_whole(prefix, table, tensors, saved_sums)
         sums = {
             name: content_sum(table, name, ids, tensors[name])
             if name in ROW_TENSORS
@@ -290,7 +298,7 @@ def _verify_unsharded(loaded: Mapping[str, Tensor], saved: Mapping[str, object])
         }
         # A tensor that is in the checkpoint and was not read cannot be compared.
         names = [name for name in order if name in sums or f"{prefix}.{name}" not in saved]
-        compare_sums(prefix, tensors["checksum"], order, names, sums)
+        compare_sums(prefix, saved_sums, names, sums)
 
     ids_of: dict[str, list[Tensor]] = {}
     for prefix, tensors in groups.items():

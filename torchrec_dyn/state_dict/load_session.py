@@ -13,17 +13,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    SavedTensor,
     add_sums,
     check_config_is_whole,
     compare_sums,
     from_bytes,
+    from_words,
     numbers_of,
     sum_of_small,
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.row_sums import SumsAsRead
-from torchrec_dyn.state_dict.saving import ShardSource
+from torchrec_dyn.state_dict.saving import TableSource
 from torchrec_dyn.state_dict.staged_rows import place_of_block
 from torchrec_dyn.storage import CanonicalRows, RowStore, TableLock, to_host
 
@@ -37,6 +39,7 @@ class TableEntry(ABC):
         saved: DCP's metadata of the saved tensors, by name.
         unread: names of saved tensors that the load does not read, so that their sums are not compared.
         small: the tensors that are not by row, as read, by name.
+        words: the rows of the saved checksum that this rank has read.
         staged: the rows of each shard as read; None before a load and after it.
         places: places of the rows that this rank reads.
         waiting_places: places of the waiting ids that this rank reads; None: those of the saved index.
@@ -48,14 +51,13 @@ class TableEntry(ABC):
         is_left_out: True if a partial load found no tensors of the table.
         step: the last training step recorded in the rows of any rank.
         is_of_state_dict: True if the entry belongs to a state dict, which is to be loaded after it was read.
-        is_only_to_load: True if the tensors of the entry cannot be saved: their rows were not summed.
         sums_as_read: the content sums of the rows, added up while they are read; None: they are not.
     """
 
     order: ClassVar[tuple[str, ...]]  # tensor names in the order of their sums in the checksum
     small_names: ClassVar[tuple[str, ...]]
+    config, checksum = "config", "checksum"  # names of these tensors
     missing: ClassVar[str]  # end of the message for a checkpoint without the table
-    source: ClassVar[type[ShardSource]]  # reads the table for a state dict
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -63,6 +65,7 @@ class TableEntry(ABC):
         self.saved: Mapping[str, TensorStorageMetadata] = {}
         self.unread: set[str] = set()
         self.small: dict[str, Tensor] = {}
+        self.words: list[list[int]] = []
         self.staged: list[Any] | None = None
         self.places = Places([])
         self.waiting_places: Places | None = None
@@ -71,7 +74,7 @@ class TableEntry(ABC):
         self.session: LoadSession | None = None
         self.is_verified = self.is_left_out = False
         self.step = 0
-        self.is_of_state_dict = self.is_only_to_load = False
+        self.is_of_state_dict = False
         self.sums_as_read: SumsAsRead | None = None
 
     @property
@@ -89,9 +92,9 @@ class TableEntry(ABC):
     def names(self) -> Sequence[str]:
         """Names of the tensors by row that the table can use."""
 
-    def renew(self) -> ShardSource:
+    def renew(self) -> TableSource:
         """Returns a source of the table as it is now, and sets `canonical` to its rows."""
-        source = self.source(self.table, self)
+        source = TableSource(self.table, self)
         self.canonical, self.is_of_state_dict = source.canonical, True
         return source
 
@@ -121,14 +124,15 @@ class TableEntry(ABC):
         Raises:
             ValueError: if the table or its checksum is missing.
         """
-        if "config" not in saved:
+        if self.config not in saved:
             raise ValueError(f"{self.table.where}: expected a checkpoint with {self.missing}")
-        if "checksum" not in saved:
+        if self.checksum not in saved:
             raise ValueError(
                 f"{self.table.where}: expected a checkpoint with a checksum of this table, got no checksum. "
                 f"{DAMAGED}"
             )
         self.saved, self.small, self.unread = saved, {}, set(saved) - self._read
+        self.words = []
         self.is_verified = self.is_left_out = False
         self.waiting_places, self.sums_as_read = waiting, None
         self._stage_saved(places)
@@ -146,10 +150,22 @@ class TableEntry(ABC):
         self.unread, self.sums_as_read = set(saved) - self._read, None
         if self.table.group is None:  # a load of an unsharded table may lack parts
             self.unread |= set(self.order) - set(saved)
+        self.words = self._words_in(saved[self.checksum]) if self.checksum in saved else []
         for name in self.small_names:
-            if name in saved:
+            if name in saved and name != self.checksum:
                 self.small[name] = to_host(numbers_of(saved[name]))
         self._fill_rows({name: saved[name] for name in self.names if name in saved}, saved)
+
+    def _words_in(self, checksum: Tensor) -> list[list[int]]:
+        """Returns this rank's rows of a checksum: a copy has one, a plain tensor has those of all ranks."""
+        if isinstance(checksum, SavedTensor):
+            return [row for _, block in checksum.local() for row in block.tolist()]
+        rows: list[list[int]] = checksum[self.table.rank :: self._ranks].tolist()
+        return rows
+
+    @property
+    def _ranks(self) -> int:
+        return 1 if self.table.group is None else self.table.group.size()
 
     @abstractmethod
     def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -170,6 +186,8 @@ class TableEntry(ABC):
 
     def wanted(self, name: str) -> list[ChunkStorageMetadata]:
         """Returns the blocks of a saved tensor that this rank reads."""
+        if name == self.checksum:  # each rank reads the rows of some of the ranks that saved
+            return list(self.saved[name].chunks)[self.table.rank :: self._ranks]
         if name in self.small_names:
             return [chunk for chunk in self.saved[name].chunks if chunk.sizes.numel()]
         return self._wanted_rows(name)
@@ -201,7 +219,9 @@ class TableEntry(ABC):
 
         block: its numbers; `offset` is its place in the tensor, one number per dimension.
         """
-        if name in self.small_names:
+        if name == self.checksum:
+            self.words += block.tolist()
+        elif name in self.small_names:
             self.small[name] = block
         else:
             self._receive_rows(name, offset, block)
@@ -213,15 +233,18 @@ class TableEntry(ABC):
     @property
     def saved_config(self) -> dict[str, Any]:
         """The config as read; {} if no config was read."""
-        if "config" not in self.small:
+        if self.config not in self.small:
             return {}
-        return from_bytes(self.table.where, self.small["config"])
+        return from_bytes(self.table.where, self.small[self.config])
 
     def check_config(self) -> None:
         """Raises ValueError if the config is damaged, or of another table or optimizer."""
-        check_config_is_whole(self.table.where, self.table.name, self.small, self.order)
-        if saved := self.saved_config:
-            self._check_fits(saved)
+        table = self.table
+        if self.words:
+            saved = from_words(torch.tensor(self.words, device="cpu"))
+            check_config_is_whole(table.where, table.name, self.small, saved)
+        if saved_config := self.saved_config:
+            self._check_fits(saved_config)
 
     @abstractmethod
     def _check_fits(self, config: dict[str, Any]) -> None:
@@ -251,14 +274,16 @@ class TableEntry(ABC):
         """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""
         if self.table.rank:
             return {}
-        summed = [name for name in self.small_names if name != "checksum" and name in self.small]
+        summed = [name for name in self.small_names if name != self.checksum and name in self.small]
         return {name: sum_of_small(self.table.name, name, self.small[name]) for name in summed}
 
-    def compare(self, summed: Mapping[str, int]) -> None:
-        """Raises ValueError if the sums over all ranks differ from the saved sums."""
-        if "checksum" in self.small:
+    def compare(self, words: Sequence[list[list[int]]], summed: Mapping[str, int]) -> None:
+        """Raises ValueError if the sums over all ranks differ from the saved ones; `words` are by rank."""
+        rows = [row for of_rank in words for row in of_rank]
+        if rows:
             names = [name for name in self.order if name not in self.unread]
-            compare_sums(self.table.where, self.small["checksum"], self.order, names, summed)
+            saved = from_words(torch.tensor(rows, device="cpu"))
+            compare_sums(self.table.where, saved, names, summed)
 
     @abstractmethod
     def last_step(self) -> int:
@@ -297,16 +322,19 @@ class LoadSession:
         checked = gather_results(
             group,
             where,
-            lambda: [(entry.check(self.entries), entry.last_step()) for entry in self.entries],
+            lambda: [
+                (entry.check(self.entries), entry.words, entry.last_step())
+                for entry in self.entries
+            ],
         )
 
         def compare() -> None:
             for entry, by_rank in zip(self.entries, zip(*checked, strict=True), strict=True):
-                sums = [summed for summed, _ in by_rank if summed is not None]
+                sums = [summed for summed, _, _ in by_rank if summed is not None]
                 if len(sums) == len(by_rank):
-                    entry.compare(add_sums(*sums))
+                    entry.compare([words for _, words, _ in by_rank], add_sums(*sums))
                     entry.is_verified = True
-                entry.step = max(step for _, step in by_rank)
+                entry.step = max(step for *_, step in by_rank)
 
         run_together(group, where, compare)
         self._is_verified = True

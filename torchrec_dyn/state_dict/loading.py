@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     SavedTensor,
     add_sums,
@@ -31,15 +31,13 @@ from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.awaited_loads import note_taken
 from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
-from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
 from torchrec_dyn.storage import (
     RowStore,
     canonical_order,
-    changes,
-    locked,
-    run_to_end,
+    commit,
     to_host,
+    turn_of,
 )
 from torchrec_dyn.table import ROW_DTYPES, TableShard, check_state, named_states, stamp_of
 
@@ -48,7 +46,6 @@ class ModelEntry(TableEntry):
     """The load of rows, ids, scores, counters and clock of one table."""
 
     order = MODEL_TENSORS
-    source = ModelSource
     small_names = ("clock", "config", "checksum")
     missing = (
         "this table, got one without. "
@@ -74,7 +71,7 @@ class ModelEntry(TableEntry):
         saved = self.saved
         self.total = saved["ids"].size[0] if "ids" in saved else 0
         dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self.stage(places or places_of_table(self.table, saved, self.total), dtype)
+        self.stage(places or places_of_table(self.table, self.total), dtype)
 
     def stage(self, places: Places, dtype: torch.dtype) -> None:
         """Makes empty stores beside the stores of the shards."""
@@ -101,9 +98,7 @@ class ModelEntry(TableEntry):
             return list(chunks_to_read(saved, self.places, self.table.column_ranges))
         places = self.places
         if name == "waiting":
-            places = self.waiting_places or places_of_table(
-                self.table, self.saved, saved.size[0], of_waiting=True
-            )
+            places = self.waiting_places or places_of_table(self.table, saved.size[0])
         return list(chunks_to_read(saved, places, None))
 
     def stores(self, name: str) -> list[tuple[RowStore, int]]:
@@ -189,24 +184,19 @@ class ModelEntry(TableEntry):
         config = self.saved_config
         return saved_initializer(self.table.where, config) if config else None
 
-    @locked
-    @changes
     def commit(self) -> None:
         """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
         initializer, clock = self.initializer(), self.small.get("clock")
-
-        def commit_shard(shard: TableShard, staged: StagedRows, _: bool) -> None:
-            commit_rows(shard, staged, clock, initializer, self.step)
-
-        # After an interrupt (Ctrl-C) all column shards have the same ids.
-        both = zip(self.table.shards, self.staged or (), strict=True)
-        run_to_end(*(partial(commit_shard, *of_shard) for of_shard in both))
-        for entry in self.session.entries if self.session is not None else ():
-            if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
-                entry.note_rows(self)
-        self.staged = self.session = None
-        note_taken(self.table.lock, self.table.name)
-        self.renew()  # if the same state dict is loaded again, its tensors are the table's own
+        with turn_of(self.table, also_torn=True):
+            with commit(self.table, replaces=True):
+                for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
+                    commit_rows(shard, staged, clock, initializer, self.step)
+                for entry in self.session.entries if self.session is not None else ():
+                    if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
+                        entry.note_rows(self)
+                self.staged = self.session = None
+                note_taken(self.table.lock, self.table.name)
+            self.renew()  # if the same state dict is loaded again, its tensors are the table's own
 
 
 def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
@@ -232,8 +222,8 @@ class OptimizerEntry(TableEntry):
     """The load of optimizer state and step of one table."""
 
     order = OPTIMIZER_TENSORS
-    source = OptimizerSource
-    small_names = ("step", "config", "checksum")
+    small_names = ("step", "optimizer_config", OPTIMIZER_CHECKSUM)
+    config, checksum = "optimizer_config", OPTIMIZER_CHECKSUM
     missing = (
         "its optimizer state, got one without. "
         "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
@@ -268,7 +258,7 @@ class OptimizerEntry(TableEntry):
         sizes = {name: saved[name].size for name in self.names if name in saved}
         total = next(iter(sizes.values()))[0] if sizes else 0
         widths = {name: size[1] for name, size in sizes.items()}
-        self.stage(places or places_of_table(self.table, saved, total), total, widths)
+        self.stage(places or places_of_table(self.table, total), total, widths)
 
     def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
         """Makes empty stores beside the stores of the shards."""
@@ -312,7 +302,7 @@ class OptimizerEntry(TableEntry):
 
     def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         table = self.table
-        self.has_all_cuts = not isinstance(saved["config"], SavedTensor)
+        self.has_all_cuts = not isinstance(saved["optimizer_config"], SavedTensor)
         if not self.has_all_cuts:
             cuts = self.saved_config.get("cuts", table.cuts)
             if cuts != table.cuts:

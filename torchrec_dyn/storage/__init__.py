@@ -5,9 +5,8 @@ Imports the ground; torch alone. Start with `id_map`, then `row_store`.
 Rows never move, and state is plain tensors. Nothing here depends on policies, optimizer rules or ranks.
 """
 
-from torchrec_dyn.storage.block_files import check_directory
+from torchrec_dyn.storage.block_memory import check_directory, lacks_memory, lasting
 from torchrec_dyn.storage.canonical_rows import (
-    CELL_BITS,
     CanonicalRows,
     signed,
     unsigned,
@@ -21,15 +20,17 @@ from torchrec_dyn.storage.change_log import (
     tokens_of,
     unrecorded,
 )
-from torchrec_dyn.storage.host_copies import CROSSING_BYTES, on_device, to_host
 from torchrec_dyn.storage.host_reads import (
+    CROSSING_BYTES,
     HostRead,
     gather_pair,
     gather_reads,
     host_numbers,
+    on_device,
     places_of,
     read,
     read_together,
+    to_host,
 )
 from torchrec_dyn.storage.id_map import (
     SLOT_BYTES,
@@ -41,9 +42,7 @@ from torchrec_dyn.storage.id_map import (
     new_key,
     put_all,
 )
-from torchrec_dyn.storage.interrupts import check_stack, run_to_end
-from torchrec_dyn.storage.lasting_tensors import lasting
-from torchrec_dyn.storage.memory_errors import lacks_memory
+from torchrec_dyn.storage.interrupts import check_stack, commit, run_to_end, torn_error
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (
     InitialRows,

@@ -250,12 +250,12 @@ class ChangeLog:
             return self.touched.changed(since.number, id_map)
         assert self.changed is not None
         has_changed = self.changed.at_least(since.number)
-        found = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
+        changed_slots = [torch.empty(0, 2, dtype=torch.int64, device=self._device)]
         for array in id_map.arrays()[0]:
             for slots in array.split(_SLOTS_AT_ONCE):
                 used = slots[slots[:, 1] != 0]
-                found.append(used[has_changed[used[:, 1] - 1]])
-        both = torch.cat(found)
+                changed_slots.append(used[has_changed[used[:, 1] - 1]])
+        both = torch.cat(changed_slots)
         return both[:, 0].contiguous(), both[:, 1] - 1
 
     def removed_ids(self, since: Version, id_map: IdMap) -> Tensor:
@@ -298,11 +298,7 @@ def note_changed(
 ) -> None:
     """Records rows, before they or their scores are written.
 
-    Args:
-        logs: [T], the log of each table; None if it keeps none.
-        ids: [N] int64, the ids of the rows; or the map of each table, [T], which the CPU reads whole.
-        rows: [N] int64 in table order; -1 is skipped. Rows of removed ids may be among them.
-        table_offsets: [T + 1] int64, where the rows of each table begin.
+    Shapes: logs [T], ids [N] int64, rows [N] int64, table_offsets [T + 1] int64.
     """
     if all(log is None for log in logs):
         return

@@ -1,7 +1,8 @@
 """Host reads: computations that need numbers of a GPU on the host. The host waits once for many of them.
 
 A host read is a generator. It yields tensors and is sent their numbers; its return value is its result. The
-tables of a step run their host reads together: one copy brings the numbers of all.
+tables of a step run their host reads together: one copy brings the numbers of all. Rows cross between
+host and device in pieces.
 """
 
 from __future__ import annotations
@@ -86,24 +87,24 @@ def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Resu
         for place, reading, count in running:
             try:
                 # A generator that has not started accepts nothing but `next`.
-                of_one = reading.send(list(islice(numbers, count))) if count else next(reading)
+                tensors = reading.send(list(islice(numbers, count))) if count else next(reading)
             except StopIteration as end:
                 results[place] = end.value
             else:
-                asking.append((place, reading, sum(tensor.numel() for tensor in of_one)))
-                asked += of_one
+                asking.append((place, reading, sum(tensor.numel() for tensor in tensors)))
+                asked += tensors
         if not asked:
             return results
         numbers, running = iter((yield asked)), asking
 
 
 def gather_pair(
-    one: HostRead[_Result], other: HostRead[_Other]
+    first: HostRead[_Result], second: HostRead[_Other]
 ) -> HostRead[tuple[_Result, _Other]]:
     """Returns a host read that runs two of different kinds side by side and returns both results."""
-    both: list[Any] = [one, other]
-    first, second = yield from gather_reads(both)
-    return first, second
+    both: list[Any] = [first, second]
+    results = yield from gather_reads(both)
+    return results[0], results[1]
 
 
 def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:
@@ -123,3 +124,33 @@ def places_of(mask: Tensor, count: int) -> Tensor:
             return torch.nn.functional.pad(places, (0, missing), value=-1)
         return places[:count] if missing else places
     return torch.nonzero_static(mask, size=count).flatten()
+
+
+# Rows that cross between a GPU and the host at a time: the copy is fast, and little memory is held twice.
+CROSSING_BYTES = 64 << 20
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values [...] of any dtype on a device; the same tensor if they are there already."""
+    return to_host(values) if device.type == "cpu" else values.to(device)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """Returns values [...] of any dtype on the CPU; the same tensor if they are there already.
+
+    From a GPU they are copied into pinned memory, which torch keeps for the next copy.
+    """
+    if values.is_cpu or not torch.cuda.is_available():
+        return values.cpu()
+    pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    return pinned.copy_(values)
+
+
+def for_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns values [...] of any dtype that can be copied into rows on a device; moves another GPU's there.
+
+    GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
+    in ranges of addresses (block_memory.py), which torch does not know.
+    """
+    is_of_another_gpu = values.device.type == device.type and values.device != device
+    return values.clone().to(device) if is_of_another_gpu else values

@@ -86,11 +86,6 @@ def canonical_order(ids: Tensor) -> Tensor:
 class IdMap:
     """The map from every id of a table to its row.
 
-    Args:
-        limit: the most ids of the table, None without a limit. The last growth stops at the slots that
-            the limit needs. So a full map stays at this size while ids are erased and inserted.
-        device: of the slots; None: torch's default.
-
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
         outgoing: [C', 2] int64, while the map grows the smaller array from which slots move; else None.
@@ -240,13 +235,7 @@ class IdMap:
     def by_row(
         self, rows: int, most: int, ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows.
-
-        Args:
-            rows: number of rows to read.
-            most: the most ids at a time, rounded down to a power of two: a piece then lies in one block.
-            ids_of_rows: function that returns what this map's `ids_of_rows` returns.
-        """
+        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows."""
         step = 1 << max(1, most).bit_length() - 1
         places = torch.arange(min(rows, step), device=self.slots.device)
         numbers = torch.empty_like(places)
@@ -262,11 +251,7 @@ class IdMap:
                 yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Returns all ids and rows in canonical order, [M] int64 each.
-
-        Raises:
-            RuntimeError: on a GPU, an earlier op had invalid arguments: no save hides the error.
-        """
+        """Returns all ids and rows in canonical order, [M] int64 each."""
         ops.raise_errors(self.slots)
         ids, rows = (torch.cat(parts) for parts in zip(*self.pieces(), strict=True))
         order = canonical_order(ids)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.lasting_tensors import lasting
+from torchrec_dyn.storage.block_memory import lasting
 
 _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 # Approximate block count of a full table on a GPU: each block of a call costs host time.

@@ -3,8 +3,8 @@
 A table grows by appending a block of 2^shift rows; no row is copied (docs/decisions/0002). A fresh block is
 reserved, not written: Linux commits its pages on first touch, so memory follows the rows in use.
 
-A GPU commits memory at once. There the last block grows in place, in a range of addresses (growing_block.py).
-The blocks of a table in mapped files are memory of files on a disk (block_files.py).
+A GPU commits memory at once. There the last block grows in place, in a range of addresses (block_memory.py).
+The blocks of a table in mapped files are memory of files on a disk (block_memory.py).
 
 Legend: M rows.
 """
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.initializers import Initializer, table_key
-from torchrec_dyn.storage import growing_block
-from torchrec_dyn.storage.block_files import mapped_block
-from torchrec_dyn.storage.host_copies import for_device
-from torchrec_dyn.storage.id_map import SLOT_BYTES
-from torchrec_dyn.storage.lasting_tensors import lasting
-from torchrec_dyn.storage.page_advice import (
+from torchrec_dyn.storage import block_memory
+from torchrec_dyn.storage.block_memory import (
     HUGE_PAGE_BYTES,
     advise_huge_pages,
     advise_small_pages,
+    lasting,
+    mapped_block,
 )
+from torchrec_dyn.storage.host_reads import for_device
+from torchrec_dyn.storage.id_map import SLOT_BYTES
 from torchrec_dyn.storage.stream_order import keep_in_use
 from torchrec_dyn.storage.tokens import BLOCKS
 
@@ -60,8 +60,8 @@ def block_shift(
 
     `row_bytes` are the bytes of a row's weights, `most_bytes` those of a block on the CPU.
     """
-    if device_type in growing_block.RANGE_DEVICES:
-        return growing_block.range_shift(row_limit, row_bytes)
+    if device_type in block_memory.RANGE_DEVICES:
+        return block_memory.range_shift(row_limit, row_bytes)
     rows = max(1, min(most_bytes // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
 
@@ -71,11 +71,11 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
 
     A CPU commits memory where rows are written.
     """
-    if device_type not in growing_block.RANGE_DEVICES:
+    if device_type not in block_memory.RANGE_DEVICES:
         return rows * row_bytes
     whole, (blocks, rest) = 1 << shift, divmod(rows, 1 << shift)
-    of_block = growing_block.most_bytes(whole, row_bytes, whole)
-    return blocks * of_block + growing_block.most_bytes(rest, row_bytes, whole)
+    block_bytes = block_memory.most_bytes(whole, row_bytes, whole)
+    return blocks * block_bytes + block_memory.most_bytes(rest, row_bytes, whole)
 
 
 class RowStore:
@@ -85,7 +85,7 @@ class RowStore:
         blocks: blocks of rows, each [2^shift, columns] of dtype; in ranges the last may have fewer rows.
         shift: binary logarithm of the rows of a block.
         columns: width of a row.
-        grows_in_place: True if the last block grows in a range of addresses (growing_block.py).
+        grows_in_place: True if the last block grows in a range of addresses (block_memory.py).
         files: directory of the files from which the blocks are mapped; None: they are in memory.
     """
 
@@ -103,7 +103,7 @@ class RowStore:
         self.device = device
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = device.type in growing_block.RANGE_DEVICES
+        self.grows_in_place = device.type in block_memory.RANGE_DEVICES
         self.files = files
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
@@ -127,12 +127,7 @@ class RowStore:
         return self.columns * self.dtype.itemsize
 
     def reserve(self, rows: int) -> None:
-        """Appends blocks until `rows` rows fit. Existing rows do not move.
-
-        Raises:
-            MemoryError: if a device has no memory for more rows; the store is then as it was.
-            OSError: if a disk has no room for them; the store then has room for some more rows at most.
-        """
+        """Appends blocks until `rows` rows fit. Existing rows do not move."""
         if self.grows_in_place and self.capacity < rows:
             self._grow(rows)
         is_new = not self.blocks
@@ -207,7 +202,7 @@ class RowStore:
         while missing > 0:
             short = bool(blocks) and len(blocks[-1]) < whole
             last = blocks.pop() if short else nothing
-            block = growing_block.longer_block(last, min(whole, len(last) + missing), whole)
+            block = block_memory.longer_block(last, min(whole, len(last) + missing), whole)
             missing -= len(block) - len(last)
             blocks.append(block)
         BLOCKS.renew()
@@ -327,11 +322,7 @@ class RowStore:
     ) -> RowStore:
         """Returns a store of the first rows in another shape. This store stays, and may be dropped then.
 
-        Args:
-            columns: columns of the new store.
-            dtype: its dtype.
-            convert: returns [M, columns] of any dtype for [M, self.columns].
-            rows: their number. Not all that there is room for: a copy would commit its memory.
+        Shapes: convert [M, columns].
         """
         result = self.empty(columns, dtype)
         result.reserve(rows)
@@ -352,7 +343,7 @@ class RowStore:
         Another stream may have allocated a block of torch's memory, and would use it again at once. A range
         waits for all kernels itself.
         """
-        if not (self.grows_in_place and growing_block.in_range(1 << self.shift, self.row_bytes)):
+        if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks[:count])
 
     def reserve_zeros(self, rows: int) -> None:

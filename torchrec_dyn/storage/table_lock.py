@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from torchrec_dyn.storage.interrupts import check_stack
+from torchrec_dyn.storage.interrupts import check_stack, torn_error
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 _P = ParamSpec("_P")
@@ -30,22 +30,29 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
     Attributes:
         streams: order of the calls that hold the lock, for tables on a GPU.
         is_changing: True while the thread that holds the lock is within a change of the tables (`changes`).
+        torn: names of the tables that an exception within a commit has torn (`commit`); a copy has them, too.
+        passes_torn: True while the thread that holds the lock may use torn tables.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, torn: frozenset[str] = frozenset()) -> None:
         self.is_changing = False
+        self.torn = torn
+        self.passes_torn = False
         self.streams = StreamOrder()
         _every_lock[id(self)] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TableLock, ()
+        return TableLock, (self.torn,)
 
-    def check_at_rest(self) -> None:
-        """Raises RuntimeError if this thread is within a change: a signal handler has interrupted it.
+    def check_at_rest(self, also_torn: bool = False) -> None:
+        """Raises RuntimeError if a table is torn, or if a signal handler has interrupted a change.
 
-        The lock is reentrant, so it does not keep the handler from tables that are half changed. Every call
+        The lock is reentrant, so it does not keep a handler from tables that are half changed. Every call
         that takes the lock for a user begins with this check.
         """
+        also_torn = also_torn or (self.passes_torn and self._is_owned())  # type: ignore[attr-defined]
+        if self.torn and not also_torn:
+            raise torn_error(", ".join(map(repr, sorted(self.torn))))
         if not self.is_changing:
             return
         if self._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it, too
@@ -110,11 +117,17 @@ def changes(
 
 
 @contextmanager
-def turn_of(owner: _OnDevice) -> Iterator[None]:
-    """Runs code as a method of an object that is `locked`."""
-    owner.lock.check_at_rest()
-    with owner.lock, owner.lock.streams.turn(owner.device):
-        yield
+def turn_of(owner: _OnDevice, also_torn: bool = False) -> Iterator[None]:
+    """Runs code as a method of an object that is `locked`; loads and copies may use torn tables, too."""
+    lock = owner.lock
+    lock.check_at_rest(also_torn)
+    with lock, lock.streams.turn(owner.device):
+        passes_torn = lock.passes_torn
+        try:
+            lock.passes_torn = passes_torn or also_torn
+            yield
+        finally:
+            lock.passes_torn = passes_torn
 
 
 # A child process has only the thread that forked. If another thread held a lock at the fork, the child would

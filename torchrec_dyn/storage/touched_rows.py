@@ -80,10 +80,6 @@ def _set_bits(table: HasBits, rows: Tensor) -> None:
 class TouchedRows:
     """The touched rows of one table, or of one column shard of it.
 
-    Args:
-        row_limit: the limit of the table here.
-        versions: the versions in use, which the caller changes.
-
     Attributes:
         shift: binary logarithm of the rows of a block.
         bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h): those
@@ -214,12 +210,12 @@ class TouchedRows:
 
     def _ids(self, since: int, before: int | None = None) -> Tensor:
         """Returns the ids listed since a version, and before a later one, each once."""
-        found = [
+        ids = [
             piece.ids
             for piece in self._pieces
             if piece.at >= since and (before is None or piece.at < before)
         ]
-        return torch.unique(torch.cat([_NO_IDS, *found]))
+        return torch.unique(torch.cat([_NO_IDS, *ids]))
 
     def _compact(self, id_map: IdMap) -> None:
         """Drops repeated and removed ids if there are many."""
@@ -287,11 +283,11 @@ def _ids_of(rows: Tensor, id_map: IdMap, capacity: int) -> tuple[Tensor, Tensor]
 
 def _ids_at(is_asked: Tensor, id_map: IdMap) -> tuple[Tensor, Tensor]:
     """Returns the ids whose rows are asked for, by row [capacity] bool, and their rows."""
-    found: list[tuple[Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for ids, rows in id_map.pieces():
         is_found = is_asked[rows]
-        found.append((ids[is_found], rows[is_found]))
-    all_ids, all_rows = zip(*found, strict=True)
+        parts.append((ids[is_found], rows[is_found]))
+    all_ids, all_rows = zip(*parts, strict=True)
     return torch.cat(all_ids), torch.cat(all_rows)
 
 

@@ -70,19 +70,32 @@ def insert_unseen(
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
+    As `prepare_unseen`, of which it returns the numbers.
+    """
+    added, new_index = prepare_unseen(tables, ids, rows, table_offsets)
+    if added:
+        insert_rows(added)
+    return new_index
+
+
+def prepare_unseen(
+    tables: Mapping[int, TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> tuple[list[Addition], Tensor]:
+    """Prepares rows for the absent ids of a lookup, whatever the policies, and writes them into `rows`.
+
     `tables` by number; ids of a table that is not among them stay absent. ids [N] int64 in table order;
     rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the
     ids of each table begin.
 
     Returns:
-        [N] int64, -1 for an id that was not absent, else 0 or more.
+        The additions, for `insert_rows`; and [N] int64, -1 for an id that was not absent, else 0 or more.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     if not new_ids.numel():
-        return new_index
+        return [], new_index
     ranges = ranges_of(new_offsets)
     fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
     for t, ids_of_table in fresh.items():
@@ -91,10 +104,9 @@ def insert_unseen(
         tables[t].reserve(ids_of_table.numel())
     added = {t: Addition(tables[t], ids_of_table) for t, ids_of_table in fresh.items()}
     if added:
-        insert_rows(list(added.values()))
         new_rows = {t: of_table.rows for t, of_table in added.items()}
         ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
-    return new_index
+    return list(added.values()), new_index
 
 
 def rows_of_new(

@@ -1,7 +1,8 @@
 """Functions on whole models and collections, sharded or not, under any plan.
 
-Imports `distributed`, `modules`, `state_dict`, `ranks`, `lookup`, `storage`, `checkpoint_format` and the
-ground. Start with `by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a model.
+Imports `distributed`, `modules`, `state_dict`, `ranks`, `lookup`, `table`, `storage`, `checkpoint_format` and
+the ground. Start with `by_id`: it reads and edits rows by id across ranks. `tables` finds the tables of a
+model.
 """
 
 from torchrec_dyn.whole_model.by_id import (
@@ -16,6 +17,7 @@ from torchrec_dyn.whole_model.by_id import (
     sample_ids,
 )
 from torchrec_dyn.whole_model.gradients import GradScaler, clip_grad_norm_
+from torchrec_dyn.whole_model.live_rows import LiveRows
 from torchrec_dyn.whole_model.owners import mixed_ids, owner_ranks
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, stats_layout
 from torchrec_dyn.whole_model.tables import (

@@ -214,8 +214,6 @@ class GradScaler(TorchGradScaler):
             `group` lacks ranks of the model, or the model has static tables that backward updates.
     """
 
-    unscales_rows = True  # read by the optimizers of rows (modules/wrapper_checks.py)
-
     def __init__(
         self,
         model: nn.Module,

@@ -1,0 +1,241 @@
+"""Memory of blocks of rows: ranges of a GPU's addresses, scratch files, advice about pages.
+
+On a GPU a block lies in a range of addresses, where it grows in place (docs/decisions/0028). Addresses are
+reserved for all rows that a block will ever have, and memory is committed by the page as rows are added. It
+is not torch's memory, so memory that torch keeps for later may be missing here.
+
+A scratch file (docs/decisions/0043) has no name from its first moment on (O_TMPFILE), so nobody can
+truncate it, and it is gone with its process. Its space on the disk is taken before it is mapped: a write to
+a page can not find the disk full. Where a file system takes space anew for each write (btrfs), or is on
+another machine (NFS), this does not hold.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+
+# Types of devices whose blocks are in ranges.
+RANGE_DEVICES = {"cuda"}
+# Upper bound of a range: few blocks for the memory of any GPU, and addresses for 4,000 stores.
+_RANGE_BYTES = 32 << 30
+# A GPU commits memory in pages of 2 MiB. A block of one page needs no range.
+_PAGE_BYTES = 2 << 20
+# Upper bound of the memory that is committed before rows need it.
+_AHEAD_BYTES = 256 << 20
+# The bound of a device that ran out of memory: half of what it could not commit. A growth by the whole bound
+# doubles it again. The blocks of a device share its memory, and so the bound.
+_less_ahead: dict[torch.device, int] = {}
+
+
+def range_shift(row_limit: int, row_bytes: int) -> int:
+    """Returns the binary logarithm of the rows of a block: up to the limit, if a range can hold so many.
+
+    `row_bytes` are the bytes of a row's weights.
+    """
+    most = max(1, _RANGE_BYTES // max(1, row_bytes))
+    return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
+
+
+def in_range(limit: int, row_bytes: int) -> bool:
+    """Returns True if a block of up to `limit` rows has a range of addresses, False if memory of torch's."""
+    return limit * row_bytes > _PAGE_BYTES
+
+
+def most_bytes(rows: int, row_bytes: int, limit: int) -> int:
+    """Returns the most bytes that `longer_block` commits for `rows` of `limit` rows, however a block grew."""
+    used, whole = rows * row_bytes, limit * row_bytes
+    if not in_range(limit, row_bytes) or not rows:
+        return whole if rows else 0
+    return -(-min(used + _ahead(used), whole) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _ahead(used: int) -> int:
+    """Returns the bytes to commit beyond `used` bytes."""
+    return min(max(used // 8, _PAGE_BYTES), _AHEAD_BYTES)
+
+
+def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
+    """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
+
+    block [R, D], 0 <= R < limit; `rows` is in (R, limit], and `limit` the number of rows of a whole block. A
+    block that this function returned keeps its address. The memory of new rows is not initialised.
+    """
+    row_bytes = block.shape[1] * block.itemsize
+    if not in_range(limit, row_bytes) and len(block) == 0:
+        return block.new_empty(limit, block.shape[1])
+    needed, device = rows * row_bytes, block.device
+    most = _less_ahead.get(device, _AHEAD_BYTES)
+    ahead = min(_ahead(block.nbytes), most)
+    longer = None
+    if needed < block.nbytes + ahead:
+        longer = _grown(block, block.nbytes + ahead, limit)
+        if longer is None:
+            _less_ahead[device] = ahead // 2
+        elif ahead == most:
+            _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
+    if longer is None:
+        longer = _grown(block, needed, limit)
+    if longer is None:
+        # Memory that torch keeps would serve. It is taken last, since torch then has to allocate it again.
+        torch.cuda.empty_cache()  # does nothing before CUDA is used
+        longer = _grown(block, needed, limit)
+    if longer is None:
+        raise MemoryError(
+            f"RowStore: expected {needed - block.nbytes} more bytes of memory on {device}, got none; "
+            "no row has changed. Free memory, or use smaller tables."
+        )
+    return longer
+
+
+def _grown(block: Tensor, wanted: int, limit: int) -> Tensor | None:
+    """Returns the block with at least `wanted` bytes, in whole pages; None if there is no memory."""
+    pages = -(-wanted // _PAGE_BYTES)
+    rows = pages * _PAGE_BYTES // (block.shape[1] * block.itemsize)
+    try:
+        return ops.grow_block(block, min(limit, rows), limit)
+    except MemoryError:
+        return None
+
+
+# Huge pages of x86-64, and of ARM with pages of 4 KiB.
+HUGE_PAGE_BYTES = 2 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_RANDOM, _SMALL, _HUGE = (
+    getattr(mmap, f"MADV_{name}", None) for name in ("RANDOM", "NOHUGEPAGE", "HUGEPAGE")
+)
+# Python has no name for MADV_COLLAPSE of madvise(2).
+_COLLAPSE = 25 if sys.platform == "linux" else None
+
+
+def _advise(memory: Tensor, size: int, *advices: int | None) -> None:
+    """Gives advices for the first `size` bytes; None: one that this system does not have."""
+    for advice in advices:
+        if advice is not None:
+            _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), advice)
+
+
+def advise_random(memory: Tensor) -> None:
+    """Advises to read one page at a fault in memory [rows, columns] of a file, not the megabytes after it."""
+    _advise(memory, memory.nbytes, _RANDOM)
+
+
+def advise_small_pages(memory: Tensor) -> None:
+    """Advises to take small pages for the first 2 MiB of memory [rows, columns]."""
+    _advise(memory, HUGE_PAGE_BYTES, _SMALL)
+
+
+def advise_huge_pages(memory: Tensor) -> None:
+    """Advises to join small pages of the first 2 MiB of memory [rows, columns]: at once from Linux 6.1 on."""
+    _advise(memory, HUGE_PAGE_BYTES, _HUGE, _COLLAPSE)
+
+
+# By the names that /proc/self/mountinfo has for them.
+_FILE_SYSTEMS = ("ext4", "xfs", "tmpfs")
+# The directory is gone, or this process may not make files in it.
+_NO_DIRECTORY = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def check_directory(where: str, directory: str) -> None:
+    """Raises ValueError unless blocks can be mapped from files in this directory."""
+    if os.path.isdir(directory):
+        file_system = _file_system(directory)
+        if file_system not in _FILE_SYSTEMS:
+            raise ValueError(
+                f"{where}: expected a directory for mapped files on {', '.join(_FILE_SYSTEMS[:-1])} or "
+                f"{_FILE_SYSTEMS[-1]}, got {directory!r} on {file_system}. Choose a "
+                "directory on a local disk with one of these file systems; in a container, mount one."
+            )
+    try:
+        os.close(_open(directory))
+    except OSError as error:
+        raise ValueError(
+            f"{where}: expected a directory for mapped files in which this process may make files, got "
+            f"{directory!r}: {os.strerror(error.errno or errno.EIO)}. Make it, or choose another."
+        ) from error
+
+
+def _open(directory: str) -> int:
+    """Opens a new file without a name; O_EXCL: it can never get one."""
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+
+def _file_system(directory: str) -> str:
+    """Returns the type of the file system of a directory, "an unknown file system" if it is not listed."""
+    try:
+        device = os.stat(directory).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo") as mounts:
+            for mount in mounts:
+                mount_fields, _, source_fields = mount.partition(" - ")
+                if mount_fields.split()[2] == wanted:
+                    return source_fields.split()[0]
+    except OSError:
+        pass
+    return "an unknown file system"
+
+
+def mapped_block(directory: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns a block of zeros [rows, columns] in a scratch file of its own, which the tensor keeps."""
+    size = rows * columns * dtype.itemsize
+    try:
+        file = _open(directory)
+        try:
+            os.posix_fallocate(file, 0, size)
+            # The path opens the same file again; torch closes it once it is mapped.
+            block = torch.from_file(
+                f"/proc/self/fd/{file}", shared=True, size=rows * columns, dtype=dtype
+            )
+        finally:
+            os.close(file)
+    except OSError as error:
+        number = error.errno or errno.EIO
+        advice = "Free space on the disk, or raise the limits of the process (ulimit -f, -n)."
+        if number in _NO_DIRECTORY:
+            advice = "Make the directory again, with the right to make files in it."
+        raise OSError(
+            number,
+            f"RowStore: expected {size} more bytes for rows in {directory!r}, got: "
+            f"{os.strerror(number)}. No row has changed. {advice}",
+        ) from error
+    advise_random(block)  # rows of a batch lie anywhere
+    return block.view(rows, columns)
+
+
+# Of torch's allocator of the CPU, whose error has no type of its own.
+_TEXT = "can't allocate memory"
+# Of the system, for rows in mapped files, too.
+_NUMBERS = {errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns True if an error says that there is no memory, no room on a disk or no file number."""
+    if isinstance(error, OSError):
+        return error.errno in _NUMBERS
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and _TEXT in str(error)
+    )
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def lasting(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns a function whose tensors may be written at any time, whatever the mode of the caller.
+
+    A tensor that is made in `torch.inference_mode` can never be written outside of it, and the first forward,
+    or a load, may be in this mode. Later steps write blocks, marks and counters. Tensors that are only read,
+    or replaced as a whole, may be of any mode.
+    """
+    return torch.inference_mode(False)(make)

@@ -1,0 +1,199 @@
+"""Prints versions, machine and build for a bug report, also where the package cannot be imported.
+
+`python -m torchrec_dyn doctor` imports the package before any command is read. Where that import fails, run
+this file by its path, which the error names: `python .../torchrec_dyn/tools/doctor.py`. So it imports only
+the standard library, and nothing of ours. What may fail or end the process is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).parents[1]
+_DISTRIBUTIONS = ("torchrec_dyn", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+_SETTINGS = ("CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+_SECONDS = 300
+
+# Flags in /proc/cpuinfo. The core is compiled for these levels (csrc/simd.h); each contains the next one.
+_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+}
+
+# Prints one JSON object a line: what was found before a crash is there. The package is the one of this file,
+# not that of the current directory.
+_PROBE = """
+import json, sys
+sys.path[0] = sys.argv[1]
+
+def tell(**said):
+    print("\\n" + json.dumps(said), flush=True)
+
+try:
+    import torch
+    tell(
+        cuda=torch.version.cuda,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    )
+    import torchrec_dyn
+    tell(imported=True, has_kernels=torchrec_dyn.ops.has_cuda_kernels())
+except BaseException as error:
+    tell(error=f"{type(error).__name__}: {error}")
+"""
+
+
+def print_report() -> int:
+    """Prints the report, then what is wrong.
+
+    Returns:
+        The exit status: 0 if nothing is wrong, else 1.
+    """
+    told, fault_of_import = _probe()
+    trio, fault_of_versions = _trio()
+    # Where the versions do not belong together, the import fails for the same reason.
+    wrong = [fault for fault in dict.fromkeys((fault_of_versions, fault_of_import)) if fault]
+    report = {
+        "package": str(_PACKAGE),
+        **{name: _version(name) for name in _DISTRIBUTIONS},
+        "trio": trio,
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "system": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
+        "cpu": f"{_cpu()}, torch uses {told.get('capability', 'unknown')}",
+        "threads": f"{told.get('threads', 'unknown')} of torch, {os.cpu_count()} CPUs",
+        "nvcc": _nvcc(),
+        "gpu": _gpus(),
+        "gpu of torch": f"CUDA {told.get('cuda')}, {told.get('gpus', 'unknown')}",
+        "extension": _extension(told),
+        "settings": _settings(),
+    }
+    lines = [f"{name + ':':<15} {value}" for name, value in report.items()]
+    lines += [f"{'wrong:':<15} {fault}" for fault in wrong or ["nothing was found"]]
+    home = str(Path.home())
+    print("\n".join(line.replace(f"{home}/", "~/") for line in lines))
+    return 1 if wrong else 0
+
+
+def _probe() -> tuple[dict[str, Any], str]:
+    """Imports torch and this package in another process; returns what it told, and its error or ""."""
+    told: dict[str, Any] = {}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _PROBE, str(_PACKAGE.parent)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return told, f"the import did not end within {_SECONDS} seconds"
+    for line in ended.stdout.splitlines():
+        if line.startswith("{"):
+            told |= json.loads(line)
+    if "error" in told:
+        return told, _one_line(told["error"])
+    if "imported" not in told:
+        said = ended.stderr.strip().splitlines()[-1:]
+        return told, f"the import ended its process: status {ended.returncode}, {said}"
+    return told, ""
+
+
+def _trio() -> tuple[str, str]:
+    """Returns the trio that is installed, and the error of the check of versions or ""."""
+    versions = runpy.run_path(str(_PACKAGE / "versions.py"))
+    try:
+        versions["check_versions"]()
+    except ImportError as error:
+        return "these versions do not belong together", _one_line(f"ImportError: {error}")
+    if os.environ.get(versions["OVERRIDE"], "0") not in ("", "0"):
+        return f"not checked, since {versions['OVERRIDE']} is set", ""
+    for trio in versions["TRIOS"]:
+        if all(_version(name).startswith(f"{trio[name]}.") for name in ("torch", "torchrec")):
+            return ", ".join(f"{part} {minor}" for part, minor in trio.items()), ""
+    return "none: these versions are not judged", ""
+
+
+def _one_line(error: str) -> str:
+    """Returns an error without the command that prints this report."""
+    return " ".join(error.split()).partition(" For a report,")[0]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name) or "no version"
+    except Exception:  # damaged metadata raise errors of many types
+        return "none"
+
+
+def _cpu() -> str:
+    """Returns the name of the CPU and the highest level that the core has code for."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.M)
+    found = re.search(r"^flags\s*: (.*)$", text, re.M)
+    flags = set(found[1].split()) if found else set()
+    levels = [level for level, needs in _LEVELS.items() if needs <= flags]
+    return f"{name[1] if name else platform.machine()}, level {(*levels, 'baseline')[0]}"
+
+
+def _nvcc() -> str:
+    """Returns version and path of the nvcc that setup.py would take."""
+    folder = f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"
+    path = shutil.which("nvcc", path=folder) or shutil.which("nvcc")
+    if path is None:
+        return "none"
+    release = re.search(r"release ([\d.]+)", _output([path, "--version"]))
+    return f"{release[1] if release else 'unknown'}, {path}"
+
+
+def _gpus() -> str:
+    """Returns name, driver, memory and compute capability of each GPU, as NVIDIA's driver tells them."""
+    path = shutil.which("nvidia-smi")
+    if path is None:
+        return "none (no nvidia-smi)"
+    asked = "--query-gpu=name,driver_version,memory.total,compute_cap"
+    lines = _output([path, asked, "--format=csv,noheader"]).splitlines()
+    return "; ".join(lines) or "none"
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout.strip() if ended.returncode == 0 else ""
+
+
+def _extension(told: dict[str, Any]) -> str:
+    """Returns the file of the compiled extension and what it has kernels for."""
+    library = next(iter(sorted(_PACKAGE.glob("_C*.so"))), None)
+    if library is None:
+        return "not built"
+    # Of a library that does not load: nvcc's code is in this section.
+    has_kernels = told.get("has_kernels", b".nv_fatbin\0" in library.read_bytes())
+    kernels = "kernels for the CPU and for CUDA" if has_kernels else "kernels for the CPU only"
+    return f"{library.name}, {library.stat().st_size:,} bytes, {kernels}"
+
+
+def _settings() -> str:
+    """Returns the environment variables that change what we do, if they are set."""
+    ours = sorted(name for name in os.environ if name.startswith("TORCHREC_DYN_"))
+    named = [name for name in (*ours, *_SETTINGS) if name in os.environ]
+    return ", ".join(f"{name}={os.environ[name]}" for name in named) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(print_report())

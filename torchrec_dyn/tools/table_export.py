@@ -1,0 +1,276 @@
+"""Exports a table, saved or live, to Parquet and Arrow, with a part of its rows in memory at a time.
+
+Legend: D columns of the table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchrec_dyn.checkpoint_format import RowSource, commit, remove_left, saved_rows
+from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.tools.arrow_batches import ArrowColumns, Gathered, pyarrow
+from torchrec_dyn.tools.arrow_file import FORMATS, ArrowFile
+from torchrec_dyn.whole_model import LiveRows
+
+BATCH_BYTES = 32 << 20
+_WAITING_BYTES = 24
+_Source = str | os.PathLike[str] | nn.Module
+
+
+def read_batches(
+    source: _Source,
+    table: str | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    ids: range | None = None,
+    step: int | None = None,
+    waiting: bool = False,
+    batch_bytes: int = BATCH_BYTES,
+) -> Any:
+    """Returns a reader of the rows of a table as batches of Arrow.
+
+    The columns are those of `export_table`. Of a sharded collection each rank reads its share; then the
+    call, and each batch, are collective: every rank reads its reader to the end. A saved table is checked as
+    it is read, and the last batch is not followed by an error if the table is whole: do not rely on any batch
+    before that.
+
+    Args:
+        source: as in `export_table`.
+        table: as in `export_table`.
+        columns: as in `export_table`.
+        ids: as in `export_table`.
+        step: as in `export_table`.
+        waiting: as in `export_table`.
+        batch_bytes: most bytes of a batch; a few times as many are in memory.
+
+    Returns:
+        A `pyarrow.RecordBatchReader`: an iterator of batches, which polars, pandas, DuckDB and
+        `pyarrow.dataset` take, too.
+
+    Raises:
+        ImportError, ValueError: as `export_table`.
+    """
+    call = "read_batches"
+    rows, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+
+    def batches() -> Iterator[Any]:
+        gathered = Gathered(batch_bytes)
+        for part in _parts(rows, made, ids, waiting, batch_bytes):
+            for ready in gathered.add(part):
+                yield made.batch(ready)
+        for ready in gathered.rest():
+            yield made.batch(ready)
+
+    return pyarrow(call).RecordBatchReader.from_batches(made.schema, batches())
+
+
+def export_table(
+    source: _Source,
+    table: str | None,
+    path: str | os.PathLike[str],
+    *,
+    columns: Sequence[str] | None = None,
+    ids: range | None = None,
+    step: int | None = None,
+    waiting: bool = False,
+    kind: str | None = None,
+    batch_bytes: int = BATCH_BYTES,
+) -> int:
+    """Writes the rows of a table to a file of Parquet or Arrow, in canonical order.
+
+    Columns: `id` int64; `row`, a list of D numbers in the table's dtype (bfloat16 becomes float32);
+    `last_seen` int64, the training step of the last occurrence, and `count` int64, as in a checkpoint, of a
+    table with a policy; `last_seen_time` int64, the time at that step, of a table with a clock; and the
+    optimizer state by its names, `momentum1`, `momentum2` and `row_counter`, lists of D float32, or one
+    number a column shard. A file gets its name when it is complete.
+
+    Of a sharded collection each rank writes its share, as a file in the directory `path`, which all ranks
+    see; the directory gets its name when all files are complete. Collective then.
+
+    Args:
+        source: a directory of `Checkpoints`, the directory of one full checkpoint, or a collection, which
+            must not be trained or edited during the call.
+        table: name of the table; of a checkpoint also its key; None: the only table.
+        path: path of the file; an existing file is replaced. Of a sharded collection a directory that does
+            not exist.
+        columns: names of columns; None: id, row, last_seen and count, as far as the table has them.
+        ids: a range of ids with step 1; None: all ids. All ids are read and checked, rows of other ids
+            are not.
+        step: step of an entry of `Checkpoints`; None: the newest.
+        waiting: True to write the waiting ids in place of the rows: `id`, `last_seen`, `count`.
+        kind: "parquet" or "arrow" (the IPC file format); None: by the end of `path`.
+        batch_bytes: most bytes of a row group before compression; a few times as many are in memory.
+
+    Returns:
+        The number of rows written, over all ranks.
+
+    Raises:
+        ImportError: if pyarrow is not installed.
+        ValueError: if there is no such table, step or column, a save is damaged, or `path` does not fit.
+        OSError: if the disk is full, or fails.
+        RuntimeError: if the collection was changed during the call, or a rank failed. After any error there
+            is no new file, and an older file is unchanged.
+    """
+    call = "export_table"
+    rows, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+    target = Path(path)
+    kind = run_together(rows.group, rows.where, lambda: _kind_of(kind, target, rows))
+    folder = _new_folder(target, rows) if rows.group is not None else None
+    file: ArrowFile | None = None
+    gathered = Gathered(batch_bytes)
+
+    def begin() -> ArrowFile | None:
+        if rows.share is None:
+            return None
+        name = "part-{:05}-of-{:05}".format(*rows.share) + f".{kind}"
+        place = target if folder is None else folder / name
+        return ArrowFile(pyarrow(call), place, made.schema, kind)
+
+    def write(batches: Iterator[dict[str, Tensor]]) -> None:
+        for batch in batches:
+            assert file is not None
+            file.write(made.batch(batch))
+
+    def write_part(part: dict[str, Tensor]) -> None:
+        write(gathered.add(part))
+
+    def finish() -> int:
+        write(gathered.rest())
+        if file is None:
+            return 0
+        file.finish()
+        if folder is not None:  # no reader sees the folder before all files are in it
+            file.publish()
+        return file.rows
+
+    try:
+        file = run_together(rows.group, rows.where, begin)
+        for part in _parts(rows, made, ids, waiting, batch_bytes):
+            run_together(rows.group, rows.where, partial(write_part, part))
+        count = sum(gather_results(rows.group, rows.where, finish))
+        run_together(rows.group, rows.where, lambda: _publish(file, folder, target, rows))
+        return count
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        if file is not None:
+            file.drop()
+
+
+def _opened(
+    source: _Source,
+    table: str | None,
+    columns: Sequence[str] | None,
+    ids: range | None,
+    step: int | None,
+    waiting: bool,
+    batch_bytes: int,
+    call: str,
+) -> tuple[RowSource, ArrowColumns]:
+    """Returns the rows of a call and their columns, after all arguments were checked on all ranks."""
+    rows: RowSource
+    if isinstance(source, nn.Module):
+        rows = LiveRows(source, table, call)
+    else:
+        rows = saved_rows(source, table, step, call)
+
+    def made() -> ArrowColumns:
+        if isinstance(source, nn.Module) and step is not None:
+            raise ValueError(f"{rows.where}: expected no step of a collection, got {step}.")
+        if ids is not None and not isinstance(ids, range):
+            raise ValueError(
+                f"{rows.where}: expected a range of ids, got {type(ids).__name__}. Give "
+                "range(first, last + 1)."
+            )
+        if ids is not None and (ids.step != 1 or waiting):
+            raise ValueError(
+                f"{rows.where}: expected a range of ids by 1, and none of waiting ids, got {ids}."
+            )
+        if batch_bytes < 1:
+            raise ValueError(
+                f"{rows.where}: expected batch_bytes of at least 1, got {batch_bytes}."
+            )
+        return ArrowColumns(rows, columns, waiting, call)
+
+    return rows, run_together(rows.group, rows.where, made)
+
+
+def _parts(
+    rows: RowSource, columns: ArrowColumns, ids: range | None, waiting: bool, part_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    if not waiting:
+        yield from rows.parts(columns.tensors, part_bytes, ids)
+        return
+    for part in rows.waiting(max(1, part_bytes // _WAITING_BYTES)):
+        named = zip(("ids", "last_seen", "count"), part.unbind(1), strict=True)
+        yield {name: numbers.contiguous() for name, numbers in named}
+
+
+def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
+    found = path.suffix[1:].lower() if kind is None else kind
+    if found not in FORMATS:
+        raise ValueError(
+            f"{rows.where}: expected a path that ends in {' or '.join(f'.{one}' for one in FORMATS)}, or one "
+            f"of {FORMATS} as kind, got {path} and {kind}."
+        )
+    if rows.group is not None and path.exists():
+        raise ValueError(
+            f"{rows.where}: expected nothing at {path}, since the files of all ranks become a directory, got "
+            "something. Export beside it, or remove it first."
+        )
+    return found
+
+
+def _new_folder(path: Path, rows: RowSource) -> Path:
+    """Makes the folder in which all ranks write, and returns it. Collective."""
+
+    def begin() -> str:
+        if rows.share is not None and rows.share[0] == 0:
+            _remove_left(path)
+        return f".{path.name}.{uuid.uuid4().hex}"
+
+    name = gather_results(rows.group, rows.where, begin)[0]
+    folder = path.with_name(name)
+    run_together(rows.group, rows.where, lambda: folder.mkdir(exist_ok=True))
+    return folder
+
+
+def _remove_left(path: Path) -> None:
+    """Removes the folders beside a path whose exports were killed while they wrote the first file.
+
+    That file of an export that runs is locked, or has its name.
+    """
+    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
+    with suppress(OSError):
+        for one in [one for one in path.parent.iterdir() if name.fullmatch(one.name)]:
+            with suppress(OSError):  # another export removes it, too
+                for first in one.glob("part-00000-of-*.partial"):
+                    remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
+
+
+def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:
+    if folder is None:
+        assert file is not None
+        file.publish()
+    elif rows.share is not None and rows.share[0] == 0:
+        inside = [one for one in folder.iterdir() if re.fullmatch(r"part-.*", one.name)]
+        if len(inside) != rows.share[1]:
+            raise RuntimeError(
+                f"expected the files of {rows.share[1]} ranks in {folder}, got {len(inside)}. Give a "
+                "directory of a file system that all ranks share."
+            )
+        os.rename(folder, path)
+        commit(path.parent)
