@@ -18,7 +18,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint import Checkpoints, TableWriter, open_checkpoint
-from torchrec_dyn.checkpoint_format import SUMMED, content_sums, saved_tensor
+from torchrec_dyn.checkpoint_format import (
+    OPTIMIZER_CHECKSUM,
+    SUMMED,
+    content_sums,
+    from_words,
+    saved_tensor,
+)
 from torchrec_dyn.state_dict import saved_sums, saving
 from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.whole_model import tables_of as whole_tables_of
@@ -81,6 +87,7 @@ def check_sums(folder: str, sums: dict[str, int]) -> None:
         (table,) = open_checkpoint(folder).tables.values()
         table.verify()
         assert {name: table.sums[name] for name in SUMMED} == {**dict.fromkeys(SUMMED, 0), **sums}
+        assert from_words(table.read(OPTIMIZER_CHECKSUM))["ids"] == sums["ids"]
 
 
 def test_the_sums_are_those_of_the_table_under_every_plan_and_writer(tmp_path: Path) -> None:
