@@ -285,7 +285,7 @@ def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
             sums = dict.fromkeys(names, " ".join([f"{0:016x}"] * len(SUMMED)))
             files = {f"dense/__{rank}_0.distcp": "0" * 32 for rank in range(ranks)}
             entry = Entry(
-                folder, "full", 1, "0" * 32, None, 1, 1.0, ranks, sums, {}, "0", {}, files
+                folder, "full", 1, "0" * 32, None, "0" * 32, 1, 1.0, ranks, sums, {}, "0", {}, files
             )
             text = entry.as_json()
         planner = DefaultSavePlanner()
