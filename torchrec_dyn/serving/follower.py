@@ -243,9 +243,9 @@ class Follower:
         if seen.damage is not None:
             raise ValueError(" ".join([str(seen.damage), *self.skipped])) from seen.damage
         now = self._entry(chain)
-        if now is None or now.id == self.since:
+        if now is None or seen.generation is None:
             return None
-        return self._followed(now, seen.generation or "", self._changes(chain, now), False)
+        return self._followed(now, seen.generation, self._changes(chain, now), False)
 
     def _newest_way(self, seen: _Seen, least: int) -> list[Entry] | None:
         """Returns the way to the newest entry that has one, from sequence `least` on."""
@@ -303,8 +303,6 @@ class Follower:
                     stacklevel=5,
                 )
         self._known = read_manifest(self.to, generation)
-        if now.id == self.since:
-            return None
         return self._followed(now, generation, changes, is_fork)
 
     def _choice(self, seen: _Seen) -> tuple[torch.dtype, Sequence[str] | None]:
@@ -320,7 +318,10 @@ class Follower:
 
     def _followed(
         self, now: Entry, generation: str, changes: tuple[Ids, Ids] | None, is_fork: bool
-    ) -> Followed:
+    ) -> Followed | None:
+        """Returns an entry for the caller; None if it is that which the caller has."""
+        if now.id == self.since:
+            return None
         changed, removed = (None, None) if changes is None else changes
         followed = Followed(
             now, generation, changed, removed, _seconds_since(now), self.skipped, is_fork
