@@ -4,7 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from compiled_training import CALLS_IN_A_STEP, SGD, compare, compare_calls, inputs, model_of
+from compiled_training import (
+    CALLS_IN_A_STEP,
+    SGD,
+    check_as_without_a_compiler,
+    compare_calls,
+    inputs,
+    model_of,
+)
 from sharded_cases import usual_plan
 from shards import deep_but
 from torch import nn
@@ -45,18 +52,29 @@ def sharded(
     )
 
 
-def compare_sharded(kinds: list[str], compiled: str, backend: str, types: tuple[str, ...]) -> None:
+def check_sharded_as_without_a_compiler(
+    kinds: list[str], compiled: str, backend: str, types: tuple[str, ...]
+) -> None:
     for kind in kinds:
-        compare(kind, compiled, backend, lambda model: sharded(model, types), dist.get_rank())
+        check_as_without_a_compiler(
+            kind, compiled, backend, lambda model: sharded(model, types), dist.get_rank()
+        )
 
 
 def test_as_without_a_compiler() -> None:
-    workers.run(compare_sharded, ["pairs"], "model", "eager", ALL, world_size=2)
+    workers.run(check_sharded_as_without_a_compiler, ["pairs"], "model", "eager", ALL, world_size=2)
 
 
 def test_the_dense_part_is_compiled() -> None:
     """The exchange of outputs ends before the next graph. Otherwise the code around it is not compiled."""
-    workers.run(compare_sharded, ["pooled"], "model", "eager", ("row_wise",), world_size=2)
+    workers.run(
+        check_sharded_as_without_a_compiler,
+        ["pooled"],
+        "model",
+        "eager",
+        ("row_wise",),
+        world_size=2,
+    )
 
 
 @pytest.mark.deep
@@ -64,18 +82,28 @@ def test_the_dense_part_is_compiled() -> None:
 def test_all_modules_and_aot_eager(world_size: int) -> None:
     kinds = ["pooled", "policies", "sequence", "rows", "sum", "blocks", "pairs", "processed"]
     run = workers.run
-    run(compare_sharded, kinds, "model", "aot_eager", ALL, world_size=world_size, timeout=300.0)
+    run(
+        check_sharded_as_without_a_compiler,
+        kinds,
+        "model",
+        "aot_eager",
+        ALL,
+        world_size=world_size,
+        timeout=300.0,
+    )
 
 
 def test_a_compiled_collection() -> None:
     """The forward is outside of graphs, and so is all that it calls."""
     kinds = ["pooled", "sequence"]
-    workers.run(compare_sharded, kinds, "tables", "eager", ("row_wise",), world_size=2)
+    workers.run(
+        check_sharded_as_without_a_compiler, kinds, "tables", "eager", ("row_wise",), world_size=2
+    )
 
 
 @pytest.mark.deep
 def test_a_compiled_training_step() -> None:
-    workers.run(compare_sharded, ["pooled"], "step", "eager", ALL, world_size=2)
+    workers.run(check_sharded_as_without_a_compiler, ["pooled"], "step", "eager", ALL, world_size=2)
 
 
 def calls_in_a_step(calls: list[str]) -> None:

@@ -127,7 +127,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda m: f"{what}: {m}")
 
 
-def train_beside(
+def check_trains_as_unsharded(
     kind: str, kinds: Sequence[str], sizes: Sequence[int], weighted: bool, dedup: bool = False
 ) -> int:
     """Trains both models and asserts that they stay equal; returns the number of compared rows."""
@@ -257,23 +257,23 @@ MIXED = ["row_wise", "table_wise", "column_wise"]
 @pytest.mark.parametrize("plan", [["table_wise"], ["row_wise"], ["column_wise"], MIXED])
 @pytest.mark.parametrize("kind", ["block", "mult"])
 def test_two_ranks_train_as_one(kind: str, plan: list[str]) -> None:
-    assert min(run(train_beside, kind, plan, [5, 3], False, world_size=2)) > 50
+    assert min(run(check_trains_as_unsharded, kind, plan, [5, 3], False, world_size=2)) > 50
 
 
 def test_quotients_and_remainders_that_travel_once() -> None:
     sizes = [0, 6]
-    rows = run(train_beside, "mult", MIXED, sizes, True, True, world_size=2)
+    rows = run(check_trains_as_unsharded, "mult", MIXED, sizes, True, True, world_size=2)
     assert min(rows) > 50
 
 
 @pytest.mark.parametrize("kind", ["add", "concat"])
 def test_the_other_ops(kind: str) -> None:
-    assert min(run(train_beside, kind, MIXED, [4, 4], False, world_size=2)) > 50
+    assert min(run(check_trains_as_unsharded, kind, MIXED, [4, 4], False, world_size=2)) > 50
 
 
 @pytest.mark.parametrize("kind", ["block", "mult"])
 def test_weighted_bags_and_a_rank_without_any(kind: str) -> None:
-    assert min(run(train_beside, kind, MIXED, [0, 6], True, world_size=2)) > 50
+    assert min(run(check_trains_as_unsharded, kind, MIXED, [0, 6], True, world_size=2)) > 50
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_weighted_bags_and_a_rank_without_any(kind: str) -> None:
 )
 def test_two_nodes_of_two_ranks(kind: str, plan: list[str]) -> None:
     sizes = [3, 5, 1, 4]
-    rows = run(train_beside, kind, plan, sizes, False, world_size=4, local_size=2)
+    rows = run(check_trains_as_unsharded, kind, plan, sizes, False, world_size=4, local_size=2)
     assert min(rows) > 50
 
 

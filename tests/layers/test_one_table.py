@@ -154,7 +154,7 @@ def _flat(output: Any) -> Tensor:
     return output.reshape(-1, output.shape[-1])
 
 
-def train_beside(of: OneTable) -> int:
+def check_trains_as_unsharded(of: OneTable) -> int:
     """Trains a sharded module beside an unsharded module on all ranks' ids; returns the rows on this rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     # With several calls per step the order of updates matters, unless the update rule is linear.
@@ -352,7 +352,7 @@ POOLED = [*WHOLE_ROWS, "row_wise", "table_row_wise", "grid_shard"]
 
 def trained_rows(of: OneTable) -> int:
     sizes = {"world_size": of.world, "local_size": of.local}
-    return sum(workers.run(train_beside, of, **sizes, timeout=120))
+    return sum(workers.run(check_trains_as_unsharded, of, **sizes, timeout=120))
 
 
 @pytest.mark.parametrize("padding", [None, 100])

@@ -31,7 +31,7 @@ calls = st.one_of(
 )
 
 
-def run(twins, program):
+def check_twins(twins, program):
     time = 0
     for call, given_ in program:
         if call.startswith("step"):
@@ -68,7 +68,7 @@ def run(twins, program):
 def test_the_same_calls_give_the_same_tables(lives, program):
     few = mock.patch.object(change_log, "_LEAST_UNSIFTED", 2)  # the log is sifted at some calls
     with few, MockDevice() as device:
-        run(DeviceTwins(device, *lives, limit=LIMIT), program)
+        check_twins(DeviceTwins(device, *lives, limit=LIMIT), program)
 
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how

@@ -269,7 +269,7 @@ class LifeMachine(RuleBasedStateMachine):
             side.assert_rows_apart({forward: one[2][t] for forward, one in self.open.items()})
 
 
-def run(lives, share: int) -> None:
+def check_lives(lives, share: int) -> None:
     """Runs the machine with a share of the profile's examples: there are many such tests."""
     machine = type("LifeMachine", (LifeMachine,), {"lives": lives})
     examples = max(1, settings.default.max_examples // share)
@@ -284,7 +284,7 @@ def run(lives, share: int) -> None:
 @pytest.mark.hypothesis  # it marks its own tests only
 @pytest.mark.parametrize(("eviction", "admission"), EVERY_LIFE)
 def test_every_life(eviction, admission):
-    run([(eviction, admission)], share=16)
+    check_lives([(eviction, admission)], share=16)
 
 
 @pytest.mark.hypothesis
@@ -297,4 +297,4 @@ def test_every_life(eviction, admission):
 )
 def test_tables_of_one_call_live_each_by_its_own(lives):
     """If one table has no room for its ids, no table changes."""
-    run(lives, share=8)
+    check_lives(lives, share=8)

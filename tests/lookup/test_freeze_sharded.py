@@ -173,7 +173,7 @@ def test_a_rank_with_frozen_tables_only(pooled: bool) -> None:
     assert steps == [[1, 2, 3, 4, 4, 4], [0, 0, 0, 0, 1, 2]]
 
 
-def write_into_outputs() -> None:
+def check_outputs_may_be_written() -> None:
     """One rank, all tables frozen: nothing is sent, and the output is the output of the lookup."""
     case = Case([Table("t", ["a"], usual_plan("table_wise", DIM, 1, 1), DIM)])
     model = shard(case, collection_of(case))
@@ -185,7 +185,7 @@ def write_into_outputs() -> None:
 
 
 def test_outputs_of_frozen_tables_may_be_written_into() -> None:
-    workers.run(write_into_outputs, world_size=1)
+    workers.run(check_outputs_may_be_written, world_size=1)
 
 
 def disagree(kind: str) -> list[str]:

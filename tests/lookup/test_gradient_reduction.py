@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import workers
-from gradient_oracle import MODES, RATE, train_beside_dense
+from gradient_oracle import MODES, RATE, check_trains_as_dense
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_cases import Case, Table, usual_plan
@@ -45,43 +45,43 @@ def case_of(kind: str, world: int, local: int, pooled: bool = True, **options) -
 
 @pytest.mark.parametrize("kind", POOLED)
 def test_pooled(kind):
-    workers.run(train_beside_dense, case_of(kind, 4, 2), world_size=4, local_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 4, 2), world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_sequences(kind):
-    workers.run(train_beside_dense, case_of(kind, 2, 2, pooled=False), world_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 2, 2, pooled=False), world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_one_rank(kind):
-    workers.run(train_beside_dense, case_of(kind, 1, 1), world_size=1)
+    workers.run(check_trains_as_dense, case_of(kind, 1, 1), world_size=1)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "column_wise"])
 def test_ranks_whose_batches_differ_in_size(kind):
-    workers.run(train_beside_dense, case_of(kind, 2, 2, batch_sizes=[2, 9]), world_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 2, 2, batch_sizes=[2, 9]), world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "table_row_wise"])
 def test_batch_sizes_by_feature(kind):
     case = case_of(kind, 4, 2, variable=True)
-    workers.run(train_beside_dense, case, world_size=4, local_size=2)
+    workers.run(check_trains_as_dense, case, world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_weights_of_bags(kind):
-    workers.run(train_beside_dense, case_of(kind, 2, 2, weighted=True), world_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 2, 2, weighted=True), world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_mean_pooling(kind):
-    workers.run(train_beside_dense, case_of(kind, 2, 2, pooling="MEAN"), world_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 2, 2, pooling="MEAN"), world_size=2)
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
 def test_with_the_division_by_torchrec_switched_off(kind):
-    workers.run(train_beside_dense, case_of(kind, 2, 2), 0.5, False, world_size=2)
+    workers.run(check_trains_as_dense, case_of(kind, 2, 2), 0.5, False, world_size=2)
 
 
 def group_of(modes, columns=3, kind=OptimizerKind.EXACT_SGD):

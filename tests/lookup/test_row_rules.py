@@ -14,7 +14,7 @@ from checkpoint_cases import Setup, load, new, run_on, save
 from checkpoint_cases import train as train_steps
 from mock_device import CUDA, MockDevice, run_lookups_backward
 from sharded_cases import Case, three_tables
-from sharded_training import train_beside
+from sharded_training import check_trains_as_unsharded
 from table_cases import bits
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
@@ -310,7 +310,7 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_under_plans_bit_for_bit(name: str) -> None:
-    workers.run(train_beside, PLANS[name], world_size=2)
+    workers.run(check_trains_as_unsharded, PLANS[name], world_size=2)
 
 
 def test_on_a_device_as_on_the_cpu() -> None:

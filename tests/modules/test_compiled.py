@@ -5,7 +5,7 @@ import torch
 from compiled_training import (
     CALLS_IN_A_STEP,
     SGD,
-    compare,
+    check_as_without_a_compiler,
     compare_calls,
     configs,
     inputs,
@@ -23,16 +23,16 @@ from torchrec_dyn.lookup import TableGroup
 @pytest.mark.parametrize("kind", ["pooled", "policies", "sequence"])
 @pytest.mark.parametrize("compiled", ["model", "tables"])
 def test_as_without_a_compiler(kind: str, compiled: str) -> None:
-    compare(kind, compiled, "aot_eager")
+    check_as_without_a_compiler(kind, compiled, "aot_eager")
 
 
 def test_a_compiled_dense_part() -> None:
-    compare("pooled", "dense", "eager")
+    check_as_without_a_compiler("pooled", "dense", "eager")
 
 
 def test_a_compiled_training_step() -> None:
     """The step also calls backward: the backward of the tables is a graph break too."""
-    compare("policies", "step", "eager")
+    check_as_without_a_compiler("policies", "step", "eager")
 
 
 def test_backward_in_a_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ INDUCTOR = [("dense", "aot_eager_decomp_partition"), ("model", "inductor")]
 
 @pytest.mark.parametrize(("compiled", "backend"), deep_but(INDUCTOR[:1], INDUCTOR))
 def test_inductor(compiled: str, backend: str) -> None:
-    compare("pooled", compiled, backend)
+    check_as_without_a_compiler("pooled", compiled, backend)
 
 
 def test_hooks_and_subclasses() -> None:

@@ -29,7 +29,7 @@ from torchrec_dyn import ops
 FAR = 2**63 - 1
 
 
-def refuses(op, sample, rule, what=""):
+def check_refuses(op, sample, rule, what=""):
     """Asserts that a call raises an error with this rule and changes no argument."""
     before = copy.deepcopy(sample)
     try:
@@ -106,7 +106,7 @@ def test_what_is_wrong_is_an_error_that_says_so(op):
         if (op, argument, how) in HARMLESS:
             getattr(ops, op)(**sample)
         else:
-            refuses(op, sample, r".*, got .+\.", f"{argument}: {how}")
+            check_refuses(op, sample, r".*, got .+\.", f"{argument}: {how}")
 
 
 def adam(**change):
@@ -343,7 +343,7 @@ WRONG = [
 def test_values_out_of_range_change_nothing(op):
     for of, change, rule in WRONG:
         if of == op:
-            refuses(op, {**SAMPLES[op][0](), **change}, rule)
+            check_refuses(op, {**SAMPLES[op][0](), **change}, rule)
 
 
 wild = st.sampled_from(
@@ -400,7 +400,7 @@ def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
     if rule is None:
         getattr(ops, op)(**sample)
     else:
-        refuses(op, sample, rule)
+        check_refuses(op, sample, rule)
 
 
 @pytest.mark.usefixtures("device")
@@ -469,10 +469,10 @@ def test_tensors_that_are_written_share_no_memory(device, op):
     elsewhere = DESCRIPTIONS if device == "cuda" else ()  # on the CPU, beside tensors of a GPU
     for target, other in [(target, other) for of, target, other in SHARED if of == op]:
         if other not in elsewhere:
-            refuses_shared_memory(op, target, other)
+            check_refuses_shared_memory(op, target, other)
 
 
-def refuses_shared_memory(op, target, other):
+def check_refuses_shared_memory(op, target, other):
     sample, found = tensors(op)
     together = torch.zeros(1 << 10, dtype=torch.uint8)
     for place, name in enumerate((target, other)):  # the second begins 16 bytes after the first
@@ -490,7 +490,7 @@ def refuses_shared_memory(op, target, other):
         )
         sample[other].copy_(found[other])
     rule = "tensors that share no memory with a tensor that the op writes"
-    refuses(op, sample, rule, f"{other} in {target}")
+    check_refuses(op, sample, rule, f"{other} in {target}")
 
 
 BROKEN = [
@@ -532,7 +532,7 @@ def test_elements_begin_where_they_may(op):
         moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=1)
         value, moved = sample[name], moved.view(tensor.shape).copy_(tensor)
         sample[name] = [moved, *value[1:]] if isinstance(value, list) else moved
-        refuses(op, sample, "at a multiple of .* bytes, got", name)
+        check_refuses(op, sample, "at a multiple of .* bytes, got", name)
 
 
 def test_more_bags_than_words_can_number():

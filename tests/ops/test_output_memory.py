@@ -144,7 +144,7 @@ def resident():
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def keep_no_more_than_256_mib():
+def check_keeps_no_more_than_256_mib():
     held = [output_of(number, 64 * MIB) for number in range(7)]
     places = [output.data_ptr() for output in held]
     before = resident()
@@ -159,10 +159,10 @@ def keep_no_more_than_256_mib():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_more_than_256_mib_is_kept():
     """In a process of its own: nothing else changes its memory."""
-    call(keep_no_more_than_256_mib)
+    call(check_keeps_no_more_than_256_mib)
 
 
-def serve_the_next_output():
+def check_serves_the_next_output():
     place = output_of(1, 300 * MIB).data_ptr()
     before = resident()
     again = output_of(2, 300 * MIB)
@@ -177,4 +177,4 @@ def serve_the_next_output():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_above_the_limit_serves_the_next_output_alone():
     """A step whose output is larger than 256 MiB reuses its memory, until another output is dropped."""
-    call(serve_the_next_output)
+    call(check_serves_the_next_output)

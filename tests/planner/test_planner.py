@@ -6,7 +6,7 @@ import torch.distributed as dist
 import workers
 from planned_cases import POOLED, SEQUENCE, topology
 from sharded_cases import Case, Table
-from sharded_training import Holder, batches, collection_of, sharder_of, train_beside
+from sharded_training import Holder, batches, check_trains_as_unsharded, collection_of, sharder_of
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -110,7 +110,7 @@ def plan_and_train(planner, constraint, case):
     """In the workers: plans together and trains beside the unsharded collection."""
     for name, sharding in plan_together(planner, constraint, case).items():
         next(table for table in case.tables if table.name == name).plan = sharding
-    rows = train_beside(case)
+    rows = check_trains_as_unsharded(case)
     return [table.plan.sharding_type for table in case.tables], rows
 
 

@@ -90,7 +90,7 @@ def batch(**given: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(**{**made, "lengths": torch.ones(4).long(), **given})
 
 
-def read_alike(pooled: bool, kinds: tuple[str, str]) -> None:
+def check_is_read_alike(pooled: bool, kinds: tuple[str, str]) -> None:
     world = dist.get_world_size()
     tables = [
         Table(f"t{i}", [feature], usual_plan(kind, 8, world, world, i))
@@ -116,4 +116,4 @@ def read_alike(pooled: bool, kinds: tuple[str, str]) -> None:
 @pytest.mark.parametrize("kinds", [("table_wise", "table_wise"), ("row_wise", "table_wise")])
 def test_a_batch_is_read_alike_in_every_plan(pooled: bool, kinds: tuple[str, str]) -> None:
     for ranks in (1, 2):  # with one rank a batch is looked up as it is sent
-        workers.run(read_alike, pooled, kinds, world_size=ranks)
+        workers.run(check_is_read_alike, pooled, kinds, world_size=ranks)

@@ -14,12 +14,18 @@ import torch.distributed as dist
 import workers
 from checkpoint_cases import tables_of
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from gradient_oracle import MODES, RATE, train_beside_dense
+from gradient_oracle import MODES, RATE, check_trains_as_dense
 from life_cases import NOT_OF_THE_STREAM
 from pipeline_model import Run
 from sharded_cases import EXTREME_IDS, SEQUENCE, Case, Table, three_tables, usual_plan
 from sharded_life import Beside, drifting_batch, make_batch
-from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from sharded_training import (
+    batches,
+    check_trains_as_unsharded,
+    collection_of,
+    outputs_by_name,
+    shard,
+)
 from shards import deep_but
 from torch import Tensor
 from torchrec import JaggedTensor
@@ -41,7 +47,7 @@ def exact_grad(output: Tensor, number: int) -> Tensor:
     return torch.randint(-4, 5, output.shape, generator=generator).to(output.dtype)
 
 
-def train_both(
+def check_trains_as_without_dedup(
     case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
 ) -> dict[str, Any]:
     """Trains both sides and asserts that outputs, rows, states and counts are bit-equal.
@@ -124,7 +130,7 @@ def case_of(kinds: list[str], world: int, **options: Any) -> Case:
     [*((SEQUENCE, world) for world in (1, 2, 4)), *(([kind], 4) for kind in SEQUENCE)],
 )
 def test_all_is_equal_to_the_bit_where_sums_are_exact(kinds: list[str], world: int) -> None:
-    of_ranks = workers.run(train_both, case_of(kinds, world), world_size=world)
+    of_ranks = workers.run(check_trains_as_without_dedup, case_of(kinds, world), world_size=world)
     assert sum(one["rows"] for one in of_ranks) > 0
     once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
     assert 0 < once < 0.8 * each
@@ -147,7 +153,9 @@ def test_features_of_other_uses_are_sent_apart(eviction: Any) -> None:
         )
         for table in case.tables
     ]
-    of_ranks = workers.run(train_both, dataclasses.replace(case, tables=tables), world_size=2)
+    of_ranks = workers.run(
+        check_trains_as_without_dedup, dataclasses.replace(case, tables=tables), world_size=2
+    )
     assert sum(one["rows"] for one in of_ranks) > 0
     once, each = (sum(sum(one[name]) for one in of_ranks) for name in ("once", "each"))
     assert 0 < once < 0.8 * each
@@ -156,7 +164,7 @@ def test_features_of_other_uses_are_sent_apart(eviction: Any) -> None:
 @pytest.mark.parametrize("world", [3, 4])
 def test_trains_as_the_unsharded_collection(world: int) -> None:
     case = case_of(SEQUENCE, world, exact=False, dedup=True)
-    assert sum(workers.run(train_beside, case, world_size=world)) > 0
+    assert sum(workers.run(check_trains_as_unsharded, case, world_size=world)) > 0
 
 
 BATCHES = {
@@ -175,7 +183,7 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES)
 def test_batches_of_all_shapes(batch: str) -> None:
     case = case_of(SEQUENCE, 4, **BATCHES[batch])
-    workers.run(train_both, case, True, world_size=4)
+    workers.run(check_trains_as_without_dedup, case, True, world_size=4)
 
 
 @pytest.mark.parametrize("data_type, output", [("FP16", "FP32"), ("BF16", "BF16")])
@@ -184,7 +192,7 @@ def test_half_precision(data_type: str, output: str) -> None:
 
     rate = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.05, "output_dtype": DataType[output]}
     case = case_of(SEQUENCE, 2, tables={"data_type": data_type}, fused_params=rate)
-    workers.run(train_both, case, world_size=2)
+    workers.run(check_trains_as_without_dedup, case, world_size=2)
 
 
 def test_a_sum_of_many_gradients_of_half_precision_does_not_stand_still() -> None:
@@ -302,7 +310,7 @@ def test_states_and_counts_are_equal_to_the_bit(life: str) -> None:
     tables += [Table("plain", ["a"], usual_plan(kind, 8, 2, 2)) for kind in SEQUENCE[1:2]]
     # Weights of the user's own, which sequences ignore, are no counts.
     case = Case(tables, pooled=False, steps=6, known_ids=15, longest_bag=6, weighted=True)
-    workers.run(train_both, case, False, 3, world_size=2)
+    workers.run(check_trains_as_without_dedup, case, False, 3, world_size=2)
 
 
 def seen_by_each_table(case: Case) -> dict[str, int]:
@@ -324,7 +332,7 @@ def test_frozen_beside_others(config: Any) -> None:
     for kinds in (["row_wise"], SEQUENCE):
         tables = three_tables(kinds, 2, 2, config=config)
         case = Case(tables, pooled=False, steps=3, known_ids=15, longest_bag=6)
-        workers.run(train_both, case, False, 0, 2, world_size=2)
+        workers.run(check_trains_as_without_dedup, case, False, 0, 2, world_size=2)
 
 
 def admit_over_ranks(case: Case) -> list[list[float]]:
@@ -446,7 +454,7 @@ def test_every_reduction_of_gradients(kind: str) -> None:
     case = Case(
         tables, pooled=False, dedup=True, fused_params=sgd, known_ids=10, batch_sizes=[5, 0, 3]
     )
-    workers.run(train_beside_dense, case, world_size=3)
+    workers.run(check_trains_as_dense, case, world_size=3)
 
 
 # Pipelines train and evaluate as plain loops do

@@ -6,7 +6,13 @@ import pytest
 import torch
 import workers
 from sharded_cases import EVERY_PLAN, POOLED, Case, Table, case_of_plans, usual_plan
-from sharded_training import batches, collection_of, outputs_by_name, shard, train_beside
+from sharded_training import (
+    batches,
+    check_trains_as_unsharded,
+    collection_of,
+    outputs_by_name,
+    shard,
+)
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -14,15 +20,15 @@ import torchrec_dyn as dyn
 every_plan = pytest.mark.parametrize("plans", EVERY_PLAN)
 
 
-def run(case: Case) -> None:
-    workers.run(train_beside, case, world_size=4, local_size=2)
+def check_trains(case: Case) -> None:
+    workers.run(check_trains_as_unsharded, case, world_size=4, local_size=2)
 
 
 @pytest.mark.everyday(2)
 @every_plan
 def test_a_batch_size_per_feature(plans: str) -> None:
     # Grid too, which TorchRec 1.8.0 cannot.
-    run(case_of_plans(plans, variable=True))
+    check_trains(case_of_plans(plans, variable=True))
 
 
 def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
@@ -35,7 +41,7 @@ def test_batch_size_per_feature_under_all_types_and_two_groups() -> None:
         )
         for i, kind in enumerate([*POOLED, *POOLED])
     ]
-    run(Case(tables, exact=False, variable=True, tolerance=1e-2))
+    check_trains(Case(tables, exact=False, variable=True, tolerance=1e-2))
 
 
 def in_another_order(batch: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
@@ -60,7 +66,7 @@ def batches_in_turn(case: Case, step: int) -> tuple[list[KeyedJaggedTensor], Key
 @every_plan
 def test_orders_and_sizes_change_from_batch_to_batch(plans: str) -> None:
     case = case_of_plans(plans, steps=5)
-    workers.run(train_beside, case, batches_in_turn, world_size=4, local_size=2)
+    workers.run(check_trains_as_unsharded, case, batches_in_turn, world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize(("pooled", "variable"), [(True, False), (True, True), (False, True)])
@@ -70,12 +76,12 @@ def test_names_of_features_may_have_an_at_sign(pooled: bool, variable: bool) -> 
         Table("t", ["a@b", "c"], usual_plan("table_wise", 8, 4, 2)),
         Table("u", ["c", "a"], usual_plan("column_wise", 8, 4, 2)),
     ]
-    run(Case(tables, pooled, variable=variable))
+    check_trains(Case(tables, pooled, variable=variable))
 
 
 @pytest.mark.parametrize("plans", ["whole rows", "spread rows"])
 def test_weighted_bags(plans: str) -> None:
-    run(case_of_plans(plans, weighted=True))
+    check_trains(case_of_plans(plans, weighted=True))
 
 
 @pytest.mark.everyday(3)
@@ -83,32 +89,32 @@ def test_weighted_bags(plans: str) -> None:
 @pytest.mark.parametrize("sizes", [[3, 7, 1, 4], [0, 5, 0, 2]])
 def test_a_batch_size_per_rank(plans: str, sizes: list[int]) -> None:
     # TorchRec 1.8.0 cannot run backward where rows are spread and the backend is gloo.
-    run(case_of_plans(plans, batch_sizes=sizes))
+    check_trains(case_of_plans(plans, batch_sizes=sizes))
 
 
 @every_plan
 def test_a_batch_size_per_rank_and_feature(plans: str) -> None:
-    run(case_of_plans(plans, batch_sizes=[5, 9, 3, 4], variable=True))
+    check_trains(case_of_plans(plans, batch_sizes=[5, 9, 3, 4], variable=True))
 
 
 @pytest.mark.everyday(3)
 @every_plan
 @pytest.mark.parametrize("sizes", [[0, 5, 0, 2], [0] * 4])
 def test_ranks_without_examples_and_sizes_per_feature(plans: str, sizes: list[int]) -> None:
-    run(case_of_plans(plans, batch_sizes=sizes, variable=True, steps=1))
+    check_trains(case_of_plans(plans, batch_sizes=sizes, variable=True, steps=1))
 
 
 @every_plan
 def test_a_batch_without_ids(plans: str) -> None:
-    run(case_of_plans(plans, longest_bag=0, steps=1))
+    check_trains(case_of_plans(plans, longest_bag=0, steps=1))
 
 
 @every_plan
 def test_a_batch_without_examples(plans: str) -> None:
-    run(case_of_plans(plans, batch_sizes=[0] * 4, steps=1))
+    check_trains(case_of_plans(plans, batch_sizes=[0] * 4, steps=1))
 
 
-def columns_of_a_matrix(kind: str, pooled: bool) -> None:
+def check_columns_of_a_matrix_are_read(kind: str, pooled: bool) -> None:
     """Ids, lengths and weights as columns of matrices: gloo sends no tensors with gaps."""
     case = Case([Table("t", ["a"], usual_plan(kind, 8, 2, 2))], pooled=pooled, weighted=pooled)
     model = shard(case, collection_of(case, fused_params=case.fused_params)).eval()
@@ -124,10 +130,10 @@ def columns_of_a_matrix(kind: str, pooled: bool) -> None:
 
 @pytest.mark.parametrize(("kind", "pooled"), [("row_wise", True), ("table_wise", False)])
 def test_tensors_with_gaps(kind: str, pooled: bool) -> None:
-    workers.run(columns_of_a_matrix, kind, pooled, world_size=2)
+    workers.run(check_columns_of_a_matrix_are_read, kind, pooled, world_size=2)
 
 
-def weights_that_ask(kind: str) -> None:
+def check_weights_that_ask_are_refused(kind: str) -> None:
     case = Case([Table("t", ["a"], usual_plan(kind, 8, 2, 2))], weighted=True)
     model = shard(case, collection_of(case, fused_params=case.fused_params))
     mine = batches(case, 0)[0][torch.distributed.get_rank()]
@@ -142,10 +148,10 @@ def weights_that_ask(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_weights_that_ask_for_a_gradient_are_refused(kind):
-    workers.run(weights_that_ask, kind, world_size=2)
+    workers.run(check_weights_that_ask_are_refused, kind, world_size=2)
 
 
-def scores_travel(case: Case) -> None:
+def check_scores_travel(case: Case) -> None:
     """Scores are those of an unsharded collection; wrong weights are refused before they are sent."""
     lowest = dyn.DynamicTableConfig(eviction=dyn.LowestScore(unit=2**-6, half_life_steps=2))
     case = replace(case, tables=[replace(table, config=lowest) for table in case.tables])
@@ -189,4 +195,4 @@ def scores_travel(case: Case) -> None:
 @pytest.mark.parametrize("variable", [False, True])
 def test_scores_travel_with_the_ids(plans: str, variable: bool) -> None:
     case = case_of_plans(plans, weighted=True, variable=variable)
-    workers.run(scores_travel, case, world_size=4, local_size=2)
+    workers.run(check_scores_travel, case, world_size=4, local_size=2)

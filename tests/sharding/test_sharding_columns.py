@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import workers
 from sharded_cases import Case, Table, shard_by_hand
-from sharded_training import train_beside
+from sharded_training import check_trains_as_unsharded
 
 from torchrec_dyn.sharding.output_dists import outputs_by_column
 
@@ -38,21 +38,23 @@ def test_outputs_by_column_keeps_features_apart() -> None:
     assert outputs_by_column(names, [4, 8, 0, 0, 0]) == {"f": [3, 0], "g": [2, 1], "h": [4]}
 
 
-def run(tables: list[Table], world: int = 2, **options: Any) -> None:
+def check_trains(tables: list[Table], world: int = 2, **options: Any) -> None:
     local = 2 if world == 4 else world
-    workers.run(train_beside, Case(tables, **options), world_size=world, local_size=local)
+    workers.run(
+        check_trains_as_unsharded, Case(tables, **options), world_size=world, local_size=local
+    )
 
 
 @pytest.mark.parametrize("kind", ["column_wise", "table_column_wise"])
 def test_pooled_columns(kind: str) -> None:
     shards = {**EVEN, **UNEVEN}
-    run([Table(name, ["a", name], plan_of(kind, shards[name]), 16) for name in shards])
+    check_trains([Table(name, ["a", name], plan_of(kind, shards[name]), 16) for name in shards])
 
 
 def test_sequence_columns() -> None:
     # TorchRec 1.8.0 is silently wrong where shards are out of column order.
     tables = [Table(n, ["a", n], plan_of("column_wise", EVEN[n]), 16) for n in EVEN]
-    run(tables, pooled=False)
+    check_trains(tables, pooled=False)
 
 
 def test_sequence_columns_on_three_ranks() -> None:
@@ -60,7 +62,7 @@ def test_sequence_columns_on_three_ranks() -> None:
     for name, listed in EVEN.items():
         shards = [((rank * 2 + first // 8) % 3, first, width) for rank, first, width in listed]
         tables.append(Table(name, ["a", name], plan_of("column_wise", shards), 16))
-    run(tables, 3, pooled=False)
+    check_trains(tables, 3, pooled=False)
 
 
 def test_grid_columns() -> None:
@@ -74,4 +76,4 @@ def test_grid_columns() -> None:
         for turn, listed in enumerate((pieces, pieces[::-1])):
             plan = shard_by_hand("grid_shard", listed)
             tables.append(Table(f"t{number}{turn}", ["a", f"f{number}{turn}"], plan, 16))
-    run(tables, 4, exact=False)
+    check_trains(tables, 4, exact=False)

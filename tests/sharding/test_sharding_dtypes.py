@@ -21,11 +21,11 @@ from sharded_cases import (
 )
 from sharded_training import (
     batches,
+    check_trains_as_unsharded,
     collection_of,
     outputs_by_name,
     parts_of_rank,
     shard,
-    train_beside,
 )
 from torchrec.modules.embedding_configs import DataType
 
@@ -45,7 +45,7 @@ def case_of(kind: str, pooled: bool, output: str, by_torch: bool = False, **opti
     return Case([table], pooled=pooled, fused_params=fused_params, **options)
 
 
-def look_up_beside(case: Case) -> None:
+def check_looks_up_as_unsharded(case: Case) -> None:
     rank, dtype = dist.get_rank(), case.fused_params["output_dtype"]
     expected_dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[dtype.name]
     unsharded = collection_of(case, fused_params=case.fused_params)
@@ -72,7 +72,7 @@ def test_ranks_without_tables_get_outputs(kind: str, pooled: bool, output: str) 
     case = case_of(kind, pooled, output)
     for dedup in (False, True)[: 1 if pooled else 2]:
         one = dataclasses.replace(case, dedup=dedup)
-        workers.run(look_up_beside, one, world_size=4, local_size=2)
+        workers.run(check_looks_up_as_unsharded, one, world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize("output", ["FP16", "BF16"])
@@ -80,13 +80,13 @@ def test_means_of_spread_rows_keep_the_dtype_of_the_outputs(output: str) -> None
     """Sums of that dtype are divided by lengths of float32 (sharding/output_dists.py)."""
     case = case_of("row_wise", True, output)
     case.tables[0].pooling = "MEAN"
-    workers.run(look_up_beside, case, world_size=4, local_size=2)
+    workers.run(check_looks_up_as_unsharded, case, world_size=4, local_size=2)
 
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_a_torch_dtype_means_the_same_as_a_data_type(pooled: bool) -> None:
     case = case_of("table_wise", pooled, "FP16", by_torch=True)  # three ranks have no table
-    workers.run(look_up_beside, case, world_size=4, local_size=2)
+    workers.run(check_looks_up_as_unsharded, case, world_size=4, local_size=2)
 
 
 # Quantized comms round what travels between ranks, and nothing else
@@ -98,4 +98,4 @@ def test_a_torch_dtype_means_the_same_as_a_data_type(pooled: bool) -> None:
 def test_quantized_comms(plans: str, comm: str) -> None:
     tolerance = 1e-2 if comm == "FP16" else 5e-2
     case = case_of_plans(plans, exact=False, qcomm=comm, tolerance=tolerance)
-    workers.run(train_beside, case, world_size=4, local_size=2)
+    workers.run(check_trains_as_unsharded, case, world_size=4, local_size=2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, usual_plan
-from sharded_training import train_beside
+from sharded_training import check_trains_as_unsharded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor, KeyedTensor
 
@@ -21,14 +21,14 @@ def two_tables(first: str, second: str, poolings: tuple[str, str], shared: bool)
     ]
 
 
-def run(case: Case) -> None:
-    workers.run(train_beside, case, world_size=4, local_size=2)
+def check_trains(case: Case) -> None:
+    workers.run(check_trains_as_unsharded, case, world_size=4, local_size=2)
 
 
 @pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", POOLED)
 def test_mean_of_one_type(kind: str) -> None:
-    run(Case(two_tables(kind, kind, ("MEAN", "MEAN"), shared=False), exact=False))
+    check_trains(Case(two_tables(kind, kind, ("MEAN", "MEAN"), shared=False), exact=False))
 
 
 def tables_of_all_kinds(mean: int, features: list[str]) -> list[Table]:
@@ -48,29 +48,29 @@ def tables_of_all_kinds(mean: int, features: list[str]) -> list[Table]:
 @pytest.mark.parametrize("mean", [0, 1])
 @pytest.mark.parametrize("features", [[], ["shared"]], ids=["own features", "shared feature"])
 def test_mean_beside_all_other_types(features: list[str], mean: int) -> None:
-    run(Case(tables_of_all_kinds(mean, features), exact=False, steps=2))
+    check_trains(Case(tables_of_all_kinds(mean, features), exact=False, steps=2))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("first, second", list(itertools.combinations(POOLED, 2)))
 @pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN"), ("MEAN", "MEAN")])
 def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, str]) -> None:
-    run(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
+    check_trains(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("kind", SPREAD_ROWS)
 @pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN")])
 def test_feature_of_a_sum_and_a_mean_table(kind: str, poolings: tuple[str, str]) -> None:
-    run(Case(two_tables(kind, kind, poolings, shared=True), exact=False))
+    check_trains(Case(two_tables(kind, kind, poolings, shared=True), exact=False))
 
 
 def test_weighted_mean_divides_by_the_number_of_ids() -> None:
-    run(Case(tables_of_all_kinds(2, ["shared"]), exact=False, weighted=True))
+    check_trains(Case(tables_of_all_kinds(2, ["shared"]), exact=False, weighted=True))
 
 
 def test_mean_with_a_batch_size_per_feature() -> None:
-    run(Case(tables_of_all_kinds(2, ["shared"]), exact=False, variable=True))
+    check_trains(Case(tables_of_all_kinds(2, ["shared"]), exact=False, variable=True))
 
 
 class Counted(TorchDispatchMode):

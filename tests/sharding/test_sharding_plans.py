@@ -17,7 +17,7 @@ from sharded_cases import (
     three_tables,
     usual_plan,
 )
-from sharded_training import train_beside
+from sharded_training import check_trains_as_unsharded
 
 every_plan = pytest.mark.parametrize("plans", EVERY_PLAN)
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -35,15 +35,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(case: Case, world: int = 4, local: int = 2) -> list[int]:
-    return workers.run(train_beside, case, world_size=world, local_size=local)
+def check_trains(case: Case, world: int = 4, local: int = 2) -> list[int]:
+    return workers.run(check_trains_as_unsharded, case, world_size=world, local_size=local)
 
 
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("world, local", [(1, 1), (2, 2), (3, 3), (4, 4), (4, 2)])
 @every_plan
 def test_plans_train_as_unsharded(plans: str, world: int, local: int) -> None:
-    assert sum(run(case_of_plans(plans, world, local), world, local)) > 0
+    assert sum(check_trains(case_of_plans(plans, world, local), world, local)) > 0
 
 
 @pytest.mark.everyday(4)
@@ -52,7 +52,7 @@ def test_plans_train_as_unsharded(plans: str, world: int, local: int) -> None:
 )
 def test_a_plan_alone_trains_as_unsharded(kind: str, pooled: bool) -> None:
     tables = three_tables([kind], 4, 2, (8, 4, 12) if pooled else (8, 8, 8))
-    assert sum(run(Case(tables, pooled, exact=kind in WHOLE_ROWS or not pooled))) > 0
+    assert sum(check_trains(Case(tables, pooled, exact=kind in WHOLE_ROWS or not pooled))) > 0
 
 
 def test_all_types_in_one_collection() -> None:
@@ -60,14 +60,14 @@ def test_all_types_in_one_collection() -> None:
         Table(kind, [f"f{i}", "shared"], usual_plan(kind, 8, 4, 2, i))
         for i, kind in enumerate(POOLED)
     ]
-    run(Case(tables, exact=False))
+    check_trains(Case(tables, exact=False))
 
 
 @pytest.mark.everyday(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @every_plan
 def test_optimizer_does_not_depend_on_plan(plans: str, optimizer: str) -> None:
-    run(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=3))
+    check_trains(case_of_plans(plans, fused_params=OPTIMIZERS[optimizer], steps=3))
 
 
 @pytest.mark.everyday(4)
@@ -89,20 +89,20 @@ def test_rowwise_optimizer_where_rows_are_whole(
     if name == "EXACT_ROWWISE_ADAGRAD":
         fused_params |= {"max_norm": 0.1, "initial_accumulator_value": 0.2}
     tables = three_tables(kinds, 2, 2)
-    run(Case(tables, exact=exact, pooled=pooled, fused_params=fused_params), 2, 2)
+    check_trains(Case(tables, exact=exact, pooled=pooled, fused_params=fused_params), 2, 2)
 
 
 @pytest.mark.everyday(2)
 @every_plan
 def test_thousands_of_ids(plans: str) -> None:
     case = case_of_plans(plans, batch_sizes=[120] * 4, longest_bag=20, known_ids=300, steps=2)
-    assert sum(run(case)) > 6 * 900
+    assert sum(check_trains(case)) > 6 * 900
 
 
 def test_rows_spread_evenly() -> None:
     case = Case([Table("t", ["a"], usual_plan("row_wise", 8, 4, 4))], exact=False,
                 batch_sizes=[200] * 4, longest_bag=10, known_ids=400, steps=1)  # fmt: skip
-    rows = run(case, 4, 4)
+    rows = check_trains(case, 4, 4)
     share = sum(rows) / 4
     assert max(abs(count - share) for count in rows) < 5 * share**0.5
 
@@ -111,4 +111,4 @@ def test_rows_spread_evenly() -> None:
 @pytest.mark.parametrize("data_type", ["FP16", "BF16"])
 @every_plan
 def test_rows_of_half_precision(plans: str, data_type: str) -> None:
-    run(case_of_plans(plans, 2, 2, data_type, tolerance=2e-2), 2, 2)
+    check_trains(case_of_plans(plans, 2, 2, data_type, tolerance=2e-2), 2, 2)

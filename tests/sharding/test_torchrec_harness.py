@@ -73,7 +73,7 @@ class Trial:
     options: dict[str, Any] = field(default_factory=dict)  # options of the harness
 
 
-def run_harness(trial: Trial) -> None:
+def check_by_harness(trial: Trial) -> None:
     tables, weighted = _tables(trial), _weighted_tables() if trial.weighted else None
     constraints = {
         table.name: ParameterConstraints(sharding_types=[trial.kind], min_partition=4)
@@ -103,10 +103,10 @@ def run_harness(trial: Trial) -> None:
     )
 
 
-def see_a_difference(trial: Trial) -> None:
+def check_harness_sees_a_difference(trial: Trial) -> None:
     """Asserts that the harness fails a trial; every rank fails at its last comparison."""
     with pytest.raises(AssertionError, match="not close"):
-        run_harness(trial)
+        check_by_harness(trial)
 
 
 def _tables(trial: Trial) -> list[Any]:
@@ -190,11 +190,16 @@ EVERYDAY = {
 @pytest.mark.parametrize("name", deep_but(EVERYDAY, TRIALS))
 def test_torchrec_finds_no_difference(name: str) -> None:
     trial, world = TRIALS[name]
-    workers.run(run_harness, trial, world_size=world, local_size=trial.local_size or world)
+    workers.run(check_by_harness, trial, world_size=world, local_size=trial.local_size or world)
 
 
 @pytest.mark.parametrize("name", ["table_wise", "row_wise_mean", "grid_shard"])
 def test_harness_sees_a_wrong_learning_rate(name: str) -> None:
     trial, world = TRIALS[name]
     wrong = replace(trial, learning_rate=5.0)
-    workers.run(see_a_difference, wrong, world_size=world, local_size=trial.local_size or world)
+    workers.run(
+        check_harness_sees_a_difference,
+        wrong,
+        world_size=world,
+        local_size=trial.local_size or world,
+    )

@@ -283,7 +283,7 @@ def load_without_the_planner(path: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_load_without_the_planner_names_it(tmp_path: Path, world: int) -> None:
-    """DCP told of sizes that differ, and of "cells"."""
+    """DCP told of sizes that differ."""
     for told in workers.run(load_without_the_planner, str(tmp_path), world_size=world):
         for text in told:
             assert (

@@ -11,7 +11,7 @@ import workers
 from checkpoint_cases import load, quietly, save
 from checkpoint_small import sharded, step, unsharded
 from sharded_cases import Case, Table, usual_plan
-from sharded_training import train_beside
+from sharded_training import check_trains_as_unsharded
 from table_cases import make_table
 from torch import nn
 
@@ -95,7 +95,7 @@ def test_every_plan_starts_and_trains_as_unsharded(initializer: Any, pooled: boo
         Table(kind, [f"f{i}"], usual_plan(kind, 8, 2, 2, i), config=config)
         for i, kind in enumerate(kinds)
     ]
-    workers.run(train_beside, Case(tables, pooled, steps=2), world_size=2)
+    workers.run(check_trains_as_unsharded, Case(tables, pooled, steps=2), world_size=2)
 
 
 def case_of(initializer: Any) -> Case:

@@ -148,7 +148,9 @@ def contents(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def compare(kind: str, compiled: str, backend: str, place: Any = None, rank: int = 0) -> None:
+def check_as_without_a_compiler(
+    kind: str, compiled: str, backend: str, place: Any = None, rank: int = 0
+) -> None:
     """Asserts that a compiled model and its twin agree: bit for bit, with inductor up to rounding.
 
     Args:

@@ -71,7 +71,7 @@ class DenseRows:
         return grad, seen
 
 
-def train_beside_dense(case: Case, start: float = 0.5, divides: bool = True) -> None:
+def check_trains_as_dense(case: Case, start: float = 0.5, divides: bool = True) -> None:
     """Asserts that the rows of every shard are trained with the reduction of their table's config."""
     rank, world = dist.get_rank(), dist.get_world_size()
     steps = [batches(case, step)[0] for step in range(case.steps)]

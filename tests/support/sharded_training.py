@@ -1,8 +1,8 @@
 """Trains a sharded collection beside the unsharded collection on the same global batches.
 
-`train_beside(case)` runs in the workers: it asserts that every rank's outputs, and at the end every rank's
-rows, equal those of the unsharded collection, trained on the global batch with gradients divided by the
-number of ranks.
+`check_trains_as_unsharded(case)` runs in the workers: it asserts that the outputs of every rank, and at the
+end its rows, equal those of the unsharded collection, trained on the global batch with gradients divided by
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def check_same(case: Case, got: torch.Tensor, expected: torch.Tensor, what: str)
         )
 
 
-def train_beside(case: Case, batches_of: Callable[[Case, int], Any] = batches) -> int:
+def check_trains_as_unsharded(case: Case, batches_of: Callable[[Case, int], Any] = batches) -> int:
     """Trains both collections and asserts that they stay equal; returns the rows on this rank.
 
     `batches_of` returns the batches of a step, as `batches` does.

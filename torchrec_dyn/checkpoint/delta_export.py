@@ -142,8 +142,10 @@ class _Gathered(NamedTuple):
     removed: Share | None
 
 
-def collect_changes(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Changes:
-    """Returns the changes since a marker, for a directory; as `export_delta`, which writes them."""
+def collect_changes(
+    model: nn.Module, path: str | os.PathLike[str] | None, since: Marker
+) -> Changes:
+    """Returns the changes since a marker, for a directory if one is given; `export_delta` writes them."""
     tables = tables_of(model, _CALL)
     exports: list[_Export] = []
 
@@ -159,7 +161,7 @@ def collect_changes(model: nn.Module, path: str | os.PathLike[str], since: Marke
                 share = None if removed is None else share_of(removed, table)
                 gathered.append(_Gathered(sums, source.counts(), share))
                 exports.append(_Export(versions, source, removed))
-        return gathered, not Path(path).exists()
+        return gathered, path is not None and not Path(path).exists()
 
     by_rank = gather_results(tables[0].group, _CALL, prepare)
     is_new = all(was_new for _, was_new in by_rank)
@@ -211,10 +213,12 @@ def _marker(
     return Marker({name: _Marked(versions[name], of_table) for name, of_table in named})
 
 
-def _check_arguments(tables: Sequence[Table], path: str | os.PathLike[str], since: Marker) -> None:
+def _check_arguments(
+    tables: Sequence[Table], path: str | os.PathLike[str] | None, since: Marker
+) -> None:
     """Raises ValueError unless the arguments of `export_delta` are right."""
-    folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = None if path is None else Path(path)
+    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"export_delta: expected a new directory, got {folder}, which is taken. "
             "Give every delta a directory of its own."

@@ -33,6 +33,17 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     rows_summed,
     sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.entries import (
+    ENTRY,
+    LOCK,
+    Entry,
+    SavedChain,
+    commit_entry,
+    digest_of_file,
+    outdated,
+    read_chain,
+    remove_folders,
+)
 from torchrec_dyn.checkpoint_format.file_writer import (
     FileWriter,
     commit,
@@ -41,15 +52,6 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     write_beside,
 )
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
-from torchrec_dyn.checkpoint_format.saved_chain import (
-    ENTRY,
-    LOCK,
-    Entry,
-    SavedChain,
-    chain_of,
-    new_id,
-    read_chain,
-)
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,

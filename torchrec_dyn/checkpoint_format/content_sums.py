@@ -50,8 +50,8 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
-    # A state dict may have been loaded onto another device than its table.
-    ids = ids.to(values.device)
+    if ids.device != values.device:  # of a state dict that was loaded onto another device
+        ids = ids.to(values.device)
     return unsigned(int(ops.content_sum(ids, columns.contiguous(), first_column, key)))
 
 

@@ -78,25 +78,45 @@ def exchange_chunks(
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
     arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
 
+    # Raised on all ranks when they meet: until then each takes part. What a rank receives may be wrong since
+    # another could not read.
+    unread: list[Exception] = []
+    unreceived: list[Exception] = []
+
     def receive() -> None:
-        while arrived:
-            arrived.pop()()
+        try:
+            while arrived and not unreceived:
+                arrived.pop()()
+        except Exception as fault:
+            unreceived.append(fault)
 
     def read(number: int) -> Tensor:
-        receive()
         blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-        if number < len(items):
-            name, item = items[number]
-            chunk = saved[name].__get_tensor_shard__(item.index)
-            sent = routes.sent(number)
-            blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
-        return torch.cat(blocks)
+        try:
+            if number < len(items):
+                name, item = items[number]
+                chunk = saved[name].__get_tensor_shard__(item.index)
+                sent = routes.sent(number)
+                blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
+            return torch.cat(blocks)
+        except Exception as fault:
+            unread.append(fault)
+            return torch.zeros(sum(sizes[0]), dtype=torch.uint8, device="cpu")
 
     for number in range(max(map(len, of_ranks))):
-        received = exchange(group, read(number), *routes.sizes(saved, number))
+        sizes = routes.sizes(saved, number)
+        receive()
+        received = exchange(group, read(number), *sizes)
         arrived.append(partial(_receive, load, saved, routes.received(number), received))
         del received
-    run_together(group, call, receive)
+    receive()
+    for faults in (unread, unreceived):
+        run_together(group, call, partial(_raise_first, faults))
+
+
+def _raise_first(faults: Sequence[Exception]) -> None:
+    if faults:
+        raise faults[0]
 
 
 def _counts_here(table: Table, parts: int) -> tuple[list[int], list[int]] | None:

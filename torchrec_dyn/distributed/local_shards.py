@@ -332,10 +332,12 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
     if "waiting" in state and mask is not None:
         state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
-        mine = {name: state[name] for name in NOT_BY_ROW if name in state}
-        for name in state.keys() - mine:
-            mine[name] = _part(state[name], mask, shard)
-        shard.load_state(mine)
+        shard.load_state(
+            {
+                name: values if name in NOT_BY_ROW else _part(values, mask, shard)
+                for name, values in state.items()
+            }
+        )
 
 
 def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:

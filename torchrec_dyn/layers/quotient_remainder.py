@@ -109,8 +109,6 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
         chosen = _dynamic_configs(dynamic, pairs, where)
-        for options in chosen.values():
-            check_unscored(options, where)
         read = FeatureReader(
             [config.feature_names for config in self._configs],
             is_weighted,
@@ -120,13 +118,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.rows = nn.ModuleDict(
             {
                 group: _collection(
-                    [pair for pair in pairs if pair.group == group],
+                    members,
                     quotients,
                     chosen,
                     device,
                     fused_params,
                 )
-                for group in dict.fromkeys(pair.group for pair in pairs)
+                for group, members in _by_group(pairs).items()
             }
         )
         self.pooling = PooledPairs(pairs, read)
@@ -159,6 +157,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._is_weighted
 
 
+def _by_group(pairs: Sequence[TablePair]) -> dict[str, list[TablePair]]:
+    groups: dict[str, list[TablePair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.group, []).append(pair)
+    return groups
+
+
 def _check_op(op: str, configs: Sequence[EmbeddingBagConfig], where: str) -> None:
     if op not in PAIR_OPS:
         raise ValueError(f"{where}: expected op among {list(PAIR_OPS)}, got {op!r}.")
@@ -176,14 +181,7 @@ def _dynamic_configs(
     where: str,
 ) -> dict[str, DynamicTableConfig]:
     """Returns the options of each dynamic table; the default initializer is that of the *user's* config."""
-    names = [pair.config.name for pair in pairs]
-    tables = [table for pair in pairs for table in pair.tables]
-    if twice := sorted(set(names) & set(tables)):
-        raise ValueError(
-            f"{where}: expected table names that differ from the quotient and remainder tables "
-            f"{listed(tables)}, got {twice}. Rename them."
-        )
-    given = dynamic_config_by_table(dynamic, [*names, *tables], where)
+    given = dynamic_config_by_table(dynamic, _all_names(pairs, where), where)
     own = set(dynamic) if isinstance(dynamic, Mapping) else set()
     chosen = {}
     for pair in pairs:
@@ -195,8 +193,20 @@ def _dynamic_configs(
                 options = replace(options, initializer=_FACTORS)
             elif options.initializer is None:
                 options = replace(options, initializer=initializer_of(pair.config, options))
+            check_unscored(options, where)
             chosen[table] = options
     return chosen
+
+
+def _all_names(pairs: Sequence[TablePair], where: str) -> list[str]:
+    names = [pair.config.name for pair in pairs]
+    tables = [table for pair in pairs for table in pair.tables]
+    if twice := sorted(set(names) & set(tables)):
+        raise ValueError(
+            f"{where}: expected table names that differ from the quotient and remainder tables "
+            f"{listed(tables)}, got {twice}. Rename them."
+        )
+    return [*names, *tables]
 
 
 def _collection(

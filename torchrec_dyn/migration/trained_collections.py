@@ -105,28 +105,28 @@ def from_static(
         _check_weight(weights[config.name], config, device, f"{where}(table='{config.name}')")
     kind = EmbeddingBagConfig if isinstance(collection, EmbeddingBagCollection) else EmbeddingConfig
     configs = [
-        _config(one, limits[one.name], weights[one.name].dtype)
-        for one in checked_configs(configs_of(collection), kind, where, dynamic)
+        _config(config, limits[config.name], weights[config.name].dtype)
+        for config in checked_configs(configs_of(collection), kind, where, dynamic)
     ]
-    made = empty_counterpart(collection, configs, device, dynamic, fused_params)
-    tables: dict[str, UnshardedTable] = tables_by_name(made)
+    converted = empty_counterpart(collection, configs, device, dynamic, fused_params)
+    tables: dict[str, UnshardedTable] = tables_by_name(converted)
     whole_rule = "optimizer" in (fused_params or {})
     filled: list[tuple[TableShard, StaticRows]] = []
     for name, weight in weights.items():
         table = tables[name]
         table.weight.requires_grad_(weight.requires_grad)
-        of_table = f"{where}(table='{name}')"
-        trainer = trainer_of(weight, optimizer, of_table)
+        call = f"{where}(table='{name}')"
+        trainer = trainer_of(weight, optimizer, call)
         if trainer is not None and not whole_rule:
-            _mark(table, trainer, weight, of_table)
+            _mark(table, trainer, weight, call)
         moments = SavedMoments({}, 0)
         if trainer is not None:
-            check_kind(trainer, table.rows().optimizer, of_table)
-            moments = saved_moments(trainer, weight, table.rows().optimizer, name, of_table)
+            check_kind(trainer, table.rows().optimizer, call)
+            moments = saved_moments(trainer, weight, table.rows().optimizer, name, call)
         filled.append((table.rows(), _static_rows(table.rows(), weight.detach(), moments)))
     for shard, rows in filled:  # rows are copied only after all checks
         rows.fill([shard])
-    return made.train(collection.training)
+    return converted.train(collection.training)
 
 
 def _checked_limits(collection: Any, wished: int | Mapping[str, int] | None) -> dict[str, int]:

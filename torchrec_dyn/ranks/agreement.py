@@ -51,16 +51,13 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
             raise  # `work` met, too: all ranks have the error already
         _gather_numbers(group, [_number_of(call), 1, 0])
         raise _error_of_ranks(group, call, error) from error
-    heads = _gather_numbers(group, [_number_of(call), 0, len(sent)])
-    if any(has_error or number != heads[0][0] for number, has_error, _ in heads):
+    calls, errors, sizes = zip(
+        *_gather_numbers(group, [_number_of(call), 0, len(sent)]), strict=True
+    )
+    if any(errors) or len(set(calls)) > 1:
         raise _error_of_ranks(group, call, None)
-    sizes = [size for *_, size in heads]
-    if not any(sizes):
-        return [cast(T, None)] * len(sizes)
-    results: list[Any] = [
-        pickle.loads(words) if words else None for words in _gather_bytes(group, sent, sizes)
-    ]
-    return results
+    words = _gather_bytes(group, sent, sizes) if any(sizes) else [b""] * len(sizes)
+    return [_value_of(of_rank) for of_rank in words]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
@@ -122,6 +119,10 @@ def _bytes_of(value: Any) -> bytes:
     written = io.BytesIO()
     _Values(written, pickle.HIGHEST_PROTOCOL).dump(value)
     return written.getvalue()
+
+
+def _value_of(words: bytes) -> Any:
+    return pickle.loads(words) if words else None
 
 
 class _Report(NamedTuple):

@@ -72,20 +72,20 @@ class Replicas:
         self._model, self._group = model, host_group(job)
         tables: list[Table] = []
 
-        def tell() -> Described:
-            found, told = describe(model, job)
-            tables.extend(found)
-            return told
+        def described() -> Described:
+            tables[:], description = describe(model, job)
+            return description
 
-        self._groups = replica_groups(gather_results(self._group, CALL, tell))
-        sums = run_together(self._group, CALL, lambda: saved_sums(tables, CALL))
-        digests = [bytes(digest_of([as_words(of_table)]).tolist()) for of_table in sums]
-        self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
+        self._groups = replica_groups(gather_results(self._group, CALL, described))
+
+        def prepare() -> list[bytes]:
+            sums = saved_sums(tables, CALL)
+            self._sides = [Side(table) for table in tables if table.shards]
+            return [bytes(digest_of([as_words(table_sums)]).tolist()) for table_sums in sums]
+
+        self._check_same_contents(tables, gather_results(self._group, CALL, prepare))
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
-        self._sides = run_together(
-            self._group, CALL, lambda: [Side(one) for one in tables if one.shards]
-        )
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
@@ -122,18 +122,19 @@ class Replicas:
             for side, contents, clock in zip(self._sides, merged, merging.clocks, strict=True):
                 if contents.ids.numel() or clock is not None:
                     side.write(contents, clock)
-        rows = sum(int((one.kinds == ROW).sum()) for one in merged)
-        return Synced(sum(one.ids.numel() for one in merged), rows, sent_bytes)
+        rows = sum(int((contents.kinds == ROW).sum()) for contents in merged)
+        return Synced(sum(contents.ids.numel() for contents in merged), rows, sent_bytes)
 
-    # Checks; what they read of other ranks is the same on all ranks, so all raise or none.
+    # Checks. All ranks see the same inputs, so either all raise or none does.
 
     def _check_same_contents(
         self, tables: Sequence[Table], digests: Sequence[Sequence[bytes]]
     ) -> None:
         for first, *others in self._groups:
             for other in others:
-                for table, one, two in zip(tables, digests[first], digests[other], strict=True):
-                    if one != two:
+                pairs = zip(tables, digests[first], digests[other], strict=True)
+                for table, digest, other_digest in pairs:
+                    if digest != other_digest:
                         raise ValueError(
                             f"{CALL}(table='{table.name}'): expected the same contents in all replicas, got "
                             f"others on rank {other} than on rank {first}. Load the same checkpoint into all "
@@ -153,12 +154,13 @@ class Replicas:
     def _check_steps(self, heads: Sequence[Sequence[tuple[str, int]]]) -> None:
         for first, *others in self._groups:
             for other in others:
-                for (name, step), (_, got) in zip(heads[first], heads[other], strict=True):
-                    if step != got:
+                pairs = zip(heads[first], heads[other], strict=True)
+                for (name, step), (_, other_step) in pairs:
+                    if step != other_step:
                         raise ValueError(
                             f"{_SYNC}(table='{name}'): expected replicas after the same number of training "
-                            f"steps, got {step} on rank {first} and {got} on rank {other}. Call sync on all "
-                            "ranks after the same number of batches."
+                            f"steps, got {step} on rank {first} and {other_step} on rank {other}. Call "
+                            "sync on all ranks after the same number of batches."
                         )
 
     def _stamps(self) -> list[list[tuple[int, ...]]]:

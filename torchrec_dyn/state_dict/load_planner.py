@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -183,8 +183,8 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._path is None:
             for fqn, (load, name) in self._names.items():
                 if name in load.saved:
-                    chunks = load.wanted(name)
-                    plan.items += create_read_items_for_chunk_list(fqn, saved[fqn], chunks)
+                    chunks, tensor = load.wanted(name), cast(TensorStorageMetadata, saved[fqn])
+                    plan.items += create_read_items_for_chunk_list(fqn, tensor, chunks)
         return plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

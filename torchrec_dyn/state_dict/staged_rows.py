@@ -321,9 +321,9 @@ class StagedRows:
             life.scores = Scores(rows.weights.shift, self._device)
             life.scores.store.reserve_zeros(count)
             present = rows.step if saved_step is not None else life.clock.present_step
-            rows.life = life.caught_up(max(rows.step, present), count)
+            rows.life = life = life.caught_up(max(rows.step, present), count)
         for others in self.others:
-            rows.life.scores.forget(others)
+            life.scores.forget(others)
         return rows
 
     def _compact(self) -> int:
