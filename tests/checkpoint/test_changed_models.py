@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.checkpoint_format.merged_table import MergedTable
+from torchrec_dyn.checkpoint_format import MergedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -210,7 +210,7 @@ def test_an_older_line_in_two_dtypes_says_what_to_do() -> None:
         for dtype in (torch.bfloat16, torch.float32)
     ]
     with pytest.raises(ValueError, match=r"'torch.float32'\]. Call Checkpoints.restore in"):
-        next(MergedTable("kept", saves).parts(["weight"], 1))
+        MergedTable(saves, "kept")
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ def on_two_ranks(path: str) -> list[str]:
             job.restore()
         told.append(str(no_memory.value))
     with (
-        failing(delta_apply, "_reserve", 1 if rank else 99, MemoryError("too little")),
+        failing(delta_apply, "_prepared", 1 if rank else 99, MemoryError("too little")),
         pytest.raises(RuntimeError, match="expected memory for"),
     ):
         job.restore()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from interrupts import interrupted
 from pipeline_runs import prefetched_steps
 from processed_training import processed, shard_processed
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
@@ -19,7 +18,6 @@ from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
 from torchrec_dyn.distributed.resharding import _check_at_rest
-from torchrec_dyn.sharding import drop_steps, set_batch
 
 LIFE = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
@@ -273,32 +271,3 @@ def fail(*arguments: Any) -> None:
 
 def test_a_step_of_a_forward_that_failed_is_not_used() -> None:
     workers.run(fail_between, CASES["pooled"], world_size=2)
-
-
-def interrupt_before(case: Case) -> list[int]:
-    one = Batches(case, "")
-    lookups, runs = one.collection._lookups, 0
-    kernels, contexts = lookups[0]._emb_modules, one.sent(0)[0].sharding_contexts
-    hit = True
-    while hit:
-        steps: Any = dict.fromkeys(kernels, mock.sentinel.step)
-        hit = interrupted(lambda steps=steps: set_and_drop(lookups, contexts, steps), runs + 1)
-        set_batch(lookups, contexts, {})  # of a batch without steps
-        assert [kernel.prefetched_step for kernel in kernels] == [None] * len(kernels)
-        runs += 1
-    return [runs, len(kernels)]
-
-
-def set_and_drop(lookups: Any, contexts: Any, steps: Any) -> None:
-    set_batch(lookups, contexts, steps)
-    assert {kernel.prefetched_step for kernel in lookups[0]._emb_modules} == {mock.sentinel.step}
-    drop_steps(lookups)
-
-
-def test_a_step_that_an_interrupt_left_is_not_used_by_another_batch() -> None:
-    tables = [
-        dataclasses.replace(TABLE, name=f"t{n}", features=[f"a{n}"], pooling=pooling)
-        for n, pooling in enumerate(["SUM", "MEAN"])
-    ]
-    for runs, kernels in workers.run(interrupt_before, Case(tables), world_size=2):
-        assert runs > 5 and kernels == 2

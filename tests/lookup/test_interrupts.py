@@ -56,25 +56,6 @@ def test_evaluation(every):
     assert check_every_place(lambda: training.after(3), evaluate, check, every) > 1
 
 
-@at_one_place_in(97)
-def test_the_state_dict_of_the_optimizer(every):
-    """Tensors made by an interrupted call are in no later state dict."""
-    training = Training(LIVES["plain"])
-
-    def check(model):
-        training.step(model, 3)
-        state = model.fused_optimizer.state_dict()["state"]
-        steps = [
-            int(state[f"embedding_bags.{name}.weight"][f"{name}.step"]) for name in tables_of(model)
-        ]
-        assert steps == [4, 4]
-
-    def call(model):
-        model.fused_optimizer.state_dict()
-
-    assert check_every_place(lambda: training.after(3), call, check, every) > 6
-
-
 def test_the_growth_of_a_large_map():
     """A large map grows bit by bit: it is interrupted between its two arrays."""
     few, count = 41_000, 43_000  # of 72,892 slots: growth begins at 9/16 and ends at 5/8

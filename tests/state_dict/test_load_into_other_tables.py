@@ -88,7 +88,7 @@ def test_unsharded_one_wrong_number_of_plain_tensors_is_found(name: str, number:
     assert same_state(model.local_tables()["t"].export_state(), before)
 
 
-@pytest.mark.parametrize("left_out", [(), ("checksum",)], ids=["summed", "not summed"])
+@pytest.mark.parametrize("left_out", [(), ("weight_checksum",)], ids=["summed", "not summed"])
 @pytest.mark.parametrize("has_scores", [True, False])
 def test_unsharded_ids_come_in_any_order(has_scores: bool, left_out: tuple[str, ...]) -> None:
     """DCP's tensors of a checkpoint without scores are empty."""

@@ -131,7 +131,7 @@ RUNS = {
     "plans, adam": Run("adam", 5, 7, world=2),
     "plans, adam_by_row": Run("adam_by_row", 8, 6, world=2),
     "sequences, partial_rowwise_adam": Run("partial_rowwise_adam", 2, 5, world=2, pooled=False),
-    "sequences, lamb": Run("lamb", 7, 5, world=2, pooled=False),
+    "sequences, sgd": Run("sgd", 7, 5, world=2, pooled=False),
 }
 
 

@@ -20,6 +20,7 @@ from torchrec_dyn.checkpoint.dense_part import names_of_states
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     SUMMED,
@@ -135,7 +136,7 @@ def checksums_in(
             )
         both[table.name] = (
             (
-                state["model"][f"{table.key}.checksum"],
+                state["model"][f"{table.key}.{MODEL_CHECKSUM}"],
                 found[0][f"{table.name}.{OPTIMIZER_CHECKSUM}"],
             )
             if is_full

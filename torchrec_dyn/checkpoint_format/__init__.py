@@ -7,13 +7,6 @@ docs/checkpoint_format.md describes the format.
 The saved form depends only on the contents of a table, not on plan, world size or history.
 """
 
-from torchrec_dyn.checkpoint_format.byte_sums import (
-    SUMMED_BYTES,
-    FileSums,
-    RunningSums,
-    chunk_sum,
-    sums_of,
-)
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
     file_inside,
@@ -26,6 +19,7 @@ from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
@@ -43,13 +37,10 @@ from torchrec_dyn.checkpoint_format.file_writer import (
     FileWriter,
     commit,
     naming,
-    remove_left,
     replace_file,
     write_beside,
 )
-from torchrec_dyn.checkpoint_format.merged_table import saved_rows
-from torchrec_dyn.checkpoint_format.pace import Pace
-from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
+from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_chain import (
     ENTRY,
     LOCK,
@@ -71,7 +62,7 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     table_config,
     to_bytes,
 )
-from torchrec_dyn.checkpoint_format.saved_table import SavedTable
+from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
 from torchrec_dyn.checkpoint_format.saved_tensor import (
     CHUNK_BYTES,
     Part,

@@ -23,6 +23,7 @@ from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
 )
 from torchrec_dyn.checkpoint_format.file_writer import naming
@@ -30,10 +31,10 @@ from torchrec_dyn.checkpoint_format.saved_table import SavedTable
 from torchrec_dyn.name_lists import listed
 
 # A table, and the state of its optimizer, have tensors of these names and dtypes.
-_TABLE, _OPTIMIZER = {"config", "checksum"}, {"optimizer_config", OPTIMIZER_CHECKSUM}
+_TABLE, _OPTIMIZER = {"config", MODEL_CHECKSUM}, {"optimizer_config", OPTIMIZER_CHECKSUM}
 _DTYPES = {
     **dict.fromkeys(("config", "optimizer_config"), torch.uint8),
-    **dict.fromkeys(("checksum", OPTIMIZER_CHECKSUM), torch.int64),
+    **dict.fromkeys((MODEL_CHECKSUM, OPTIMIZER_CHECKSUM), torch.int64),
 }
 
 
@@ -126,42 +127,21 @@ def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
         OSError: if a file cannot be read.
         MemoryError: if there is no memory for the metadata.
     """
-    reader = FileSystemReader(folder)
-    metadata = _read_metadata(folder, reader)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    _check_files(folder, metadata)
-    return reader, metadata
-
-
-def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
-    if not (folder / ".metadata").is_file():
-        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
-        if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
-            raise ValueError(
-                f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
-                "finished. Use an earlier checkpoint."
-            )
-        raise ValueError(
-            f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
-            f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
-            "Give the directory of a checkpoint."
-        )
+    _check_is_checkpoint(folder)
+    reader, ends = FileSystemReader(folder), defaultdict[str, int](int)
     try:
         with naming(folder / ".metadata"):
-            return reader.read_metadata()
+            metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        for entry in metadata.storage_data.values():
+            name, end = entry.relative_path, entry.offset + entry.length
+            ends[name] = max(ends[name], end)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # of a damaged pickle any
         raise ValueError(
             f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
-
-
-def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Raises ValueError if a file is outside the directory, missing, or shorter than the metadata say."""
-    ends: dict[str, int] = defaultdict(int)
-    for entry in metadata.storage_data.values():
-        ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)
     for name, end in ends.items():
         file = file_inside(folder, name, DAMAGED)
         if not file.is_file():
@@ -170,6 +150,23 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             raise ValueError(
                 f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
             )
+    return reader, metadata
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    if (folder / ".metadata").is_file():
+        return
+    inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
+    if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
+        raise ValueError(
+            f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
+            "finished. Use an earlier checkpoint."
+        )
+    raise ValueError(
+        f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
+        f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
+        "Give the directory of a checkpoint."
+    )
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:

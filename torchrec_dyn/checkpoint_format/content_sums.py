@@ -26,11 +26,10 @@ SUMMED = (*MODEL_TENSORS, *OPTIMIZER_TENSORS)
 _SMALL = [SUMMED.index(name) for name in ("clock", "config", "step", "optimizer_config")]
 # A row of a checksum has these words and the step of the save.
 CHECKSUM_WORDS = len(SUMMED) + 1
-# The keys of a table in the model's state dict. The config comes first: with DCP's own load planner the first
-# tensor then has the expected size, and the load ends with our error. The checksum comes last, when the rows
-# have been read.
-MODEL_NAMES = ("config", "weight", "ids", "last_seen", "count", "waiting", "clock", "checksum")
-OPTIMIZER_CHECKSUM = "optimizer_checksum"
+# Rows are summed as they are read, so a checksum is read last, also where TorchRec sorts the keys.
+MODEL_CHECKSUM, OPTIMIZER_CHECKSUM = "weight_checksum", "optimizer_checksum"
+# The keys of a table in the model's state dict.
+MODEL_NAMES = ("config", "clock", "ids", "last_seen", "count", "waiting", "weight", MODEL_CHECKSUM)
 # Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
 # The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
 _SUMMED_BYTES = {"cpu": 4 << 20}

@@ -1,23 +1,20 @@
-"""Checks of the tensors of a saved table: their shapes, the order of their rows, their content sums.
+"""Checks of the tensors of a saved table: their shapes, and the order of their ids.
 
-Legend: R rows, D columns, N removed ids, Q waiting ids, K times, S ranks, M rows of a
-chunk.
+Legend: R rows, D columns, N removed ids, Q waiting ids, K times, S ranks, M ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
+    MODEL_CHECKSUM,
     OPTIMIZER_CHECKSUM,
     SUMMED,
-    add_sums,
-    content_sum,
 )
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
@@ -34,7 +31,7 @@ SHAPES = {
     "waiting": "[Q, 3] int64",
     "clock": "[2, K] int64",
     "config": "[n] uint8",
-    "checksum": f"[S, {CHECKSUM_WORDS}] int64",
+    MODEL_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
     **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
     "step": "[] int64",
     "optimizer_config": "[n] uint8",
@@ -69,26 +66,3 @@ def is_canonical(ids: Tensor) -> bool:
         if not (keys[1:] > keys[:-1]).all():
             return False
     return True
-
-
-class RowCheck:
-    """The check of rows as they are read: content sums by tensor, and the order of ids."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._last = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.sums: dict[str, int] = {}
-
-    def add(self, rows: Mapping[str, Tensor]) -> bool:
-        """Adds the next rows and returns True if their ids continue the canonical order.
-
-        rows: those of each tensor by name, with "ids".
-        """
-        ids = rows["ids"]
-        self.sums = add_sums(
-            self.sums,
-            {name: content_sum(self._table, name, ids, values) for name, values in rows.items()},
-        )
-        ordered = is_canonical(torch.cat([self._last, ids]))
-        self._last = ids[-1:]
-        return ordered

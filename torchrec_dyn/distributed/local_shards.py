@@ -189,8 +189,7 @@ class LocalShards:
             *others: Any,
         ) -> None:
             tables = self._by_key(f"{prefix}{holder}.")
-            loaded = load_tables(state_dict, tables, self.where, missing_keys)
-            self._initializers.update(loaded)
+            load_tables(state_dict, tables, self.where, missing_keys)
 
         tables = list(self._optimizers.items())
         placeholders = dict(module._optim.params)
@@ -233,6 +232,7 @@ class LocalShards:
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
             optimizer=self._optimizers[name],
+            initializers=self._initializers,
             features=tuple(config.feature_names),
             frozen=self.frozen,
         )

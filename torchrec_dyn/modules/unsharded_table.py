@@ -21,7 +21,7 @@ from torchrec_dyn.modules.wrapper_checks import (
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Piece, Table, TableLayout
-from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
+from torchrec_dyn.state_dict import TableLoad, check_is_not_static, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
@@ -266,7 +266,7 @@ class UnshardedTable(nn.Module):
             table = Table.of_one(rows, self.where, self.saved_config())
             save_tables(destination, {prefix: table}, self.where)
 
-    def staged(self, state_dict: Mapping[str, Any], prefix: str) -> ModelEntry | None:
+    def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows.
 
         Nothing changes before its `commit`.
@@ -300,7 +300,7 @@ class UnshardedTable(nn.Module):
         loaded = state_dict.get(prefix + "weight")  # staged by the collection, if it is loaded
         with turn_of(self, also_torn=True):
             try:
-                if not isinstance(loaded, ModelEntry):
+                if not isinstance(loaded, TableLoad):
                     loaded = self.staged(state_dict, prefix)
             except ValueError as fault:
                 error_msgs.append(str(fault))

@@ -18,7 +18,13 @@ from torchrec_dyn.ranks.layout import (
     checked_plan,
     table_layouts,
 )
-from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
+from torchrec_dyn.ranks.routing import (
+    config_of_share,
+    ids_per_rank,
+    mixed_ranges,
+    owners,
+    row_limit,
+)
 from torchrec_dyn.ranks.table import OF_EVERY_SHARD, Stats, Table
 
 TableHandle = Table  # the name in the documentation of what collections return

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks.agreement import exchange, gather_results
 from torchrec_dyn.ranks.id_exchange import IdExchange
@@ -63,6 +64,7 @@ class Table:
 
     Attributes:
         name: the table's name.
+        initializers: the initializers that loads have set, by table of the collection.
         features: the names of the features that read the table.
     """
 
@@ -88,6 +90,7 @@ class Table:
     placeholder: nn.Parameter | None = (
         None  # of an unsharded table: frozen if it requires no gradient
     )
+    initializers: dict[str, Initializer] = field(default_factory=dict)
 
     @classmethod
     def of_one(cls, shard: TableShard, where: str, config: dict[str, Any]) -> Table:

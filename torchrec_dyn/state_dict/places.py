@@ -124,11 +124,6 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     return Runs(total, runs)
 
 
-def places_of_table(table: Table, total: int) -> Places:
-    """Returns all places of a saved table, or of its waiting ids, if this rank holds rows of the table."""
-    return Places([] if table.part is None else [(0, total)])
-
-
 def chunks_to_read(
     saved: TensorStorageMetadata, places: Places, columns: Sequence[tuple[int, int]] | None
 ) -> Iterator[ChunkStorageMetadata]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import (
     CHECKSUM_WORDS,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     OPTIMIZER_CHECKSUM,
     Part,
@@ -94,7 +95,7 @@ class TableSource:
         small = _small_tensors(table, held[0].step, clocks[0] if clocks else None)
         readers = self._readers()
         saved = {
-            name: whole_tensor(tensor, _saves_small(table), self._entry)
+            name: whole_tensor(tensor, table.rank == 0, self._entry)
             for name, tensor in small.items()
         }
         runs = runs_of([counts.share for counts in held], table.part)
@@ -120,7 +121,7 @@ class TableSource:
         of_model = [name for name in MODEL_NAMES if name in saved]
         of_optimizer = ["optimizer_config", *states, "step"]
         for checksum, summed in (
-            ("checksum", of_model),
+            (MODEL_CHECKSUM, of_model),
             (OPTIMIZER_CHECKSUM, [*of_optimizer, *(["ids"] if states else [])]),
         ):
             words = _Checksum(
@@ -135,7 +136,7 @@ class TableSource:
             size = len(held), CHECKSUM_WORDS
             saved[checksum] = SavedTensor(size, torch.int64, parts, self._entry)
         return (
-            {name: saved[name] for name in (*of_model, "checksum")},
+            {name: saved[name] for name in (*of_model, MODEL_CHECKSUM)},
             {name: saved[name] for name in (*of_optimizer, OPTIMIZER_CHECKSUM)},
         )
 
@@ -275,21 +276,21 @@ def sums_here(table: Table) -> dict[str, int]:
         ]
         if table.has_first_column:
             sums += [{"waiting": reader.total()} for reader in source._readers().get("waiting", ())]
-        if _saves_small(table):
+        if _is_first(table):
             small = _small_tensors(table, table.shards[0].step, _clock(table))
             sums += [{name: sum_of_small(table.name, name, one)} for name, one in small.items()]
     return add_sums(*sums)
 
 
-def _saves_small(table: Table) -> bool:
-    """Returns True on the one rank that saves the tensors that are not by row."""
+def _is_first(table: Table) -> bool:
+    """Returns True on the one rank that holds the first rows and columns."""
     return table.part == 0 and table.has_first_column
 
 
 def _clock(table: Table) -> list[list[int]] | None:
     # Not a tensor: those who got it would make it alone, and another rank would wait if one cannot.
     life = table.shards[0].life
-    return life.clock.export().tolist() if life is not None and _saves_small(table) else None
+    return life.clock.export().tolist() if life is not None and _is_first(table) else None
 
 
 def _small_tensors(table: Table, step: int, clock: list[list[int]] | None) -> dict[str, Tensor]:

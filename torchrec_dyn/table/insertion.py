@@ -190,7 +190,7 @@ class Removal:
         self._table = table
         self._ids = ids
         self._rows = rows
-        self._left = table.id_map.num_ids - ids.numel()
+        self.left = table.id_map.num_ids - ids.numel()
         self._counted = {cause: table.counters[cause] + rows.numel()}
         if table.life is not None:
             self._blank = table.life.scores.blank(rows)
@@ -214,7 +214,7 @@ class Removal:
 
     def commit(self) -> None:
         """Removes the ids and frees their rows: of all ids or of none."""
-        run_to_end(lambda _: self._table.id_map.remove(self._ids, self._left), self.free_rows)
+        run_to_end(lambda _: self._table.id_map.remove(self._ids, self.left), self.free_rows)
 
     def free_rows(self, _: bool = False) -> None:
         """Frees the rows of ids that are not in the map; a second call directly after changes nothing.

@@ -19,7 +19,6 @@ from torchrec_dyn.storage import (
     ChangeLog,
     MapList,
     OpenForwards,
-    RowStore,
     Version,
     changes,
     commit,
@@ -36,11 +35,11 @@ from torchrec_dyn.table.checks import (
     checked_device,
 )
 from torchrec_dyn.table.contents import (
+    Contents,
     from_saved_bytes,
     given_state,
     is_spawning,
     read_state,
-    replace_contents,
     state_for_copy,
     state_shapes,
     stored_state,
@@ -55,6 +54,7 @@ from torchrec_dyn.table.insertion import (
     insert_unseen,
     prepare_unseen,
 )
+from torchrec_dyn.table.row_writes import beside, replace
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 
 
@@ -174,13 +174,6 @@ class TableShard(TableArrays):
 
         return rows.numel(), remove
 
-    def replace_states(self, states: tuple[RowStore, ...]) -> None:
-        """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
-        log = self.change_log
-        if log is not None:
-            log.note_all()
-        self.states, self.generation = states, self.generation + 1
-
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:
         """Removes ids and frees their rows: of all ids or of none. Returns the number of ids.
 
@@ -273,7 +266,7 @@ class TableShard(TableArrays):
         other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
-        replace_contents(self, given_state(state), self.dtype, self.device)
+        self._replace(given_state(state), self.dtype, self.device)
 
     @locked
     @changes
@@ -284,7 +277,14 @@ class TableShard(TableArrays):
         dtype = dtype or self.dtype
         device = checked_device(self.where, dtype, device or self.device)
         if dtype != self.dtype or device != self.device:
-            replace_contents(self, stored_state(self), dtype, device)
+            self._replace(stored_state(self), dtype, device)
+
+    def _replace(self, contents: Contents, dtype: torch.dtype, device: torch.device) -> None:
+        rows = beside(self, dtype, device)
+        write_state(rows, contents)
+        change = replace(self, rows)
+        with commit(self, replaces=True):
+            change()
 
     def __getstate__(self) -> dict[str, Any]:
         with turn_of(self, also_torn=True):
