@@ -28,7 +28,7 @@ from torchrec.distributed.sharding_plan import construct_module_sharding_plan, r
 from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner, TableWriter, only_to_load, only_to_save
+from torchrec_dyn.checkpoint import LoadPlanner, TableWriter
 from torchrec_dyn.ops import mix64
 
 DIM = 64
@@ -142,7 +142,7 @@ class Saved:
     def save(self, folder: Path, is_synced: bool) -> Parts:
         """Saves as a training job does. Collective."""
         parts: Parts = {}
-        with timed(parts, "state_dict", self.bytes // 4), only_to_save():
+        with timed(parts, "state_dict", self.bytes // 4):
             state = self.state()
         with timed(parts, "dcp.save", 2 * self.bytes):
             writer = self._writer(folder, sync_files=is_synced)
@@ -152,7 +152,7 @@ class Saved:
     def load(self, folder: Path) -> Parts:
         """Loads as a training job does. Collective."""
         parts: Parts = {}
-        with timed(parts, "state_dict", self.bytes // 4), only_to_load():
+        with timed(parts, "state_dict", self.bytes // 4):
             state = self.state()
         with timed(parts, "dcp.load", 2 * self.bytes):
             dcp.load(state, checkpoint_id=folder, planner=self._planner and self._planner(folder))

@@ -21,9 +21,7 @@ from torchrec.distributed import comm
 
 from torchrec_dyn.ranks import TableLayout, agreement
 from torchrec_dyn.state_dict.places import Share
-from torchrec_dyn.state_dict.row_index import CellCounts
-from torchrec_dyn.state_dict.saving import ShardSummary
-from torchrec_dyn.storage import CELL_BITS
+from torchrec_dyn.state_dict.saving import Counts
 
 NODE = 8  # ranks of a node
 _BACKEND = "simulated"  # TorchRec leaves out parts of a collection in a group of the backend "fake"
@@ -51,43 +49,33 @@ class Peers:
         begin = time.process_time()
         value = pickle.loads(mine) if mine else None
         self.sent += len(mine)
-        if isinstance(value, list) and any(isinstance(one, ShardSummary) for one in value):
-            of_ranks = [pickle.dumps(self._summaries(value, rank)) for rank in range(self.ranks)]
+        if isinstance(value, list) and any(isinstance(one, Counts) for one in value):
+            of_ranks = [pickle.dumps(self._counts(value, rank)) for rank in range(self.ranks)]
         else:
             of_ranks = [mine] * self.ranks
         self.received += sum(map(len, of_ranks))
         self.seconds += time.process_time() - begin
         return of_ranks
 
-    def _summaries(self, mine: Sequence[ShardSummary | None], rank: int) -> list[Any]:
-        """Returns the summaries of a peer: of its tables, with the numbers of one of this rank's tables."""
+    def _counts(self, mine: Sequence[Counts | None], rank: int) -> list[Counts | None]:
+        """Returns the counts of a peer: of its tables, with the numbers of one of this rank's tables."""
         if rank == self.rank:
             return list(mine)
-        like = next(one for one in mine if one is not None and one.cells is not None)
-        made: list[ShardSummary | None] = []
+        like = next(one for one in mine if one is not None)
+        counts: list[Counts | None] = []
         for layout in self.layouts:
             parts = [piece.ranks.index(rank) for piece in layout.pieces if rank in piece.ranks]
             if not parts:
-                made.append(None)
+                counts.append(None)
                 continue
-            is_first = rank in layout.pieces[0].ranks
-            waits = is_first and like.waiting is not None
-            made.append(
+            waits = rank in layout.pieces[0].ranks and like.waiting is not None
+            counts.append(
                 like._replace(
                     share=Share(parts[0], like.share.rows, []),
-                    cells=_moved(like.cells, parts[0], layout) if is_first else None,
                     waiting=Share(parts[0], like.waiting.rows, []) if waits else None,
-                    waiting_cells=_moved(like.waiting_cells, parts[0], layout) if waits else None,
                 )
             )
-        return made
-
-
-def _moved(cells: CellCounts, part: int, layout: TableLayout) -> CellCounts:
-    """Returns the cells of the first part, moved to those of another part."""
-    count = len(cells.counts) // 4
-    first = cells.first + (part << CELL_BITS) // layout.row_ranks
-    return cells._replace(first=min(first, (1 << CELL_BITS) - count))
+        return counts
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from torchrec_dyn import serving
-from torchrec_dyn.checkpoint_format import Pace
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import print_size
 from torchrec_dyn.serving import ROW_DTYPES
@@ -103,32 +102,18 @@ def _add_verify(verify: argparse.ArgumentParser) -> None:
     )
     verify.epilog = "Exit status: 0 no damage; 1 torn, damaged or without sums; 2 wrong usage."
     verify.add_argument("path", type=Path, help="the directory or file")
-    verify.add_argument(
-        "--add", action="store_true", help="add sums to served tables of an older version first"
-    )
-    verify.add_argument(
-        "--rate",
-        type=_count,
-        metavar="BYTES",
-        help="most bytes that are read a second, e.g. 50_000_000",
-    )
     verify.set_defaults(run=_verify)
 
 
 def _verify(chosen: argparse.Namespace) -> None:
     path: Path = chosen.path
-    is_served = (path / "current").exists() or any(path.glob("rows-*"))
-    if chosen.add and not is_served:
-        raise ValueError(f"verify --add: expected a directory of served tables, got {path}.")
-    if is_served:
-        if chosen.add:
-            serving.add_checksums(path)
-        size = serving.verify(path, chosen.rate)
+    if (path / "current").exists() or any(path.glob("rows-*")):
+        size = serving.verify(path)
         print(f"served tables {path}: {size:,} bytes read and checked: no damage")
     elif path.is_file():
-        print(verify_rows_file(path, Pace(chosen.rate)))
+        print(verify_rows_file(path))
     else:
-        print(verify_checkpoint(path, Pace(chosen.rate)))
+        print(verify_checkpoint(path))
 
 
 def _add_follow(follow: argparse.ArgumentParser) -> None:

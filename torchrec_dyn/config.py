@@ -12,9 +12,9 @@ from torchrec_dyn.initializers import (
     Normal,
     TruncatedNormal,
     Uniform,
+    make_numbers_plain,
 )
 from torchrec_dyn.mapped_files import MappedFiles
-from torchrec_dyn.plain_numbers import make_numbers_plain
 from torchrec_dyn.policies import (
     Admission,
     AdmitAfter,

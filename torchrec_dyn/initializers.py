@@ -18,15 +18,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal, Protocol
 
 from torch.nn.init import calculate_gain
 
-from torchrec_dyn.plain_numbers import make_numbers_plain
-
 _CONSTANT, _UNIFORM, _NORMAL = 0, 1, 2
 _MOST = (2 - 2**-23) * 2.0**127  # the largest float32: initial rows are computed in float32
+
+
+def make_numbers_plain(value: Any) -> None:
+    """Converts numpy's and other numbers in the fields of a frozen dataclass to Python's."""
+    for field in fields(value):
+        number = getattr(value, field.name)
+        if isinstance(number, Real) and type(number) not in (bool, int, float):
+            plain = int(number) if isinstance(number, Integral) else float(number)
+            object.__setattr__(value, field.name, plain)
 
 
 class Initializer(Protocol):

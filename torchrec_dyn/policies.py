@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
-from torchrec_dyn.plain_numbers import make_numbers_plain
+from torchrec_dyn.initializers import make_numbers_plain
 
 # A score has 32 bits for the count of a row and 32 for its last step; a free row has the step 2^32 - 1.
 MOST_COUNT = 2**32 - 1

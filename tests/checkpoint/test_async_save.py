@@ -18,14 +18,14 @@ from torchrec_dyn.checkpoint import entry_writing
 @contextmanager
 def held_up() -> Iterator[threading.Event]:
     """Nothing is written until the event is set."""
-    begin, real = threading.Event(), entry_writing.save_files
+    begin, real = threading.Event(), entry_writing.save_part
 
     def later(*args: Any, **options: Any) -> None:
         assert begin.wait(60)
         real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entry_writing, "save_files", later)
+        patch.setattr(entry_writing, "save_part", later)
         try:
             yield begin
         finally:
@@ -87,13 +87,13 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept", full_every=9)
     job.save()
     for call in ("save", "async_save", "close"):
-        with failing(entry_writing, "publish"):
+        with failing(entry_writing, "commit_entry"):
             saving = job.save("async_save")
             saving.wait()
         with pytest.raises(OSError, match="No space left"):
             getattr(job.checkpoints, call)() if call == "close" else job.save(call)
         assert names(tmp_path / "kept") == ["full-00000001"]
-    with failing(entry_writing, "publish"):
+    with failing(entry_writing, "commit_entry"):
         saving = job.save("async_save")
         with pytest.raises(OSError, match="No space left"):
             saving.result()

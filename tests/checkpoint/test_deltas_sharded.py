@@ -31,7 +31,6 @@ from shards import deep_but
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
-from torchrec_dyn.checkpoint_format.content_sums import MODEL_TENSORS, OPTIMIZER_TENSORS
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.whole_model import tables_of
 
@@ -54,7 +53,8 @@ def sums_of(model) -> list:
     tables = tables_of(model, "test")
     sums = saved_sums(tables, "test")
     return sorted(
-        (t.name, *(words.tolist() for words in pair)) for t, pair in zip(tables, sums, strict=True)
+        ((table.name, sums) for table, sums in zip(tables, sums, strict=True)),
+        key=lambda pair: pair[0],
     )
 
 
@@ -160,15 +160,9 @@ def test_row_wise_state_under_equal_and_other_cuts(tmp_path, optimizer):
     other = replace(source, kinds=("row_wise",))
     other = run(apply_all, other, str(tmp_path), [0, 1])
     for mine, theirs in zip(other[-1], expected[-1], strict=True):
-        assert mine[1] == theirs[1]
-        moments = dict(zip(OPTIMIZER_TENSORS, zip(mine[2], theirs[2], strict=True), strict=False))
-        assert moments["step"][0] == moments["step"][1]
         row_wise = ROW_WISE_STATES[optimizer]
-        assert moments[row_wise][0] != moments[row_wise][1]
-        assert (
-            optimizer == "EXACT_ROWWISE_ADAGRAD"
-            or moments["momentum1"][0] == moments["momentum1"][1]
-        )
+        differs = {name for name, total in mine[1].items() if total != theirs[1][name]}
+        assert row_wise in differs and differs <= {row_wise, "optimizer_config"}
 
 
 def goes_on(setup: Setup, folder: str) -> None:
@@ -233,8 +227,3 @@ def _no_memory(rows: int) -> None:
 
 def test_an_error_on_one_rank_is_an_error_on_all_and_changes_nothing(tmp_path):
     run(fails_on_one_rank, Setup(2, ("row_wise",), names=EDITED), str(tmp_path))
-
-
-def test_the_words_compared_are_those_of_the_format():
-    assert len(MODEL_TENSORS) == 7
-    assert OPTIMIZER_TENSORS[:5] == ("momentum1", "momentum2", "step", "config", "row_counter")

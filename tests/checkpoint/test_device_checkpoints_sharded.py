@@ -105,7 +105,7 @@ def loaded_by_ranks(setup, folder, first):
         assert twins.compare() > 0 and differences(held(here), before)
         for collection, name in zip(twins.collections, reversed(PLACES), strict=True):
             handle = collection.table("plain")
-            handle.erase(handle.whole.ids()[:3])
+            handle.erase(handle.read_ids()[:3])
             import_rows(collection, "plain", f"{folder}/{name}_rows")
         assert twins.compare() > 0
         for model, copied in zip(twins.models, reversed(copies), strict=True):
@@ -182,7 +182,7 @@ def filled_from_static(folder):
         for twins in (made, loaded):
             for table, weight in zip(tables, static.parameters(), strict=True):
                 ids = torch.arange(table.rows, device=CUDA)
-                rows, found = twins.collections[1].table(table.name).whole.lookup(ids)
+                rows, found = twins.collections[1].table(table.name).lookup_rows(ids)
                 assert bool(found.all()) and torch.equal(rows.cpu(), weight.detach())
             twins.check_notes()
         return made.compare() + loaded.compare()

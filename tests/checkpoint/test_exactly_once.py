@@ -88,7 +88,7 @@ class Death:
     """Where a rank is killed.
 
     Attributes:
-        place: name of a function of a file of `checkpoint`, e.g. "entry_writing.publish"; "": any place.
+        place: name of a function of a file of `checkpoint`, e.g. "entry_writing.commit_entry"; "": any place.
         number: the n-th call of the function; of any place, the number of trained batches before it.
         delay: of any place, seconds after that batch.
     """
@@ -220,8 +220,8 @@ def check(
 @pytest.mark.parametrize(
     ("deaths", "method", "workers"),
     [
-        ([None, Death("checkpoints.collect_changes", 2)], "save", 0),
-        ([Death("entry_writing.publish", 3), None], "async_save", 2),
+        ([None, Death("entry_writing.collect_changes", 2)], "save", 0),
+        ([Death("entry_writing.commit_entry", 3), None], "async_save", 2),
     ],
     ids=["one rank", "in the background, with two loader workers"],
 )
@@ -233,9 +233,9 @@ def test_a_killed_run_ends_as_one_that_was_not(
 
 
 PLACES = (
-    *("checkpoints.collect_changes", "checkpoints.dense_state", "entry_writing.save_files"),
-    *("entry_writing.write_values", "entry_writing.digests_of_files"),
-    *("entry_writing.publish", "entry_files.commit", "checkpoints.remove"),
+    *("entry_writing.collect_changes", "entry_writing.split_state", "entry_writing.save_part"),
+    *("entry_writing.write_values", "dcp_files.digest_of_file"),
+    *("entry_writing.commit_entry", "entry_writing.outdated", "entry_writing.remove_folders"),
 )
 
 
@@ -246,7 +246,7 @@ def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]
     draw = random.Random(seed)
     deaths: Deaths = [None, None]
     place = draw.choice(PLACES) if seed % 2 else ""
-    number = draw.randint(1, 2 if place.startswith("checkpoints.") else 4)
+    number = draw.randint(1, 2 if place == "entry_writing.collect_changes" else 4)
     for rank in range(2) if draw.random() < 0.4 else [draw.randrange(2)]:
         deaths[rank] = (
             Death(place, number) if place else Death("", draw.randint(0, 12), draw.random() / 10)

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -49,15 +50,10 @@ def test_rows_beyond_32_bits_are_read_by_their_number(tmp_path):
     table = open_checkpoint(tmp_path).tables[KEY]
     assert table.num_rows == rows * times > 2**31
     for first in (2**31 - 3, 2**31, rows * times - 7):
-        chunk = joined(table, range(first, first + 7))
+        chunk = {name: table.rows(name, first, first + 7) for name in BY_ROW}
         numbers = torch.arange(first, first + 7) % rows
         for name in BY_ROW:
             assert torch.equal(chunk[name], {**state, **optimizer}[name][numbers]), name
-
-
-def joined(table, rows):
-    chunks = [*table.chunks(BY_ROW, rows, chunk_bytes=100)]
-    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in BY_ROW}
 
 
 @pytest.mark.parametrize("rows", [2**31, 2**32 + 1, 2**61, 2**63 - 1, 2**63, 2**70])
@@ -123,74 +119,14 @@ def test_files_of_another_checkpoint_are_found(folder, tmp_path):
             open_checkpoint(mixed).tables[KEY].verify()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "state_dict_metadata",
-        "storage_data",
-        "size",
-        "properties",
-        "chunks",
-        "offsets",
-        "sizes",
-        "relative_path",
-        "offset",
-        "length",
-        "fqn",
-    ],
-)
-def test_a_part_under_another_name_is_damage(folder, name):
-    """As one flipped bit leaves it: the pickle can be read, and its objects lack an attribute."""
-    file = folder / ".metadata"
-    text = b"\x8c" + bytes([len(name)]) + name.encode()
-    assert text in file.read_bytes()
-    other = text[:2] + bytes([text[2] ^ 1]) + text[3:]
-    file.write_bytes(file.read_bytes().replace(text, other))
-    with pytest.raises(ValueError, match=r"\.metadata that can be read, got .*is damaged; use an"):
-        open_checkpoint(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda saved, place: setattr(saved.properties, "dtype", torch.strided),
-        lambda saved, place: setattr(saved, "size", "ids"),
-        lambda saved, place: setattr(saved.chunks[0], "sizes", torch.Size([-1])),
-        lambda saved, place: setattr(saved.chunks[0], "offsets", (0.0,)),
-        lambda saved, place: setattr(place, "relative_path", {}),
-        lambda saved, place: setattr(place, "relative_path", 5),
-        lambda saved, place: setattr(place, "length", 0.5),
-        lambda saved, place: setattr(place, "offset", -1),
-    ],
-)
-def test_a_part_of_another_type_is_damage(folder, change):
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    (place,) = [place for at, place in index.storage_data.items() if at.fqn == f"{KEY}.ids"]
-    change(index.state_dict_metadata[f"{KEY}.ids"], place)
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ValueError, match=r"got TypeError: no index of .* is damaged; use an"):
-        open_checkpoint(folder)
-
-
 def test_an_index_that_cannot_be_read_is_no_damage(folder, monkeypatch):
-    """But a flipped bit may ask for any memory: this is damage while there is memory for a sound index."""
-
-    def failing(error):
-        def read(reader):
-            raise error
-
+    for error in (OSError(errno.EIO, "Input/output error"), MemoryError()):
+        read = mock.Mock(side_effect=error)
         monkeypatch.setattr(checkpoint_reader.FileSystemReader, "read_metadata", read)
-
-    failing(OSError(errno.EIO, "Input/output error"))  # without a name, as of a read
-    with pytest.raises(OSError, match=re.escape(f"error: '{folder}/.metadata'")):
-        open_checkpoint(folder)
-    failing(MemoryError())
-    with pytest.raises(ValueError, match=r"got MemoryError: \. The checkpoint is damaged"):
-        open_checkpoint(folder)
-
-    def no_memory(size):
-        raise MemoryError
-
-    monkeypatch.setattr(checkpoint_reader, "bytearray", no_memory, raising=False)
-    with pytest.raises(MemoryError):
+        with pytest.raises(type(error)):
+            open_checkpoint(folder)
+    monkeypatch.setattr(
+        checkpoint_reader.FileSystemReader, "read_metadata", mock.Mock(side_effect=KeyError)
+    )
+    with pytest.raises(ValueError, match=r"\.metadata that can be read, got KeyError.* is damaged"):
         open_checkpoint(folder)

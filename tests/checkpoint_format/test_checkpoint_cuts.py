@@ -49,7 +49,7 @@ def test_other_cuts_take_the_weighted_mean(tmp_path: Path, optimizer: str) -> No
     low = three[:, 0] * 0.5 + three[:, 1] * 0.5
     high = three[:, 1] * (2 / 6) + three[:, 2] * (4 / 6)
     assert torch.equal(two[STATE + name], torch.stack([low, high], 1).float())
-    assert bytes(two[STATE + "config"].tolist()).count(b'"cuts": [0, 6, 12]') == 1
+    assert bytes(two[STATE + "optimizer_config"].tolist()).count(b'"cuts": [0, 6, 12]') == 1
 
     for world in (0, 3):
         again = str(tmp_path / f"one {world}")

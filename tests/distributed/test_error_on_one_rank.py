@@ -77,7 +77,7 @@ def break_in(stage: str) -> tuple[int, int]:
         with pytest.raises(RuntimeError, match=TIMED_OUT):
             step(model, 200)
     dist.barrier()  # of all workers: the rank with the error stays in the group
-    state = table.whole.shards[0].export_state()
+    state = table.shards[0].export_state()
     assert len(state["ids"]) == table.num_rows and torch.isfinite(state["weight"]).all()
     return before, table.num_rows
 

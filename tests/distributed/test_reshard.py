@@ -44,7 +44,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.distributed import chunk_exchange
-from torchrec_dyn.state_dict import aligned_state, loading, saving, staged_rows
+from torchrec_dyn.state_dict import loading, saving, staged_rows
 
 # Probe lengths depend on the order of insertion; bytes and slots depend on the shards.
 NOT_CARRIED = (
@@ -364,7 +364,8 @@ def failing(rank: int, real: Callable[..., Any]) -> Callable[..., Any]:
     """A function that runs out of memory on one rank, when it comes to the last table."""
 
     def run(it: Any, *args: Any, **options: Any) -> Any:
-        if dist.get_rank() == rank and it.name == "counted":
+        table = getattr(it, "rows", it)
+        if dist.get_rank() == rank and table.name == "counted":
             raise MemoryError("no more")
         return real(it, *args, **options)
 
@@ -380,8 +381,8 @@ def fails_on_the_way(setup: Setup) -> None:
         (1, saving, "read_tensor"),  # rank 0 holds nothing of it yet
         (0, staged_rows.StagedRows, "receive"),
         (1, staged_rows.StagedRows, "receive"),
-        (0, loading, "commit_rows"),
-        (1, aligned_state, "named_states"),
+        (0, loading, "replace"),
+        (1, loading, "replace"),
     ):
         with mock.patch.object(target, name, failing(rank, getattr(target, name))):
             refused(model, setup, changed, RuntimeError, f"rank={rank}.: no more")

@@ -181,33 +181,33 @@ def held_by_others() -> None:
     run = Run((TW, TW), (TW,), lives=LIVES)
     model = sharded_model(run)
     pooled = model.module.pooled
-    handle, whole = pooled.table("pooled_0"), pooled.table("pooled_0").whole
+    handle = pooled.table("pooled_0")
     seen: list[int] = []
     pooled.register_forward_hook(lambda *_: seen.append(1))
     model(batches(run)[0])[0].backward()
-    ids, count = whole.ids(), whole.num_rows
+    ids, count = handle.read_ids(), handle.read_num_rows()
     assert count > 20
     model.eval()
     reshard(model, run, {"pooled": (RW, CW)})
     assert model.module.pooled is pooled and pooled.table("pooled_0") is handle
-    assert whole.num_rows == count and torch.equal(whole.ids(), ids)
+    assert handle.read_num_rows() == count and torch.equal(handle.read_ids(), ids)
     told: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(told, handle.num_rows)
     assert sum(told) == count and min(told) > 5, "the handle shows the rows that are here now"
     model(batches(run, first_step=5)[0])
-    assert len(seen) == 2 and whole.num_rows == count, "evaluation inserts nothing"
+    assert len(seen) == 2 and handle.read_num_rows() == count, "evaluation inserts nothing"
     model.train()
     model(batches(run, first_step=5)[0])[0].backward()
-    assert whole.num_rows > count
-    count = whole.num_rows
+    assert handle.read_num_rows() > count
+    count = handle.read_num_rows()
     handle.freeze()
     reshard(model, run, {"pooled": (TW, TW)})
-    assert handle.is_frozen and whole.num_rows == count
+    assert handle.is_frozen and handle.read_num_rows() == count
     model(batches(run, first_step=9)[0])[0].backward()
-    assert whole.num_rows == count, "a frozen table stays frozen"
+    assert handle.read_num_rows() == count, "a frozen table stays frozen"
     handle.unfreeze()
     model(batches(run, first_step=9)[0])[0].backward()
-    assert whole.num_rows > count
+    assert handle.read_num_rows() > count
 
 
 def test_what_others_hold_of_a_collection_goes_on() -> None:

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import agree, host_group
+from torchrec_dyn.ranks import agree, gather_results, host_group
 from torchrec_dyn.table import TableShard
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
@@ -43,14 +43,14 @@ def edit(twins):
             ids = torch.arange(6, device=place) * 3 + 100 * rank
             handle.assign(ids, torch.ones(6, 8, device=place) * (rank + 1))
             erased = handle.erase(ids[:2])
-            found = handle.whole.lookup(ids)
-            assert {one.device for one in (*found, handle.ids(), handle.whole.ids())} == {place}
+            found = handle.lookup_rows(ids)
+            assert {one.device for one in (*found, handle.ids(), handle.read_ids())} == {place}
             assert {one.device for one in handle.lookup(ids)} == {place}
-            results.append([erased, *found, *handle.lookup(ids), handle.ids(), handle.whole.ids()])
-            results[-1] += [handle.whole.num_rows, handle.stats()["rows"], handle.columns]
+            results.append([erased, *found, *handle.lookup(ids), handle.ids(), handle.read_ids()])
+            results[-1] += [handle.read_num_rows(), handle.stats()["rows"], handle.columns]
             results[-1].append(dyn.owner_ranks(collection, table.name, ids))
             if table.config is not None:
-                results[-1] += [handle.whole.last_seen(ids), handle.count(ids)]
+                results[-1] += [handle.read_last_seen(ids), handle.count(ids)]
                 collection.set_time(5)
         for ours, theirs in zip(*results, strict=True):
             ours, theirs = on_cpu(ours), on_cpu(theirs)
@@ -146,6 +146,10 @@ def test_rows_trained_on_the_cpu_are_copied_to_a_device():
     assert sum(workers.run(train_and_act, case_of(), None, True, world_size=2)) > 0
 
 
+def fail():
+    raise ValueError("expected it, got none")
+
+
 def agree_beside_cuda():
     """Returns the answers of an agreement over a group that sends no tensors of the CPU."""
     group = group_for_cuda()
@@ -154,8 +158,8 @@ def agree_beside_cuda():
     assert host_group(host) is host and host_group(dist.group.WORLD) is dist.group.WORLD
     assert dist.get_process_group_ranks(host) == dist.get_process_group_ranks(group)
     with pytest.raises(ValueError, match=r"^here\(rank=1\): expected it, got none"):
-        agree(group, "here", ValueError("expected it, got none") if dist.get_rank() else None)
-    return agree(group, "here", value=dist.get_rank())
+        gather_results(group, "here", fail if dist.get_rank() else lambda: None)
+    return agree(group, "here", dist.get_rank())
 
 
 def test_ranks_agree_over_a_group_for_gpus():
@@ -164,7 +168,7 @@ def test_ranks_agree_over_a_group_for_gpus():
 
 def agree_beside_a_group_of_one():
     dist.new_group([0])
-    return agree(group_for_cuda.__wrapped__(), "here", value=dist.get_rank())
+    return agree(group_for_cuda.__wrapped__(), "here", dist.get_rank())
 
 
 def test_ranks_in_different_numbers_of_groups_agree():
@@ -190,12 +194,12 @@ def test_one_rank_alone_reads_a_table_over_a_group_for_gpus():
 
 
 def fail_to_list_ids():
-    whole = shard_for_gpus(case_of(["row_wise"])).table("row_wise").whole
+    table = shard_for_gpus(case_of(["row_wise"])).table("row_wise")
     broken = mock.Mock(side_effect=ValueError("expected ids of this rank, got none"))
     listed = broken if dist.get_rank() else TableShard.ids
     text = r"ids\(rank=1\): expected ids of this rank, got none"
     with mock.patch.object(TableShard, "ids", listed), pytest.raises(ValueError, match=text):
-        whole.ids()
+        table.read_ids()
 
 
 def test_an_error_while_ids_are_listed_is_raised_on_all_ranks():

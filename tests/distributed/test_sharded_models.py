@@ -295,7 +295,7 @@ def other_dtypes(case: Case) -> None:
             {
                 f"{shard.name}, {name}": value
                 for table in case.tables
-                for shard in model.module.collection.table(table.name).whole.shards
+                for shard in model.module.collection.table(table.name).shards
                 for name, value in shard.export_state().items()
             }
         )

@@ -68,7 +68,7 @@ def train(model, spoiled=(), number=math.nan):
 def state_of(model, table):
     return {
         name: value.clone()
-        for name, value in model.table(f"t{table}").whole.shards[0].export_state().items()
+        for name, value in model.table(f"t{table}").shards[0].export_state().items()
     }
 
 

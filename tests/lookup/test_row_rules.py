@@ -85,7 +85,7 @@ def train(models: list[Any], steps: int = 4) -> None:
 
 
 def state(model: Any, table: str) -> dict[str, torch.Tensor]:
-    return model.table(table).whole.shards[0].export_state()
+    return model.table(table).shards[0].export_state()
 
 
 @pytest.mark.parametrize("defers", [False, True])

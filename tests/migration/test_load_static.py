@@ -34,7 +34,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.migration import trained_collections
+from torchrec_dyn.migration import static_rows
 from torchrec_dyn.migration.static_checkpoint import load_static
 from torchrec_dyn.migration.trained_collections import from_static
 from torchrec_dyn.table import TableShard
@@ -125,14 +125,14 @@ def contents(one: Any, table: str) -> tuple[Any, list[tuple[int, int, dict[str, 
     if isinstance(one, dyn.DynamicEmbeddingBagCollection | dyn.DynamicEmbeddingCollection):
         shards = [one.local_tables()[table]]
     else:
-        shards = one.table(table).whole.shards
+        shards = one.table(table).shards
     rows, found = dyn.lookup_rows(one, table, ids)
     assert found.all() and dyn.read_num_rows(one, table) == ROWS
     return rows, [(s.first_column, s.columns, dict(s.export_state())) for s in shards]
 
 
 def load(case: Case, folder: str) -> dict[str, Any]:
-    trained_collections.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
+    static_rows.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
     one = shard(case, collection_of(case)).module.collection
     # What was there goes.
     dyn.assign_rows(one, "t0", torch.tensor([5, -7]), torch.ones(2, 8))
@@ -208,7 +208,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, optimizer: str) -> None:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_collections, "CHUNK_BYTES", 5 * 4 * 8)
+    monkeypatch.setattr(static_rows, "CHUNK_BYTES", 5 * 4 * 8)
 
 
 def trained(kind: str) -> tuple[Any, Any]:

@@ -114,7 +114,7 @@ def train(model: Any, case: Case, features: KeyedJaggedTensor, spoils: str = "")
 def held(model: Any, case: Case) -> list[Tensor]:
     """Returns the contents and the counters of all tables."""
     handles = [getattr(model, "module", model).collection.table(one.name) for one in case.tables]
-    states = [shard.export_state() for one in handles for shard in one.whole.shards]
+    states = [shard.export_state() for one in handles for shard in one.shards]
     counts = [[one.stats()[name] for name in ("step", "nonfinite", "waiting")] for one in handles]
     return [state[name] for state in states for name in sorted(state)] + [torch.tensor(counts)]
 
@@ -216,7 +216,7 @@ def test_tables_on_a_gpu_outlive_the_mode_of_their_first_calls(mode: str) -> Non
         for features in batches[2:]:
             run_lookups_backward(model(features))
         del marker
-        states = [model.table(one.name).whole.shards[0].export_state() for one in case.tables]
+        states = [model.table(one.name).shards[0].export_state() for one in case.tables]
         return [state[name].cpu() for state in states for name in sorted(state)]
 
     first, of_twin = MODES.get(mode, (lambda: torch.device("cuda"), nullcontext))

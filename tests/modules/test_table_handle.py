@@ -119,15 +119,15 @@ def test_an_unsharded_table_is_a_group_of_one_rank() -> None:
     assert type(handle) is TableHandle is ShardedTableHandle
     assert (handle.name, handle.features, handle.columns) == ("t", ("f",), ((0, 4),))
     ebc(bag(1, 2, 2))
-    handle.whole.assign(torch.tensor([5]), torch.ones(1, 4))
-    asked, whole = torch.tensor([2, 5, 9]), handle.whole
-    assert whole.ids().tolist() == handle.ids().tolist() and set(whole.ids().tolist()) == {1, 2, 5}
-    assert (
-        whole.lookup(asked)[1].tolist() == handle.lookup(asked)[1].tolist() == [True, True, False]
-    )
-    assert torch.equal(whole.lookup(asked)[0], handle.lookup(asked)[0])
-    assert whole.count(asked).tolist() == handle.count(asked).tolist() == [2, 0, 0]
-    assert whole.last_seen(asked).tolist() == handle.last_seen(asked).tolist() == [1, 1, -1]
-    assert whole.num_rows == 3 and whole.stats() == handle.stats()
-    assert handle.whole.erase(asked) == 2
+    handle.assign(torch.tensor([5]), torch.ones(1, 4))
+    asked = torch.tensor([2, 5, 9])
+    assert handle.read_ids().tolist() == handle.ids().tolist()
+    assert set(handle.ids().tolist()) == {1, 2, 5}
+    rows, has_row = handle.lookup_rows(asked)
+    assert has_row.tolist() == [True, True, False]
+    assert torch.equal(rows, handle.lookup(asked)[0])
+    assert handle.read_counts(asked).tolist() == handle.count(asked).tolist() == [2, 0, 0]
+    assert handle.read_last_seen(asked).tolist() == handle.last_seen(asked).tolist() == [1, 1, -1]
+    assert handle.read_num_rows() == 3 and handle.read_stats() == handle.stats()
+    assert handle.erase(asked) == 2
     assert repr(handle) == "TableHandle(name='t', num_rows=1)"

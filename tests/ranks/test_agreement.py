@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import workers
 
-from torchrec_dyn.ranks import agree, exchange, gather_results, run_together, settle
+from torchrec_dyn.ranks import agree, exchange, gather_results, run_together
 
 
 def fail(held: list[Any]) -> None:
@@ -56,7 +56,7 @@ def gather_beside(faults: dict[int, Exception]) -> list[str]:
         return rank
 
     def settled(group: dist.ProcessGroup, call: str, work: Callable[[], int]) -> None:
-        settle(group, "around", lambda: run_together(group, call, work))
+        run_together(group, "around", lambda: run_together(group, call, work))
 
     for call in (gather_results, run_together, settled):
         with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
@@ -89,7 +89,7 @@ def test_every_rank_raises_the_error_of_the_lowest_rank(
 
 def call_by_rank() -> str:
     with pytest.raises(ValueError) as caught:
-        agree(dist.group.WORLD, f"call_{dist.get_rank() // 2}")
+        agree(dist.group.WORLD, f"call_{dist.get_rank() // 2}", None)
     return str(caught.value)
 
 
@@ -104,11 +104,11 @@ def give_values() -> list[list[Any]]:
     rank, world = dist.get_rank(), dist.group.WORLD
     large = list(range(1000))
     values = [None, large if rank == 1 else None, "a" * 1000 * rank, (rank, large)]
-    got = [agree(world, "call", value=value) for value in values]
+    got = [agree(world, "call", value) for value in values]
     with pytest.raises(RuntimeError, match=r"call\(rank=2\): .*pickle"):
-        agree(world, "call", value=(lambda: None) if rank == 2 else 0)
+        agree(world, "call", (lambda: None) if rank == 2 else 0)
     with pytest.raises(RuntimeError, match=r"call\(rank=1\): .*expected a value without tensors"):
-        agree(world, "call", value={"a": [torch.ones(1)]} if rank == 1 else 0)
+        agree(world, "call", {"a": [torch.ones(1)]} if rank == 1 else 0)
     return got
 
 
@@ -125,12 +125,10 @@ def exchange_uneven() -> list[int]:
     assert dist.group.WORLD is not None
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
 
-    def make() -> torch.Tensor:
-        numbers = [10 * rank + to for to in ranks for _ in range(to + 1)]
-        return torch.tensor(numbers).repeat_interleave(2)[::2]
-
+    numbers = [10 * rank + to for to in ranks for _ in range(to + 1)]
+    sent = torch.tensor(numbers).repeat_interleave(2)[::2]
     send_sizes, receive_sizes = [to + 1 for to in ranks], [rank + 1] * len(ranks)
-    return exchange(dist.group.WORLD, "call", make, send_sizes, receive_sizes).tolist()
+    return exchange(dist.group.WORLD, sent, send_sizes, receive_sizes).tolist()
 
 
 def test_numbers_are_exchanged_by_rank() -> None:

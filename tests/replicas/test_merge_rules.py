@@ -1,22 +1,18 @@
 """The rules of a merge, one by one, on replicas of one table in one process."""
 
-from functools import partial
-
 import pytest
 import torch
 from life_cases import Stream
 from oracle import unmixed
-from replica_cases import merged_of, side_of, sync
+from replica_cases import side_of, sync
 from table_cases import ids_of, same_state
 
 import torchrec_dyn as dyn
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.replicas import merging, side
+from torchrec_dyn.replicas import merging
 from torchrec_dyn.replicas.merge import packed, unpacked
 from torchrec_dyn.replicas.merging import Run, part_of, rounds_of
 from torchrec_dyn.replicas.side import Side
-from torchrec_dyn.replicas.sync import write_side
-from torchrec_dyn.storage import run_to_end
 
 
 def replicas_of(count: int = 2, **options) -> tuple[list[Stream], list[Side]]:
@@ -340,29 +336,3 @@ def test_other_versions_see_the_rows_of_a_sync():
     changed, _ = log.changed_rows(version, one.table.id_map)
     assert {*changed.tolist()} == {1, 2}
     assert log.removed_ids(version, one.table.id_map).tolist() == [3]
-
-
-def test_an_interrupt_while_a_side_is_written_comes_after_it(monkeypatch):
-    (one, other), sides = replicas_of(eviction=dyn.LeastRecentlyUsed(), limit=3)
-    one.step(1, 2)
-    other.step(2, 3, 4)
-    cut, calls = side._cut, []
-
-    def interrupted(shard):
-        calls.append(shard)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        cut(shard)
-
-    monkeypatch.setattr(side, "_cut", interrupted)
-    merged = merged_of(sides)
-    for of_replica, (contents, clock) in zip(sides, merged, strict=True):
-        of_replica.reserve(contents)
-        write = partial(write_side, of_replica, contents, clock)
-        if of_replica is sides[0]:
-            with pytest.raises(KeyboardInterrupt):
-                run_to_end(write)
-        else:
-            run_to_end(write)
-    assert len(calls) == 3 and len(equal_states([one, other])["ids"]) == 3
-    assert not sync(sides)[0].ids.numel()

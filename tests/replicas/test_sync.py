@@ -25,7 +25,7 @@ from table_cases import ids_of, same_state
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchrec_dyn as dyn
-from torchrec_dyn.replicas.exchange import DIGEST_BYTES, run_over
+from torchrec_dyn.replicas.exchange import DIGEST_BYTES
 
 NAMES = ("rows", "columns", "whole")
 
@@ -258,22 +258,6 @@ def unsharded() -> float:
 
 def test_unsharded_replicas_of_one_rank_each():
     assert workers.run(unsharded, world_size=2) == [0, 0]
-
-
-def fail_to_join() -> str:
-    """Rank 1 cannot join the bytes that it sends, after all have told their sizes."""
-    rank = dist.get_rank()
-    parts = [torch.zeros(1, dtype=torch.uint8), torch.zeros([1] * (1 - rank), dtype=torch.uint8)]
-
-    def sends():
-        yield parts
-
-    return fault_of(lambda: run_over(dist.group.WORLD, [0, 1], "call", sends()))
-
-
-def test_a_rank_that_cannot_send_is_an_error_on_all():
-    texts = workers.run(fail_to_join, world_size=2, group_timeout=40.0)
-    assert all("call(rank=1)" in text for text in texts), texts
 
 
 def test_no_process_group_is_refused():

@@ -58,14 +58,14 @@ def test_what_a_shard_adds_is_bounded(tmp_path: Path) -> None:
     of_more_tables = set_up(16, 20, tmp_path / "more tables")
     assert less["shards"] == 16 + 8 + 2 + 16 + 6 and more["shards"] - less["shards"] == 256 - 16
     # Agreements do not grow with tables or ranks.
-    assert {one["agreements"] for one in (less, more, of_more_tables)} == {4}
+    assert {one["agreements"] for one in (less, more, of_more_tables)} == {2}
     # Each further rank has one shard, of the row-wise table.
     shards = more["shards"] - less["shards"]
     added = {name: (more[name] - less[name]) / shards for name in less if "bytes" in name}
     # Of both state dicts, each with the heads of two agreements and a pickle of 10 tables.
     assert (more["received"] - less["received"]) / shards < 1300
     assert added["id_bytes"] < 700  # of ids, last_seen, count and waiting
-    assert abs(added["index_bytes"]) < 1  # the same for any number of ranks
+    assert added["checksum_bytes"] < 600  # a row in each of the two checksums
     # DCP's own entries of a weight and an optimizer state are about 400 bytes.
     assert added["metadata_bytes"] < 1200
 
@@ -81,5 +81,4 @@ def test_a_simulated_rank_saves_what_real_ranks_save(ranks: int, tmp_path: Path)
     real, simulated = chunks_in(tmp_path / "real"), chunks_in(tmp_path / "simulated")
     assert real.keys() == simulated.keys()
     for key, chunks in real.items():
-        if not key.endswith(".cells"):  # the drift of the peers' ids is that of this rank
-            assert simulated[key] == chunks, key
+        assert simulated[key] == chunks, key

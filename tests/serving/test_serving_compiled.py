@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_cases import EMPTY, FILLED, GROWN, IDS, A, B, Scores, built, configs_of, grow
-from full_disk import FAILED, FailingFiles, fails_or_succeeds
 from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
 from torch import nn
 
@@ -195,52 +194,3 @@ def test_what_cannot_be_compiled_is_named(tmp_path):
     initial = serving.ServingEmbeddingBagCollection(served, bag_configs(B), unseen="initial")
     assert 'expected collections with unseen="zeros"' in refused(initial)
     assert "expected inputs that are tensors or KeyedJaggedTensors, got dict" in refused(ebc, [{}])
-    (served / ebc.generation / "tensors").unlink()
-    said = refused(ebc)
-    assert "expected an index of tensors" in said and f"verify --add {served}`" in said
-
-
-def test_directories_of_older_versions_get_an_index(tmp_path):
-    save(tmp_path / "checkpoint", EMPTY)  # the file of the rows has one row nevertheless
-    serving.build(tmp_path / "checkpoint", tmp_path / "served")
-    served, generation = tmp_path / "served", current_generation(tmp_path / "served")
-    before = tensors_of_index(served)
-    assert before["c.rows"].shape == (1, 128) and not before["c.rows"].any()
-    for name in ("tensors", "keys"):
-        (served / generation / name).unlink()
-    manifest = read_manifest(served, generation)
-    with open(served / manifest.rows_file, "r+b") as file:
-        file.truncate(manifest.mapped_bytes())
-    serving.verify(served)
-    serving.add_checksums(served)
-    after = tensors_of_index(served)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_disk_that_fails_while_an_index_is_added(tmp_path):
-    served = built(tmp_path, torch.float32)
-    generation = served / current_generation(served)
-    whole = tensors_of_index(served)
-    at, done = 0, False
-    while not done:
-        at += 1
-        for name in ("tensors", "keys"):
-            (generation / name).unlink(missing_ok=True)
-        with FailingFiles(tmp_path, at) as files:
-            fails_or_succeeds(lambda: serving.add_checksums(served), FAILED, tmp_path)
-        done = files.calls < at
-        serving.add_checksums(served)
-        serving.verify(served)
-        assert all(torch.equal(one, whole[name]) for name, one in tensors_of_index(served).items())
-    assert at > 8
-
-
-@pytest.mark.parametrize("name", ["tensors", "keys"])
-def test_a_damaged_index_is_seen(tmp_path, name):
-    served = built(tmp_path, torch.float32)
-    path = served / current_generation(served) / name
-    data = bytearray(path.read_bytes())
-    data[9] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"{name}: expected the {name} of the manifest.* damaged"):
-        serving.verify(served)

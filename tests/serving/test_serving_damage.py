@@ -1,7 +1,7 @@
-"""Damaged manifests: serving and deltas give the rows of before, or refuse; no other file is touched."""
+"""Damaged and crafted files of served tables: a verification names them, and no other file is touched."""
 
 import json
-import math
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,48 +12,64 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta, sequence_configs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import __main__ as command_line
 from torchrec_dyn import serving
+from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn.serving.manifest import _digest_of, current_generation, read_manifest
 
 # The rows of b begin at a multiple of their width: there are a few unused bytes between the tables.
-A = Plain("a", 8).with_random(range(40))
+A = Plain("a", 64).with_random(range(400))
 B = Plain("b", 12).with_random(range(-10, 3), seed=1)
-AFTER = [A.with_random([1, 50], seed=3).without([7]), B.with_random([2], seed=4)]
-IDS = torch.arange(-10, 60)
-ABSENT = object()
-JUNK = [
-    *(ABSENT, None, True, [], [0], {}, {"name": 5}, {"name": "Uniform", "low": 1, "high": 0}),
-    *(0, -4, 1, 8, 2**31, 2**63, 2**70, -(2**70), 10**4000, 0.0, 1.5, math.nan, math.inf),
-    *("", "x", "user", "nn", "Tensor", "rows-00000000", "current", "lock", "../victim", "\0", "." * 999),
-]  # fmt: skip
+AFTER = [A.with_random(range(300, 500), seed=3).without([7]), B.with_random([2], seed=5)]
+IDS = torch.arange(-10, 500)
+DTYPES = [torch.float32, torch.float16, torch.int8, torch.int4]
 
 
-def rows_of(folder: Path, unseen: str = "zeros") -> torch.Tensor:
-    ours = serving.ServingEmbeddingBagCollection(folder, bag_configs(A, B), unseen=unseen)
+def collection(folder: Path, **options: Any) -> serving.ServingEmbeddingBagCollection:
+    return serving.ServingEmbeddingBagCollection(folder, bag_configs(A, B), **options)
+
+
+def rows_of(ours: serving.ServingEmbeddingBagCollection) -> torch.Tensor:
     lengths = torch.ones(2 * len(IDS)).long()
     return ours(KeyedJaggedTensor(["f_a", "f_b"], IDS.repeat(2), lengths=lengths)).values()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("served")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
     save(folder / "checkpoint", A, B)
     save_delta(folder / "delta", [A, B], AFTER)
-    serving.build(folder / "checkpoint", folder / "before")
-    shutil.copytree(folder / "before", folder / "after")
-    serving.apply_delta(folder / "after", folder / "delta")
+    for dtype in DTYPES:
+        serving.build(folder / "checkpoint", folder / str(dtype), rows=dtype)
     return folder
 
 
 @pytest.fixture
-def served(folder, tmp_path) -> Path:
+def served(saved: Path, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "victim").write_bytes(b"\1" * 4096)
-    yield shutil.copytree(folder / "before", tmp_path / "served")
+    yield shutil.copytree(saved / "torch.float32", tmp_path / "served")
     assert (tmp_path / "victim").read_bytes() == b"\1" * 4096
     assert sorted(path.name for path in tmp_path.iterdir()) == ["served", "victim"]
 
 
-def manifest_of(served: Path) -> Path:
-    return served / (served / "current").read_text().strip() / "manifest.json"
+def files_of(served: Path) -> dict[str, Path]:
+    """The files of the current generation."""
+    name = current_generation(served)
+    rows = served / read_manifest(served, name).rows_file
+    others = ("slots", "manifest.json", "tensors", "keys")
+    return {"rows": rows, **{other: served / name / other for other in others}}
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def slots_of(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.int64).view(-1, 2)
 
 
 def contents(served: Path) -> dict[str, bytes]:
@@ -61,183 +77,216 @@ def contents(served: Path) -> dict[str, bytes]:
     return {str(path.relative_to(served)): path.read_bytes() for path in files}
 
 
-def fields(manifest: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every field, whole tables included."""
-    for name, value in manifest.items() if isinstance(manifest, dict) else ():
-        yield (*path, name)
-        yield from fields(value, (*path, name))
-
-
-def changed(manifest: dict[str, Any], path: tuple[str, ...], value: Any) -> str:
-    inside = manifest = json.loads(json.dumps(manifest))
-    for name in path[:-1]:
-        inside = inside[name]
-    if value is ABSENT:
-        del inside[path[-1]]
-    else:
-        inside[path[-1]] = value
-    return json.dumps(manifest)
-
-
-def check(folder: Path, served: Path, what: Any) -> None:
-    """Serves and applies a delta: the rows of before, or a ValueError that changes nothing."""
-    before, refused = contents(served), []
-    try:
-        assert torch.equal(rows_of(served), rows_of(folder / "before")), what
-    except ValueError as error:
-        refused.append(str(error))
-    try:
-        serving.apply_delta(served, folder / "delta")
-        assert torch.equal(rows_of(served), rows_of(folder / "after")), what
-        shutil.rmtree(served)
-        shutil.copytree(folder / "before", served)
-    except ValueError as error:
-        refused.append(str(error))
-        assert contents(served) == before, what
-    for message in refused:
-        assert "uild" in message or "embedding_dim" in message, (what, message)
-
-
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.deep)])
-def test_every_field_with_any_value(folder, served, every):
-    path = manifest_of(served)
-    good = json.loads(path.read_text())
-    found = list(fields(good))
-    assert len(found) == 5 + 2 * (1 + 9 + 3 + 2)
-    for number, field in enumerate(found):
-        value = good
-        for name in field:
-            value = value[name]
-        near = []
-        if type(value) in (int, float):
-            near = [value + 1, value - 1, value + 4, value - 4, 2 * value, -value, float(value)]
-        for other in (*JUNK, *near)[number % every :: every]:
-            path.write_text(changed(good, field, other))
-            check(folder, served, (field, f"{other!r:.40}"))
-
-
-@pytest.mark.parametrize(
-    "text", [b"", b"[]", b"5", b"{", b"\xff", b"[" * 100_000, b'{"format": 1, "tables": []}']
-)
-def test_a_manifest_that_is_none(served, folder, text):
-    manifest_of(served).write_bytes(text)
-    with pytest.raises(
-        ValueError,
-        match=r"a manifest of a format in \(1, 2, 3\), got .* damaged\. Remove the directory, then b",
-    ):
-        rows_of(served)
-    check(folder, served, text)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("embedding_dim", 0, r"expected embedding_dim of table 'b' in \[1, 2\^31\), got 0"),
-        ("capacity", -4, r"expected capacity of table 'b' in \[0, 2\^63\), got -4"),
-        ("capacity", 8, "expected 1152 bytes, got 1408: it is too long"),
-        ("first_slot", 0, "expected first_slot 64 of table 'b', after the maps before, got 0"),
-        ("num_rows", "x", r"expected num_rows of table 'b' in \[0, 2\^63\), got 'x'"),
-        ("seed", 1.5, "expected seed of table 'b' as an integer, got 1.5"),
-        ("initializer", 5, "expected initializer of table 'b' with a name and its numbers, got 5"),
-        ("trained_as", "nn", r"expected trained_as of table 'b' among \['float32', .*\], got 'nn'"),
-        ("sums", {"ids": 1}, r"expected sums of table 'b' of ids and weight, .*, got {'ids': 1}"),
-        ("rows", "nn", r"expected rows among \['float32', 'float16', 'int8', 'int4'\], got 'nn'"),
-        ("rows_bytes", -1, r"expected rows_bytes in \[0, 2\^63\), got -1"),
-        ("rows_bytes", 1903, "expected at least 1904 rows_bytes for the rows of the tables, got"),
-        ("rows_file", "rows-00000000", "expected all files of generation 000001-.*got only some"),
-        ("tables", {}, "expected at least one table, got {}"),
-    ],
-)
-def test_messages(folder, served, field, value, message):
-    path = manifest_of(served)
-    good = json.loads(path.read_text())
-    where = (field,) if field in good else ("tables", "b", field)
-    path.write_text(changed(good, where, value))
-    # What the manifest says of other files may be right, and these are damaged.
-    is_of_a_file = "too long" in message or "only some" in message
-    remedy = "Build it again" if is_of_a_file else "Remove the directory, then build it"
-    for call in (rows_of, lambda served: serving.apply_delta(served, folder / "delta")):
-        with pytest.raises(
-            ValueError,
-            match=rf"{message}.*\. {remedy}\.$",
+@pytest.mark.parametrize("is_updated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flipped_bit_of_a_row_or_an_id_is_seen(
+    saved: Path, tmp_path: Path, dtype: torch.dtype, is_updated: bool
+) -> None:
+    """After a build, and after a delta: the message names the file."""
+    served, chance = shutil.copytree(saved / str(dtype), tmp_path / "served"), random.Random(0)
+    if is_updated:
+        serving.apply_delta(served, saved / "delta")
+    files = files_of(served)
+    assert serving.verify(served) == sum(path.stat().st_size for path in files.values()) - (
+        files["manifest.json"].stat().st_size
+    )
+    manifest = read_manifest(served, current_generation(served))
+    slots, width = slots_of(files["slots"]), manifest.widths()["a"]
+    of_a = slots[: manifest.tables["a"].capacity]
+    for _ in range(6):
+        slot = chance.choice(of_a[:, 1].nonzero().view(-1).tolist())
+        row = int(slots[slot, 1]) - 1
+        for path, place in (
+            (files["rows"], row * width + chance.randrange(width)),
+            (files["slots"], 16 * slot + chance.randrange(8)),
         ):
+            bit = chance.randrange(8)
+            flip(path, place, bit)
+            with pytest.raises(ValueError, match=rf"^{path}: .*table 'a'.* Build it again\.$"):
+                serving.verify(served)
+            flip(path, place, bit)
+    serving.verify(served)
+
+
+@pytest.mark.parametrize("what", ["manifest.json", "tensors", "keys"])
+def test_a_flipped_bit_of_a_small_file_is_seen(served: Path, what: str) -> None:
+    path, chance = files_of(served)[what], random.Random(what)
+    for _ in range(12):
+        place = chance.randrange(path.stat().st_size)
+        flip(path, place)
+        with pytest.raises(ValueError, match=rf"^{path}: .*uild"):
+            serving.verify(served)
+        flip(path, place)
+    serving.verify(served)
+
+
+def test_maps_that_exchange_rows_or_slots_are_seen(served: Path) -> None:
+    """The ids and the number of rows are the same then."""
+    slots, manifest = files_of(served)["slots"], read_manifest(served, current_generation(served))
+    good, of_a = slots_of(slots), slice(manifest.tables["a"].capacity)
+    first, second = good[of_a, 1].nonzero().view(-1)[:2].tolist()
+    pairs = good.clone()
+    pairs[[first, second], 1] = pairs[[second, first], 1]
+    slots.write_bytes(pairs.numpy().tobytes())
+    with pytest.raises(ValueError, match="rows of table 'a' with content sum"):
+        serving.verify(served)
+    good[of_a] = good[of_a].flip(0)
+    slots.write_bytes(good.numpy().tobytes())
+    with pytest.raises(ValueError, match="in slots by the key in the manifest"):
+        serving.verify(served)
+
+
+def test_files_that_are_cut_or_gone(served: Path, tmp_path: Path) -> None:
+    for name, path in files_of(served).items():
+        whole = path.read_bytes()
+        for damaged in (whole[:-1], whole[: len(whole) // 2], b""):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match="uild"):
+                serving.verify(served)
+        path.unlink()
+        with pytest.raises(ValueError, match="expected all files of generation"):
+            serving.verify(served)
+        if name in ("rows", "slots"):
+            with pytest.raises(ValueError, match="expected all files of generation"):
+                collection(served)
+        path.write_bytes(whole)
+    serving.verify(served)
+
+
+def test_damage_stays_seen_when_rows_are_moved(
+    served: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A delta does not read the other rows, and takes them to a new file as they are."""
+    monkeypatch.setattr(serving_update, "_WASTE_BYTES", -(1 << 40))
+    rows = files_of(served)["rows"]
+    flip(rows, rows.read_bytes().find(A.rows[100].numpy().tobytes()))  # not in the delta
+    serving.apply_delta(served, saved / "delta")
+    assert files_of(served)["rows"] != rows
+    with pytest.raises(ValueError, match="rows of table 'a' with content sum"):
+        serving.verify(served)
+
+
+@pytest.mark.parametrize("what", ["number of ids", "row", "id", "manifest.json"])
+def test_a_delta_refuses_damaged_maps(served: Path, saved: Path, what: str) -> None:
+    files = files_of(served)
+    pairs = slots_of(files["slots"])
+    taken = pairs[:, 1].nonzero().view(-1)
+    if what == "manifest.json":
+        flip(files[what], files[what].read_bytes().find(b'"seed": 0') + 8)
+    elif what == "number of ids":
+        pairs[taken[0], 1] = 0
+    elif what == "row":
+        pairs[taken[0], 1] = 5000
+    else:  # of a row that the delta removes
+        pairs[(pairs[:, 0] == 7).nonzero()[0], 0] = 7000
+    if what != "manifest.json":
+        files["slots"].write_bytes(pairs.numpy().tobytes())
+    before = contents(served)
+    with pytest.raises(ValueError, match=r"[Bb]uild (it|from)"):
+        serving.apply_delta(served, saved / "delta")
+    assert contents(served) == before
+
+
+def test_a_collection_verifies_what_it_serves(served: Path, saved: Path) -> None:
+    rows = files_of(served)["rows"]
+    flip(rows, 5)
+    collection(served)
+    with pytest.raises(ValueError, match="rows of table 'a'"):
+        collection(served, verify=True)
+    with pytest.raises(ValueError, match="rows of table 'a'"):
+        serving.ServingEmbeddingCollection(served, sequence_configs(A), verify=True)
+    flip(rows, 5)
+    ours = collection(served, verify=True)
+    old = rows_of(ours)
+    serving.apply_delta(served, saved / "delta")
+    flip(rows, read_manifest(served, current_generation(served)).rows_bytes - 1)
+    with pytest.raises(ValueError, match="rows of table 'b'"):
+        ours.refresh()
+    assert torch.equal(rows_of(ours), old)
+
+
+def test_the_command(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["verify", str(served)]) == 0
+    assert "bytes read and checked: no damage" in capsys.readouterr().out
+    flip(files_of(served)["rows"], 99)
+    assert command_line.main(["verify", str(served)]) == 1
+    assert "rows of table 'a' with content sum" in capsys.readouterr().err
+    (served / "current").unlink()
+    assert command_line.main(["verify", str(served)]) == 1
+    assert "without the name of a generation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"5", b"{", b"\xff", b"[" * 100_000, b"{}"])
+def test_a_manifest_that_is_none(served: Path, saved: Path, text: bytes) -> None:
+    files_of(served)["manifest.json"].write_bytes(text)
+    for call in (collection, lambda served: serving.apply_delta(served, saved / "delta")):
+        with pytest.raises(ValueError, match=r"expected a manifest, got .* Remove the directory, "):
             call(served)
 
 
+def test_other_formats_are_refused_by_number(served: Path, saved: Path) -> None:
+    path = files_of(served)["manifest.json"]
+    good = path.read_text()
+    for number in (1, 2, 3, 5, "x"):
+        path.write_text(good.replace('"format": 4', f'"format": {json.dumps(number)}'))
+        for call in (collection, lambda served: serving.apply_delta(served, saved / "delta")):
+            with pytest.raises(
+                ValueError, match=rf"of format 4, got format {number!r}\. Use the v"
+            ):
+                call(served)
+        with pytest.raises(ValueError, match="got format"):
+            serving.Follower(saved, served)
+
+
 @pytest.mark.parametrize("name", ["../victim", "{}/victim", "current", "lock", "{0}/served/lock"])
-def test_rows_of_another_file_are_neither_read_nor_overwritten(folder, served, name):
-    path, before = manifest_of(served), (served / "current").read_bytes()
-    path.write_text(
-        changed(json.loads(path.read_text()), ("rows_file",), name.format(served.parent))
-    )
+def test_crafted_manifests_reach_no_other_file(served: Path, saved: Path, name: str) -> None:
+    """Who can write a manifest can write its digest."""
+    path, before = files_of(served)["manifest.json"], (served / "current").read_bytes()
+    values = json.loads(path.read_text())
+    del values["digest"]
+    values["rows_file"] = name.format(served.parent)
+    path.write_text(json.dumps({**values, "digest": _digest_of(values)}))
     (served / "lock").write_bytes(b"\1" * 4096)
-    for call in (rows_of, lambda served: serving.apply_delta(served, folder / "delta")):
+    for call in (collection, lambda served: serving.apply_delta(served, saved / "delta")):
         with pytest.raises(ValueError, match=r"name of a file inside .*manifest\.json is damaged"):
             call(served)
     assert (served / "lock").read_bytes() == b"\1" * 4096
     assert (served / "current").read_bytes() == before
 
 
-@pytest.mark.parametrize("field", ["num_rows", "rows_bytes", "slots"])
-def test_a_delta_finds_maps_that_are_not_those_of_the_manifest(folder, served, field):
-    """Serving reads single slots; a delta reads them all before it writes."""
-    path = manifest_of(served)
-    good = json.loads(path.read_text())
-    message = r"a map of 13 ids of table 'b' to rows in \[0, 40\), got 13 ids and rows up to 49"
-    if field == "num_rows":
-        path.write_text(changed(good, ("tables", "b", "num_rows"), 12))
-        message = "a map of 12 ids of table 'b' .* got 13 ids"
-    elif field == "rows_bytes":  # a delta would overwrite the last row
-        path.write_text(changed(good, ("rows_bytes",), 1919))
-        message = r"to rows in \[0, 39\), got 13 ids and rows up to 39"
-    else:
-        slots = path.with_name("slots")
-        pairs = torch.frombuffer(bytearray(slots.read_bytes()), dtype=torch.int64).view(-1, 2)
-        of_b = pairs[good["tables"]["b"]["first_slot"] :]
-        of_b[of_b[:, 1].argmax(), 1] = 50
-        slots.write_bytes(pairs.numpy().tobytes())
-    before = contents(served)
-    with pytest.raises(ValueError, match=message + r".*\. It is damaged\. Build it again\."):
-        serving.apply_delta(served, folder / "delta")
-    assert contents(served) == before
+def test_current_leads_to_no_other_directory(served: Path, tmp_path: Path) -> None:
+    for text in ("../victim", str(tmp_path / "victim"), "", "\0"):
+        (served / "current").write_text(text)
+        with pytest.raises(ValueError, match="without the name of a generation"):
+            collection(served)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-@pytest.mark.parametrize("row", [-6, 3000, 2**62])
-def test_a_lookup_names_the_table_whose_map_has_rows_of_no_file(folder, tmp_path, dtype, row):
-    served = tmp_path / "served"
-    serving.build(folder / "checkpoint", served, rows=dtype)
-    slots = manifest_of(served).with_name("slots")
-    pairs = torch.frombuffer(bytearray(slots.read_bytes()), dtype=torch.int64).view(-1, 2)
-    first = json.loads(manifest_of(served).read_text())["tables"]["b"]["first_slot"]
-    pairs[first + pairs[first:, 1].argmax(), 1] = row + 1
+@pytest.mark.parametrize("row", [-6, 30_000, 2**62])
+def test_rows_of_no_file_are_not_read(
+    saved: Path, tmp_path: Path, dtype: torch.dtype, row: int
+) -> None:
+    served = shutil.copytree(saved / str(dtype), tmp_path / "served")
+    slots = files_of(served)["slots"]
+    pairs = slots_of(slots)
+    pairs[pairs[:, 1].nonzero().view(-1), 1] = row + 1
     slots.write_bytes(pairs.numpy().tobytes())
-    ids = torch.arange(-10, 3)
-    lengths = torch.tensor([0] * len(ids) + [1] * len(ids))
-    features = KeyedJaggedTensor(["f_a", "f_b"], ids, lengths=lengths)
-    message = rf"\(table='b'\): expected rows in \[0, \d+\) in the id map {slots}, got {row}\. It"
-    with pytest.raises(ValueError, match=message) as raised:
-        serving.ServingEmbeddingBagCollection(served, bag_configs(A, B))(features)
-    assert isinstance(raised.value.__cause__, RuntimeError)  # of the op
-    sequences = serving.ServingEmbeddingCollection(served, sequence_configs(B))
-    with pytest.raises(ValueError, match=message):
-        sequences(KeyedJaggedTensor(["f_b"], ids, lengths=lengths[len(ids) :]))
-    sound = KeyedJaggedTensor(["f_a", "f_b"], ids[:0], lengths=lengths[:0])
-    serving.ServingEmbeddingBagCollection(served, bag_configs(A, B))(sound)
+    with pytest.raises(RuntimeError):
+        rows_of(collection(served))
 
 
-def test_a_delta_removes_files_of_served_tables_only(folder, served):
+def test_a_delta_removes_files_of_served_tables_only(served: Path, saved: Path) -> None:
     (served / "202501-notes").mkdir()
     for name in ("rows-backup", "202501-notes/text"):
         (served / name).write_text("ours")
     for name in ("000000-0123abcd", "rows-0123abcd"):  # left by a writer that was killed
         (served / name).write_text("")
-    serving.apply_delta(served, folder / "delta")
+    serving.apply_delta(served, saved / "delta")
     assert (served / "rows-backup").exists() and (served / "202501-notes/text").exists()
     assert not list(served.glob("*-0123abcd"))
 
 
-def test_the_name_of_a_table_is_no_path(tmp_path):
+def test_the_name_of_a_table_is_no_path(tmp_path: Path) -> None:
     name = str(tmp_path / "outside")
     table = Plain(name, 4).with_random(range(5))
     save(tmp_path / "checkpoint", table)

@@ -1,10 +1,8 @@
 """Requests while deltas are applied: each sees one generation of all tables."""
 
 import multiprocessing
-import shutil
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from torchrec_dyn import serving
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
 from torchrec_dyn.serving import update as serving_update
-from torchrec_dyn.serving import verification
+from torchrec_dyn.serving import writing
 from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import mapped_tensors
 
@@ -174,20 +172,20 @@ def test_a_generation_that_goes_while_it_is_opened_is_given_up_for_the_next(tmp_
 def test_a_generation_whose_files_are_being_removed_is_given_up_for_the_next(
     tmp_path, monkeypatch, reader
 ):
-    """Some files are gone, others are still there: that is no directory of an older version."""
+    """Some files are gone, others are still there: that is no damage."""
     served = prepare(tmp_path, torch.float32, 3)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     serving.apply_delta(served, tmp_path / "delta0")
 
     def some(folder, **_):
-        for name in ("checksums.json", "tensors"):
+        for name in ("tensors", "keys"):
             (folder / name).unlink(missing_ok=True)
 
     def slow(folder, name):
         read = read_manifest(folder, name)
         if not (tmp_path / "done").exists():
             (tmp_path / "done").touch()
-            monkeypatch.setattr(serving_update.shutil, "rmtree", some)
+            monkeypatch.setattr(writing.shutil, "rmtree", some)
             for number in (1, 2):
                 serving.apply_delta(served, tmp_path / f"delta{number}")
         return read
@@ -198,7 +196,7 @@ def test_a_generation_whose_files_are_being_removed_is_given_up_for_the_next(
     if reader == "index":
         assert with_current(served, index)["a.slots"].any()
     elif reader == "verification":
-        monkeypatch.setattr(verification, "read_manifest", slow)
+        monkeypatch.setattr(serving_generation, "read_manifest", slow)
         assert serving.verify(served) > 0
     else:
         monkeypatch.setattr(serving_generation, "read_manifest", slow)
@@ -214,28 +212,6 @@ def test_what_is_served_stays_when_its_files_are_gone(tmp_path):
     assert not (served / ours.generation).exists()
     assert ask(ours) == {0.0}
     assert ours.refresh() and ask(ours) == {4.0}
-
-
-def test_rows_that_were_not_copied_yet_are_not_served(tmp_path):
-    """A directory is copied file by file, `current` before the rows."""
-    served, copy = prepare(tmp_path, torch.float32, 0), tmp_path / "copy"
-    shutil.copytree(served, copy)
-    ours = serving.ServingEmbeddingBagCollection(copy, bag_configs(*version(0)))
-    changed = Plain("a", 8, {5: torch.full((8,), 7.0)})
-    after = [replace(version(0)[0], rows=version(0)[0].rows | changed.rows), version(0)[1]]
-    serving.apply_delta(served, save_delta(tmp_path / "one row", version(0), after))
-    generation = (served / "current").read_text().strip()
-    shutil.copytree(served / generation, copy / generation)
-    shutil.copy(served / "current", copy)
-    (rows,) = served.glob("rows-*")
-    assert (copy / rows.name).stat().st_size == rows.stat().st_size
-    for _ in range(2):
-        with pytest.raises(ValueError, match=rf"copy/{rows.name}: expected the checksum.* copied"):
-            ours.refresh()
-        assert ask(ours) == {0.0}
-    shutil.copy(rows, copy / "beside")
-    (copy / "beside").rename(copy / rows.name)
-    assert ours.refresh() and ask(ours) == {0.0, 7.0}
 
 
 def test_a_write_into_a_mapped_tensor_stays_in_its_process(tmp_path):

@@ -18,7 +18,9 @@ WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
 def plain(weights: Any = None) -> SentBatch:
     lengths = torch.tensor([1, 0, 1, 1, 0, 1])  # 3 samples
     ids = torch.tensor([1, 2, 3, 4])
-    return with_mode(KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True, is_torn=False)
+    return with_mode(
+        KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths), trains=True, is_torn=False
+    )
 
 
 def varying(weights: Any = None) -> SentBatch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
-from checkpoint_small import case, on_one, read, sharded, step, unsharded
+from checkpoint_small import case, on_one, read, sharded, step
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, drop_load
-from torchrec_dyn.state_dict.row_reads import RowReads
+from torchrec_dyn.state_dict import load_planner
 
 NAMES = ("t", "u")
 AWAITED = r"expected load_state_dict after dcp.load .* for tables \['t', 'u'\] are not in these.*drop_load"
@@ -36,18 +35,13 @@ def check_awaited(model: Any) -> None:
     model.train()
 
 
-def in_all_ways(made: Any, path: str) -> None:
-    model = made(case(world=2 if dist.is_initialized() else 1, names=NAMES))
+def in_all_ways(path: str) -> None:
+    model = sharded(case(world=2, names=NAMES))
     step(model, [1, 2], [3, 4], names=NAMES)
-    if dist.is_initialized():
-        save(model, path)
-    else:
-        quietly(dcp.save, state_dict_of(model), checkpoint_id=path)
-
-    whole = model.module.collection if dist.is_initialized() else model
+    save(model, path)
 
     def rows() -> list[int]:
-        return [dyn.read_num_rows(whole, name) for name in NAMES]
+        return [dyn.read_num_rows(model.module.collection, name) for name in NAMES]
 
     # loaded: the next forward trains
     state = read(state_dict_of(model), path)
@@ -79,16 +73,8 @@ def in_all_ways(made: Any, path: str) -> None:
     forward(model)
 
 
-def sharded_in_all_ways(path: str) -> None:
-    in_all_ways(sharded, path)
-
-
-def test_sharded_on_every_rank(tmp_path: Path) -> None:
-    workers.run(sharded_in_all_ways, str(tmp_path / "saved"), world_size=2)
-
-
-def test_unsharded(tmp_path: Path) -> None:
-    in_all_ways(unsharded, str(tmp_path / "saved"))
+def test_on_every_rank(tmp_path: Path) -> None:
+    workers.run(in_all_ways, str(tmp_path / "saved"), world_size=2)
 
 
 def test_a_dropped_load_frees_its_rows_and_leaves_the_table(tmp_path: Path) -> None:
@@ -102,12 +88,12 @@ def drops_staged_rows(path: str) -> bool:
     step(model, [4, 5])
     before = held(model)
     state = read(state_dict_of(model), path)
-    entries = {id(value.entry): value.entry for value in state["model"].values()}.values()
-    staged = [entry.staged for entry in entries]
+    targets = {id(value.entry): value.entry for value in state["model"].values()}.values()
+    staged = [target.staged for target in targets]
     drop_load(model)
     return (
-        all(one is not None for one in staged)
-        and all(entry.staged is None for entry in entries)
+        all(rows is not None for rows in staged)
+        and all(target.staged is None for target in targets)
         and str(held(model)) == str(before)
     )
 
@@ -152,7 +138,7 @@ def fails_on_one_rank(path: str) -> None:
     assert drop_load(model) == []
     with pytest.MonkeyPatch.context() as patch:
         if is_last:
-            patch.setattr(RowReads, "read", mock.Mock(side_effect=OSError))
+            patch.setattr(load_planner, "read_table", mock.Mock(side_effect=OSError))
         fail(path)
     with pytest.raises(ValueError, match=r"rows that were read for tables \['t'\]"):
         step(model, [1])
@@ -162,33 +148,3 @@ def fails_on_one_rank(path: str) -> None:
 
 def test_a_load_that_fails_on_one_rank_is_awaited_on_all_or_none(tmp_path: Path) -> None:
     workers.run(fails_on_one_rank, str(tmp_path / "saved"), world_size=2)
-
-
-def test_rows_that_another_model_takes_are_not_awaited(tmp_path: Path) -> None:
-    """An unsharded model's state dict is a template for the load of another model."""
-    template, other = unsharded(case()), unsharded(case())
-    step(template, [1, 2])
-    quietly(dcp.save, {"model": template.state_dict()}, checkpoint_id=tmp_path)
-    state = {"model": template.state_dict()}
-    quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
-    other.load_state_dict(state["model"])
-    for model in (template, other):
-        step(model, [1, 2, 3])
-        assert model.table("t").num_rows == 3
-
-
-def test_a_copy_awaits_nothing_and_a_failed_load_is_not_awaited(tmp_path: Path) -> None:
-    model = unsharded(case())
-    step(model, [1, 2])
-    state = {"model": model.state_dict()}
-    quietly(dcp.save, state, checkpoint_id=tmp_path)
-    quietly(dcp.load, state, checkpoint_id=tmp_path, planner=LoadPlanner())
-    step(copy.deepcopy(model), [7])
-    drop_load(model)
-    for data in tmp_path.glob("*.distcp"):
-        data.unlink()
-    with pytest.raises(CheckpointException, match="No such file"):
-        quietly(
-            dcp.load, {"model": model.state_dict()}, checkpoint_id=tmp_path, planner=LoadPlanner()
-        )
-    step(model, [1])

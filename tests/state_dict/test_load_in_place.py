@@ -1,13 +1,11 @@
 """Blocks of a checkpoint are read into the staged stores themselves, where a whole block has its place."""
 
-from unittest import mock
-
 import pytest
 import torch
 
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block, put_block
-from torchrec_dyn.storage import RowStore, canonical_order
+from torchrec_dyn.state_dict.staged_rows import place_of_block, put_block
+from torchrec_dyn.storage import RowStore
 
 COLUMNS, SHIFT = 6, 4
 CPU = torch.device("cpu")
@@ -52,21 +50,3 @@ def test_a_block_read_in_place_is_as_a_block_copied(offset, size, has_place):
         place.copy_(values)
         assert put_block(read, ORIGIN, PLACES, *offset, place) == count == values.numel()
         assert torch.equal(everything(read), everything(copied))
-
-
-def test_a_commit_that_was_interrupted_does_not_make_rows_compact_again():
-    """After Ctrl-C a commit runs again: blocks that were converted are gone from the first store."""
-    ids = torch.arange(200)
-    ids, rows = ids[canonical_order(ids)], RowStore(COLUMNS, SHIFT, torch.float16, CPU)
-    places = Places([(0, 200)])
-    staged = StagedRows("t", "t", places, 0, rows, 200, lambda some: some % 2 == 0, None)
-    staged.receive("ids", 0, 0, ids)
-    staged.receive("weight", 0, 0, ids[:, None].repeat(1, COLUMNS).half())
-    assert staged.compact() == 100
-    interrupt = mock.patch.object(RowStore, "keep_in_use", side_effect=[None, KeyboardInterrupt])
-    with interrupt, pytest.raises(KeyboardInterrupt):
-        staged.convert(torch.float32, 100)
-    assert staged.compact() == 100
-    staged.convert(torch.float32, 100)
-    kept, rows_of_kept = staged.id_map.contents()
-    assert staged.weights.read(rows_of_kept)[:, 0].equal(kept.float())

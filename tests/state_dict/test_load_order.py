@@ -1,41 +1,84 @@
-"""The order of loads: a model before its optimizer; and what was read but not yet loaded."""
+"""The order of loads: a model and its optimizer in either order; and what was read but not yet loaded."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import differences, held, put, quietly, save, state_dict_of, tables_of
 from checkpoint_small import LRU, case, on_one, read, sharded, step, unsharded
 from table_cases import same_state
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.state_dict import aligned_state
-from torchrec_dyn.state_dict.aligned_state import AlignedState
+from torchrec_dyn.state_dict import TableLoad, aligned_state, loading
 from torchrec_dyn.storage.row_store import RowStore
 
 
-def optimizer_first(path: str) -> bool:
-    model = sharded(case())
-    step(model, [1, 2, 3])
-    save(model, path)
-    step(model, [1, 2, 3])
+def either_first(path: str) -> list[str]:
+    of = case(2, "row_wise", config=LRU, optimizer="ADAM")
+    trained = sharded(of)
+    for count in (30, 20):
+        step(trained, list(range(count)))
+    save(trained, path)
+    found = []
+    for order in (("model", "optimizer"), ("optimizer", "model")):
+        model = sharded(of)
+        step(model, [1, 2, 99])
+        state = read(state_dict_of(model), path)
+        for part in order:
+            (model if part == "model" else model.fused_optimizer).load_state_dict(state[part])
+            found += differences(held(model), held(trained))  # the first has loaded both
+        with pytest.raises(RuntimeError, match="changed since"):
+            step(model, [5])
+            model.fused_optimizer.load_state_dict(state["optimizer"])
+    return found
+
+
+def test_either_state_dict_loads_all_and_the_other_is_checked(tmp_path: Path) -> None:
+    assert workers.run(either_first, str(tmp_path / "saved"), world_size=2) == [[], []]
+
+
+def optimizer_alone(path: str) -> list[str]:
+    of = case(2, "row_wise", optimizer="ADAM")
+    trained, model, other = (sharded(of) for _ in range(3))
+    step(trained, list(range(30)))
+    save(trained, path)
+    model.load_state_dict(read({"model": model.state_dict()}, path)["model"])
     before = held(model)
-    state = read(state_dict_of(model), path)
-    with pytest.raises(ValueError, match="before the state dict of its optimizer"):
-        model.fused_optimizer.load_state_dict(state["optimizer"])
-    return not differences(held(model), before)
+    assert differences(before, held(trained))  # optimizer state has begun anew
+    step(other, list(range(30, 60)))
+    for into, error in ((other, "ids that the table has"), (model, None)):
+        state = read({"optimizer": into.fused_optimizer.state_dict()}, path)["optimizer"]
+        if error is None:
+            into.fused_optimizer.load_state_dict(state)
+        else:
+            with pytest.raises(ValueError, match=error):
+                into.fused_optimizer.load_state_dict(state)
+    return differences(held(model), held(trained))
 
 
-def test_the_optimizer_before_the_module_is_an_error(tmp_path: Path) -> None:
-    assert on_one(optimizer_first, tmp_path)
+def test_an_optimizer_alone_is_loaded_if_its_ids_are_those_of_the_table(tmp_path: Path) -> None:
+    assert workers.run(optimizer_alone, str(tmp_path / "saved"), world_size=2) == [[], []]
+
+
+def test_two_state_dicts_of_a_table_in_one_load_are_an_error(tmp_path: Path) -> None:
+    assert on_one(table_twice, tmp_path)
+
+
+def table_twice(path: str) -> bool:
+    model = sharded(case())
+    quietly(dcp.save, {"a": model.state_dict(), "b": model.state_dict()}, checkpoint_id=path)
+    with pytest.raises(BaseException, match="expected its tensors once in a state dict"):
+        read({"a": model.state_dict(), "b": model.state_dict()}, path)
+    return True
 
 
 def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
@@ -49,12 +92,12 @@ def test_unsharded_the_module_starts_optimizer_state_afresh() -> None:
     assert not after["momentum1"].any() and not after["step"]
 
 
-def test_unsharded_the_optimizer_before_the_module_names_the_order_where_ids_differ() -> None:
+def test_unsharded_an_optimizer_of_other_ids_is_refused() -> None:
     model, trained = unsharded(case()), unsharded(case())
     step(model, [1, 2, 3])
     step(trained, [4, 5, 6])
     before = model.local_tables()["t"].export_state()
-    with pytest.raises(ValueError, match="before that of its optimizer"):
+    with pytest.raises(ValueError, match="ids that the table has"):
         model.fused_optimizer.load_state_dict(copy.deepcopy(trained.fused_optimizer.state_dict()))
     after = model.local_tables()["t"].export_state()
     assert all(after[name].equal(tensor) for name, tensor in before.items())
@@ -157,9 +200,9 @@ def optimizer_of_other_rows(path: str) -> list[str]:
     step(other, [1, 2, 3, 4])
     two = {"model": one.state_dict(), "optimizer": other.fused_optimizer.state_dict()}
     quietly(dcp.save, two, checkpoint_id=path)
-    state, before = read(state_dict_of(model), path), held(model)
-    with pytest.raises(ValueError, match="expected optimizer state of 3 rows here, got that of 4"):
-        model.load_state_dict(state["model"])
+    before = held(model)
+    with pytest.raises(CheckpointException, match="expected tensors with the same number of rows"):
+        read(state_dict_of(model), path)
     return differences(held(model), before)
 
 
@@ -223,8 +266,8 @@ def verified_anew(path: str) -> bool:
     put(model, state)
     read({"optimizer": state["optimizer"]}, path)
     states = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]
-    entry = states["t.config"].entry
-    entry.staged[0]["momentum1"].blocks[0][0, 0] += 1
+    (staged,) = states["t.optimizer_config"].entry.staged
+    staged.store("momentum1")[0].blocks[0][0, 0] += 1
     with pytest.raises(ValueError, match="damaged"):
         model.fused_optimizer.load_state_dict(state["optimizer"])
     return True
@@ -234,72 +277,20 @@ def test_what_is_read_again_is_verified_again(tmp_path: Path) -> None:
     assert on_one(verified_anew, tmp_path)
 
 
-def trained_in_between(path: str) -> bool:
-    model = sharded(case())
-    step(model, [3, 1, 2])
-    save(model, path)
-    expected = held(model)
-    step(model, [1, 4])
-    state = read(state_dict_of(model), path)
-    with pytest.MonkeyPatch.context() as patch:  # no ids are sorted to match rows that are known
-        patch.delattr("torchrec_dyn.storage.canonical_rows.CanonicalRows.read")
-        put(model, state)
-    assert not differences(held(model), expected)
-    state = read(state_dict_of(model), path)
-    model.load_state_dict(state["model"])
-    entry = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]["t.config"].entry
-    assert entry.known_sums() is not None
-    step(model, [1])
-    assert entry.known_sums() is None
-    step(model, [4])
-    with pytest.raises(ValueError, match=r"expected optimizer state of 4 rows"):
-        model.fused_optimizer.load_state_dict(state["optimizer"])
-    return True
-
-
-def test_the_rows_are_matched_again_if_they_changed_before_the_optimizer(tmp_path: Path) -> None:
-    assert on_one(trained_in_between, tmp_path)
-
-
-def rows_of_another_checkpoint(path: str) -> bool:
-    """Two state dicts of a model share the optimizer's tensors; each is verified before the other's rows."""
-    model, other = sharded(case()), sharded(case())
-    step(model, [1, 2, 3])
-    save(model, f"{path}_one")
-    step(other, [7, 8, 9])
-    save(other, f"{path}_two")
-    one, two = state_dict_of(model), state_dict_of(model)
-    read(one, f"{path}_one")
-    one["model"]["collection.embedding_bags.t.config"].entry.session.verify("test")
-    read({"model": two["model"], "optimizer": one["optimizer"]}, f"{path}_two")
-    model.load_state_dict(two["model"])
-    model.load_state_dict(one["model"])
-    with pytest.raises(ValueError, match="got other rows"):
-        model.fused_optimizer.load_state_dict(one["optimizer"])
-    return True
-
-
-def test_optimizer_state_is_matched_to_rows_of_another_checkpoint(tmp_path: Path) -> None:
-    assert on_one(rows_of_another_checkpoint, tmp_path)
-
-
 def trained_by_another_thread(path: str) -> bool:
     model = sharded(case())
     step(model, [1, 2, 3])
     save(model, path)
-    state = read(state_dict_of(model), path)
-    model.load_state_dict(state["model"])
-    compare = AlignedState.compare
+    state = read({"optimizer": model.fused_optimizer.state_dict()}, path)
+    compare = TableLoad.prepare
 
-    def train_and_compare(aligned: AlignedState, summed: Mapping[str, int]) -> None:
+    def prepare_and_train(load: TableLoad) -> None:
+        compare(load)
         step(model, [4])
-        compare(aligned, summed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AlignedState, "compare", train_and_compare)
-        with pytest.raises(
-            RuntimeError, match="rows that do not change while their optimizer state"
-        ):
+        patch.setattr(TableLoad, "prepare", prepare_and_train)
+        with pytest.raises(RuntimeError, match="changed since"):
             model.fused_optimizer.load_state_dict(state["optimizer"])
     return bool(tables_of(model)[0].num_rows == 4)
 
@@ -309,20 +300,24 @@ def test_a_step_between_the_check_and_the_commit_of_optimizer_state(tmp_path: Pa
 
 
 def loaded_again_after_an_error(path: str) -> list[str]:
-    of = case(optimizer="EXACT_ROWWISE_ADAGRAD")
+    of = case(2, "row_wise", optimizer="EXACT_ROWWISE_ADAGRAD", data_type="FP16")
     trained, model = sharded(of), sharded(of)
     for count in (20, 10):
         step(trained, list(range(count)))
     save(trained, path)
-    state = read(state_dict_of(model), path)
-    model.load_state_dict(state["model"])
+    state, before = read(state_dict_of(model), path), held(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aligned_state, "run_to_end", mock.Mock(side_effect=MemoryError))
+        if dist.get_rank():
+            patch.setattr(loading, "replace", mock.Mock(side_effect=MemoryError))
         with pytest.raises(RuntimeError, match="MemoryError"):
-            model.fused_optimizer.load_state_dict(state["optimizer"])
-    model.fused_optimizer.load_state_dict(state["optimizer"])
+            model.load_state_dict(state["model"])
+    assert not differences(held(model), before)
+    put(model, state)
     return differences(held(model), held(trained))
 
 
-def test_optimizer_state_whose_commit_failed_can_be_loaded_again(tmp_path: Path) -> None:
-    assert on_one(loaded_again_after_an_error, tmp_path) == []
+def test_a_load_that_could_not_be_prepared_changes_nothing_and_can_be_repeated(
+    tmp_path: Path,
+) -> None:
+    found = workers.run(loaded_again_after_an_error, str(tmp_path / "saved"), world_size=2)
+    assert found == [[], []]

@@ -80,12 +80,11 @@ def scored_rows(table: TableShard) -> int:
 
 
 def test_a_model_only_load_on_two_ranks(tmp_path: Path) -> None:
-    """Without optimizer state scores tell the step. Of many rows a rank reads its own, and few others."""
+    """Without optimizer state scores tell the step. A rank keeps its own rows."""
     found = workers.run(load_the_model_only, str(tmp_path / "saved"), world_size=2)
     assert [step for of_rank in found for step, *_ in of_rank] == [4] * 4
     for _, high, scored, later in found[0]:
-        assert high > scored + 40  # else no score has to be forgotten
-        assert later == high  # new ids get the rows of the others
+        assert high == scored < later
 
 
 TIMED = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=10))
@@ -284,7 +283,7 @@ def load_without_the_planner(path: str) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_load_without_the_planner_names_it(tmp_path: Path, world: int) -> None:
-    """DCP told of sizes that differ, and of "cells"."""
+    """DCP told of sizes that differ."""
     for told in workers.run(load_without_the_planner, str(tmp_path), world_size=world):
         for text in told:
             assert (

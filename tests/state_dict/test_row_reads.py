@@ -20,11 +20,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner, only_to_load
+from torchrec_dyn.checkpoint import LoadPlanner
 from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.state_dict import row_reads
-from torchrec_dyn.state_dict.loading import OptimizerEntry
 from torchrec_dyn.state_dict.staged_rows import StagedRows
+from torchrec_dyn.storage import CanonicalRows
 
 IDS = list(range(0, 2700, 3))
 PLANS = ("row_wise", "table_wise", "three_columns")
@@ -38,8 +38,7 @@ def trained(kind: str, ids: list[int] = IDS, **options: Any) -> Any:
 
 
 def load_into(model: Any, path: str, planner: Any) -> None:
-    with only_to_load():
-        state = state_dict_of(model)
+    state = state_dict_of(model)
     quietly(dcp.load, state, checkpoint_id=path, planner=planner)
     model.load_state_dict(state["model"])
     model.fused_optimizer.load_state_dict(state["optimizer"])
@@ -76,19 +75,15 @@ def loads_every_plan(path: str) -> None:
 def check_load(folder: str, kind: str, config: Any) -> None:
     loaded = [trained(kind, [5, 6, 7], config=config) for _ in range(2)]
     summed = 0
-    by_row, of_state = StagedRows.summed, OptimizerEntry.sums_of
+    by_row = StagedRows.summed
 
-    def count(real: Any) -> Any:
-        def counted(*options: Any) -> Any:
-            nonlocal summed
-            summed += 1
-            return real(*options)
-
-        return counted
+    def counted(*options: Any) -> Any:
+        nonlocal summed
+        summed += 1
+        return by_row(*options)
 
     with pytest.MonkeyPatch.context() as here:
-        here.setattr(StagedRows, "summed", count(by_row))
-        here.setattr(OptimizerEntry, "sums_of", count(of_state))
+        here.setattr(StagedRows, "summed", counted)
         load_into(loaded[0], folder, LoadPlanner(path=folder))
         # Rows in one column shard are summed while they are read, others afterwards, on the ranks with rows.
         # Of ids that all wait there are no rows.
@@ -175,43 +170,17 @@ def only_loads(path: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileSystemReader, "read_data", read_data)
-        patch.setattr("torchrec_dyn.state_dict.saving.sums_of_shard", None)  # no row is summed
-        with only_to_load():
-            state = state_dict_of(model)
-        for use in (lambda: dcp.save(state, checkpoint_id=f"{path}_no"), lambda: read_all(state)):
-            with pytest.raises(
-                (CheckpointException, ValueError, RuntimeError), match="only_to_load"
-            ):
-                quietly(use)
+        patch.setattr(CanonicalRows, "read", None)  # state_dict() reads no row
+        state = state_dict_of(model)
         quietly(dcp.load, state, checkpoint_id=path, planner=LoadPlanner(path=path))
         model.load_state_dict(state["model"])
         model.fused_optimizer.load_state_dict(state["optimizer"])
-    assert not {"ids", "weight", "momentum1"} & {*read_by_dcp} and "waiting" in read_by_dcp
+    assert not {"ids", "weight", "momentum1", "waiting", "config"} & {*read_by_dcp}
     save(model, f"{path} again")
 
 
-def read_all(state: dict[str, Any]) -> None:
-    for value in state["model"].values():
-        value.local()
-
-
-def test_a_state_dict_to_load_into_sums_nothing_and_is_not_saved(tmp_path: Path) -> None:
+def test_a_state_dict_reads_no_rows_and_dcp_reads_none_into_it(tmp_path: Path) -> None:
     workers.run(only_loads, str(tmp_path / "saved"), world_size=2)
-
-
-def one_rank_alone(path: str) -> None:
-    model = trained("row_wise")
-    if dist.get_rank() == 1:
-        with only_to_load():
-            state = state_dict_of(model)
-    else:
-        state = state_dict_of(model)
-    with pytest.raises((CheckpointException, ValueError, RuntimeError), match="only_to_load"):
-        quietly(dcp.save, state, checkpoint_id=path)
-
-
-def test_a_rank_that_sums_nothing_is_an_error_of_a_save_on_every_rank(tmp_path: Path) -> None:
-    workers.run(one_rank_alone, str(tmp_path / "saved"), world_size=2)
 
 
 def one_rank_without_rows(path: str) -> list[int]:
@@ -230,7 +199,7 @@ def one_rank_without_rows(path: str) -> list[int]:
     sharder.reshard(collection, moved, model._env, model.device)
     optimizer = read({"optimizer": model.fused_optimizer.state_dict()}, path)["optimizer"]
     model.fused_optimizer.load_state_dict(optimizer)
-    return collection.table("t").whole.last_seen(mine).tolist()
+    return collection.table("t").read_last_seen(mine).tolist()
 
 
 def test_scores_stay_if_a_rank_reads_no_row(tmp_path: Path) -> None:

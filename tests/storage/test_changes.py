@@ -22,7 +22,7 @@ from table_cases import CROWDED_IDS, ids_of, make_group, make_table, same_state
 
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.storage import ChangeLog, IdMap
-from torchrec_dyn.table import TableShard
+from torchrec_dyn.table import replace, with_same_contents
 
 POOL = [*EXTREME_IDS[:3], *EXTREME_IDS[-2:], 3, 4, 5, *CROWDED_IDS[:4]]
 batches = st.lists(st.sampled_from(POOL), max_size=5)
@@ -279,7 +279,7 @@ def test_a_load_that_fails_is_not_noted(monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(TableShard, "note_replaced", fail)
+    monkeypatch.setattr(ChangeLog, "replaced", fail)
     with pytest.raises(MemoryError):
         table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
     assert table.changes is log and same_state(table.export_state(), state)
@@ -301,30 +301,9 @@ def test_new_optimizer_state_changes_every_row():
     table = make_table(OptimizerKind.EXACT_ADAGRAD)
     table.find_or_insert(torch.arange(20))
     version = table.version()
-    table.replace_states(table.states)
+    replace(table, with_same_contents(table))()
     assert version.log.changed_rows(version, table.id_map)[0].numel() == 20
     assert version.log.removed_ids(version, table.id_map).numel() == 0
-
-
-def test_a_load_undone_after_it_was_noted_leaves_marks_for_all_former_rows(monkeypatch):
-    """Ctrl-C may be the last event of a load. The former rows need two blocks of marks, the new row one."""
-    table = make_table()
-    table.find_or_insert(torch.arange(600))
-    version, state = table.version(), table.export_state()
-    replace_all = ChangeLog.replace_all
-
-    def interrupted(*arguments):
-        replace_all(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ChangeLog, "replace_all", interrupted)
-        table.load_state({"ids": ids_of(77), "weight": torch.ones(1, 4)})
-    assert same_state(table.export_state(), state)
-    table.assign(ids_of(599), torch.ones(1, 4))
-    table.erase(ids_of(598))
-    assert 599 in version.log.changed_rows(version, table.id_map)[0].tolist()
-    assert version.log.removed_ids(version, table.id_map).tolist() == [598]
 
 
 def test_rows_of_new_contents_have_marks():

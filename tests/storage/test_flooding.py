@@ -110,10 +110,10 @@ def test_every_map_draws_a_key() -> None:
     saved = table.state_dict()
     keys = [IdMap().key for _ in range(5)]
     keys += [AdmissionCounters(5, torch.device("cpu")).id_map.key for _ in range(5)]
-    shard = table.table("t").whole.shards[0]
+    shard = table.table("t").shards[0]
     keys += [shard.id_map.key, shard.life.waiting.id_map.key]
     table.load_state_dict(saved)
-    keys.append(table.table("t").whole.shards[0].id_map.key)
+    keys.append(table.table("t").shards[0].id_map.key)
     assert len(set(keys)) == len(keys)
     assert 0 not in keys
 

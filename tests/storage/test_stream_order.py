@@ -12,14 +12,10 @@ import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import (
-    ModelSource,
-    OptimizerSource,
-    StagedRows,
-    saved_tensors,
-)
+from torchrec_dyn.state_dict import TableSource, saved_tensors
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.storage import RowStore
+from torchrec_dyn.state_dict.staged_rows import StagedRows
+from torchrec_dyn.storage import RowStore, canonical_order
 from torchrec_dyn.storage.stream_order import StreamOrder
 
 pytestmark = pytest.mark.mock_only  # tensors of a GPU take no fakes
@@ -109,13 +105,16 @@ def test_rows_that_move_to_another_gpu_are_read_after_the_last_call(cuda):
 def test_a_delta_is_applied_in_a_turn(cuda, tmp_path, monkeypatch):
     config = EmbeddingConfig(name="a", embedding_dim=4, num_embeddings=1000, feature_names=["a"])
     fused = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
-    log, summary, write = cuda.log, delta_apply.ModelSource.summary, delta_apply._write_rows
+    log, summary, write = cuda.log, delta_apply.sums_here, delta_apply.merge
     monkeypatch.setattr(
-        delta_apply.ModelSource, "summary", lambda self: log.append("reads") or summary(self)
+        delta_apply, "sums_here", lambda table: log.append("reads") or summary(table)
     )
-    monkeypatch.setattr(
-        delta_apply, "_write_rows", lambda *asked: log.append("writes") or write(*asked)
-    )
+
+    def merge(*asked):
+        commit = write(*asked)
+        return lambda: log.append("writes") or commit()
+
+    monkeypatch.setattr(delta_apply, "merge", merge)
     with MockDevice():
         module = dyn.DynamicEmbeddingCollection([config], device="cuda", fused_params=fused)
         module.table("a").assign(torch.arange(5), torch.ones(5, 4))
@@ -173,8 +172,7 @@ def test_saves_and_their_reads_of_rows_take_turns(cuda):
         log = cuda.on("B")
         config = table_config("t", 4, 5, table.dtype, dyn.Constant(0))
         whole = Table.of_one(table, "t", config)
-        sources = [ModelSource(whole, None), OptimizerSource(whole, None)]
-        model, _ = saved_tensors([whole], "save", lambda _: sources)
+        ((model, _),) = saved_tensors([whole], "save", TableSource)
         assert log[0] == "B waits for A"
         cuda.on("A")
         assert len(model["weight"].local()) == 1 and log[0] == "A waits for B"
@@ -223,15 +221,16 @@ def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
 
 def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
     with MockDevice() as device:
-        places = Places([(0, 80)])
-        weights = RowStore(4, 5, torch.float32, CUDA)
-        staged = StagedRows("a", "a", places, 0, weights, 1000, None, None)
-        blocks = list(staged.weights.blocks)
+        table = living_table(device="cuda", dtype=torch.float16, limit=80)
+        places, whole = Places([(0, 80)]), Table.of_one(table, "a", {})
+        staged = StagedRows(whole, table, places, torch.float32, {}, True)
+        blocks = list(staged.rows.weights.blocks)
         cuda.on("B")
         device.forget()
-        staged.convert(torch.float16, 80)
+        staged.receive("ids", 0, 0, torch.arange(80)[canonical_order(torch.arange(80))])
+        staged.finish(None, None, 0, None, [0, 4])
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
-        assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
+        assert blocks and all(any(one is block for one in kept) for block in blocks)
 
 
 def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):

@@ -26,6 +26,7 @@ from torchrec.distributed.types import ParameterSharding
 from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint_format import as_words, from_words
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.table.shard import TableShard
@@ -224,11 +225,15 @@ def quietly(function: Any, *args: Any, **options: Any) -> Any:
 def contents(path: str | Path) -> dict[str, torch.Tensor]:
     """Reads a whole checkpoint as plain tensors by their keys, without our load planner.
 
-    Empty tensors are left out, as DCP leaves out tensors without a chunk, except "cells", which is always
-    empty.
+    Empty tensors are left out, as DCP leaves out tensors without a chunk. Of checksums, which have a row for
+    each rank, the sums are returned.
     """
-    found = _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
-    return {key: one for key, one in found.items() if one.numel() or key.endswith(".cells")}
+    tensors = _flat(quietly(_load_state_dict_from_keys, checkpoint_id=str(path)), "")
+    return {
+        key: as_words(from_words(tensor)) if key.endswith("checksum") else tensor
+        for key, tensor in tensors.items()
+        if tensor.numel()
+    }
 
 
 def _flat(nested: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.content_sums import (
-    MODEL_TENSORS,
-    OPTIMIZER_TENSORS,
+    MODEL_CHECKSUM,
+    OPTIMIZER_CHECKSUM,
     as_words,
     content_sum,
     sum_of_small,
@@ -21,7 +21,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor
 from torchrec_dyn.storage.id_map import canonical_order
 
-NOT_BY_ROW = ("waiting", "clock", "step", "config")
+NOT_BY_ROW = ("waiting", "clock", "step", "config", "optimizer_config")
 EMBEDDING_DIM = 6
 
 
@@ -72,7 +72,7 @@ def optimizer_state(rows: int = 50, cuts: tuple[int, ...] = (0, 6)) -> dict[str,
     return {
         "momentum1": torch.arange(float(rows * shards)).reshape(rows, shards),
         "step": torch.tensor(123),
-        "config": config_bytes(config),
+        "optimizer_config": config_bytes(config),
     }
 
 
@@ -81,9 +81,8 @@ def config_bytes(config: dict[str, object]) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> Tensor:
-    order = OPTIMIZER_TENSORS if "step" in state else MODEL_TENSORS
-    sums = {
+def sums_of(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> dict[str, int]:
+    return {
         name: sum_of_small(table, name, saved)
         if name in NOT_BY_ROW
         else content_sum(table, name, ids, saved)
@@ -91,13 +90,13 @@ def checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> Tens
         else 0
         for name, saved in state.items()
     }
-    return as_words(sums, order)
 
 
 def with_checksum(state: dict[str, Tensor], ids: Tensor, table: str = "user") -> dict[str, Tensor]:
     """Returns the state with its checksum and without empty tensors, which DCP does not save."""
+    words = torch.cat([as_words(sums_of(state, ids, table)), torch.tensor([5])])
     kept = {name: saved for name, saved in state.items() if saved.numel()}
-    return kept | {"checksum": checksum(state, ids, table)}
+    return kept | {OPTIMIZER_CHECKSUM if "step" in state else MODEL_CHECKSUM: words[None]}
 
 
 def save_dict(state: Mapping[str, object], path) -> None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from saved_cases import checksum, config_bytes, save_dict
+from saved_cases import config_bytes, save_dict, sums_of, with_checksum
 from torch import Tensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.checkpoint_format import as_words
 from torchrec_dyn.storage.id_map import canonical_order
 
 UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
@@ -59,9 +60,14 @@ class Plain:
         }
         return config_bytes(config)
 
-    def sums(self, saved=None) -> Tensor:
-        saved = self.tensors() if saved is None else saved
-        return checksum(saved, saved.get("ids"), self.name)
+    def sums(self) -> Tensor:
+        """Returns the content sums of the whole table, as a delta has them."""
+        saved = self.tensors()
+        return as_words(sums_of(saved, saved.get("ids"), self.name))
+
+    def summed(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns saved tensors with their checksum."""
+        return with_checksum(saved, saved.get("ids"), self.name)
 
     def named(self, saved: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
         """Returns saved tensors by their keys in the state dict of a collection `ebc`."""
@@ -79,8 +85,7 @@ def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
     ids = torch.arange(rows)
     ids = ids[canonical_order(ids)]
     one = Plain(name, dim)
-    saved = {"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)}
-    saved["checksum"] = one.sums(saved)
+    saved = one.summed({"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)})
     return save_tensors(path, one.named(saved, "embedding_bags"))
 
 
@@ -88,9 +93,7 @@ def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
     """Saves whole tables as an unsharded collection `ebc` does; returns the path."""
     found = {}
     for table in tables:
-        saved = table.tensors()
-        saved["checksum"] = table.sums(saved)
-        found |= table.named(saved, kind)
+        found |= table.named(table.summed(table.tensors()), kind)
     return save_tensors(path, found)
 
 
@@ -105,8 +108,7 @@ def save_delta(
             if i not in old.rows or not torch.equal(old.rows[i], row)
         ]  # fmt: skip
         removed = torch.tensor([i for i in old.rows if i not in new.rows], dtype=torch.int64)
-        saved = new.tensors(touched)
-        saved["checksum"] = new.sums(saved)
+        saved = new.summed(new.tensors(touched))
         saved["base"], saved["result"] = old.sums(), new.sums()
         if len(removed):
             saved["removed"] = removed[canonical_order(removed)]

@@ -1,8 +1,8 @@
 """Trains a sharded collection beside the unsharded collection on the same global batches.
 
-`check_trains_as_unsharded(case)` runs in the workers: it asserts that the outputs of each rank, and at last
-its rows, equal those of the unsharded collection, trained on the global batch with gradients divided by the
-number of ranks.
+`check_trains_as_unsharded(case)` runs in the workers: it asserts that the outputs of every rank, and at the
+end its rows, equal those of the unsharded collection, trained on the global batch with gradients divided by
+the number of ranks.
 """
 
 from __future__ import annotations

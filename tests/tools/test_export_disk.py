@@ -200,7 +200,7 @@ def test_a_link_is_not_written_through(tmp_path, monkeypatch):
 
 def publish_safetensors(path: Path) -> None:
     writer = SafetensorsWriter(path, {"ids": (torch.int64, (1,))}, {})
-    writer.write(torch.tensor([1]))
+    writer.write("ids", torch.tensor([1]))
     writer.finish()
 
 

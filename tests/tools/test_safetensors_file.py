@@ -23,8 +23,9 @@ TENSORS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
 def write(path: Path, rows: torch.Tensor = ROWS) -> None:
     tensors = {**TENSORS, "rows": (rows.dtype, tuple(rows.shape))}
     writer = SafetensorsWriter(path, tensors, {"table": "ä"})
-    for values in (IDS[:3], IDS[3:], rows[:0], rows[:2], rows[2:]):
-        writer.write(values)
+    for first, last in ((0, 3), (3, 3), (3, 4)):
+        writer.write("ids", IDS[first:last])
+        writer.write("rows", rows[first:last])
     writer.finish()
     writer.drop()
 
@@ -165,7 +166,7 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
 def test_an_unfinished_file_does_not_show(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"before")
     writer = SafetensorsWriter(tmp_path / "f", TENSORS, {})
-    writer.write(IDS)
+    writer.write("ids", IDS)
     with pytest.raises(AssertionError, match=r"48 bytes of .* were not written"):
         writer.finish()
     writer.drop()

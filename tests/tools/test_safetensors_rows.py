@@ -138,10 +138,10 @@ def test_others_open_our_files(tmp_path: Path) -> None:
 
 
 def file_with(path: Path, **tensors: torch.Tensor) -> None:
-    told = {name: (one.dtype, tuple(one.shape)) for name, one in tensors.items()}
-    writer = SafetensorsWriter(path, told, {})
-    for one in tensors.values():
-        writer.write(one)
+    entries = {name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()}
+    writer = SafetensorsWriter(path, entries, {})
+    for name, values in tensors.items():
+        writer.write(name, values)
     writer.finish()
 
 
@@ -170,10 +170,10 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "rows of numbers": ({"ids": torch.arange(3), "rows": torch.ones(3, 8).long()}, "torch.int64"),
     "columns": (
         {"ids": torch.arange(3), "rows": torch.ones(3, 7)},
-        r"rows \[3, 8\] of .* for 3 ids of a table with 8 columns, got \[3, 7\] of torch.float32",
+        r"rows \[3, 8\] for a table with 8 columns, got \[3, 7\]",
     ),
-    "fewer rows": ({"ids": torch.arange(3), "rows": torch.ones(2, 8)}, r"\[3, 8\] .* got \[2, 8\]"),
-    "flat": ({"ids": torch.arange(8), "weight": torch.ones(64)}, r"weight \[8, 8\] .* got \[64\]"),
+    "fewer rows": ({"ids": torch.arange(3), "rows": torch.ones(2, 8)}, r"\[3, D\] .* got \[2, 8\]"),
+    "flat": ({"ids": torch.arange(8), "weight": torch.ones(64)}, r"weight \[8, D\] .* got \[64\]"),
 }
 
 
@@ -223,7 +223,7 @@ def test_a_table_that_evicts_takes_more_than_its_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", [export_rows, import_rows])
 def test_names_and_files_that_are_not_there(tmp_path: Path, function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"expected a name among \['t'\], got 'x'"):
+    with pytest.raises(ValueError, match=r"expected a (name|table) among \['t'\], got 'x'"):
         function(collection(), "x", tmp_path / "f")
     with pytest.raises(FileNotFoundError, match=r"nowhere/f'$"):
         function(collection(), "t", tmp_path / "nowhere" / "f")
@@ -235,17 +235,15 @@ def test_names_and_files_that_are_not_there(tmp_path: Path, function: Callable[.
 def test_rows_that_go_meanwhile_leave_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, read = filled(), dyn.lookup_rows
+    made, write = filled(), SafetensorsWriter.write
 
-    def meanwhile(one: Any, table: str, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def meanwhile(writer: SafetensorsWriter, name: str, values: torch.Tensor) -> None:
         made.table("t").erase(torch.tensor([EXTREMES[0], EXTREMES[1]]))
-        return read(one, table, ids)
+        write(writer, name, values)
 
-    monkeypatch.setattr(module, "lookup_rows", meanwhile)
+    monkeypatch.setattr(SafetensorsWriter, "write", meanwhile)
     (tmp_path / "f").write_bytes(b"before")
-    with pytest.raises(
-        RuntimeError, match=r"expected no id to be removed .* got [12] removed ids. Export while"
-    ):
+    with pytest.raises(RuntimeError, match=r"got a table that was trained or edited since. Export"):
         export_rows(made, "t", tmp_path / "f")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"before"]
 

@@ -104,17 +104,17 @@ def errors(case: Case) -> list[str]:
         writer = SafetensorsWriter(
             path, {"ids": (torch.int64, (1800,)), "rows": (torch.float32, (1800, 8))}, {}
         )
-        writer.write(new)
-        writer.write(torch.zeros(1800, 8))
+        writer.write("ids", new)
+        writer.write("rows", torch.zeros(1800, 8))
         writer.finish()
         faults.append(fault_of(import_rows, one, "t", path))
         # The disk is full, or the file gone, in the middle: on rank 0 only.
         write, read = module.SafetensorsWriter.write, module.SafetensorsReader.rows
 
-        def full(self: Any, values: torch.Tensor) -> None:
-            if values.dim() == 2 and dist.get_rank() == 0:
+        def full(self: Any, name: str, values: torch.Tensor) -> None:
+            if name == "rows" and dist.get_rank() == 0:
                 raise OSError("no space left")
-            write(self, values)
+            write(self, name, values)
 
         module.SafetensorsWriter.write = full
         path.write_bytes(b"before")

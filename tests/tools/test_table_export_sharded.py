@@ -1,7 +1,6 @@
 """export_table and read_batches of sharded collections: the ranks' shares together are the saved table."""
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -141,39 +140,6 @@ def faults(setup: Setup, path: str) -> list[str]:
         ArrowFile.write = write
     assert export_table(collection, "sixteen", f"{path}/new.parquet") > 0
     return said
-
-
-def beside_a_killed_one(setup: Setup, path: str) -> None:
-    """Exports beside a copy of the unfinished folder, while others remove what is left of killed exports."""
-    from torchrec_dyn.tools import table_export
-    from torchrec_dyn.tools.arrow_file import ArrowFile
-
-    model, target = new(setup), Path(path) / "new.parquet"
-    train(model, setup, [0])
-    finish, left = ArrowFile.finish, target.with_name(f".new.parquet.{'0' * 32}")
-
-    def finish_and_look(self: Any) -> None:
-        finish(self)
-        if self._path.name == "part-00000-of-00002.arrow":
-            shutil.copytree(self._path.parent, left)  # without locks: its process has ended
-            shutil.copytree(left, target.with_name(f".old.parquet.{'0' * 32}"))
-        elif self._path.name == "part-00000-of-00002.parquet":
-            assert not left.exists()
-            table_export._remove_left(target)
-            assert self._path.parent.exists()
-
-    ArrowFile.finish = finish_and_look
-    try:
-        for name in ("new.arrow", "new.parquet"):
-            assert export_table(model.module.collection, "plain", target.with_name(name)) > 0
-    finally:
-        ArrowFile.finish = finish
-
-
-def test_the_folder_of_a_killed_export_is_removed(tmp_path: Path) -> None:
-    setup = Setup(2, ("row_wise",), tables=1)
-    workers.run(beside_a_killed_one, setup, str(tmp_path), world_size=2)
-    assert sorted(os.listdir(tmp_path)) == [f".old.parquet.{'0' * 32}", "new.arrow", "new.parquet"]
 
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:

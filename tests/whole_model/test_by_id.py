@@ -212,7 +212,7 @@ def stats_by_shard(case: Case) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     sharded = shard(case, collection_of(case)).module.collection
     rank = dist.get_rank()
     dyn.assign_rows(sharded, "t0", torch.arange(150) + 150 * rank, torch.ones(150, 8))
-    shards = sharded.table("t0").whole.shards
+    shards = sharded.table("t0").shards
     return dyn.read_stats(sharded, "t0"), [shard.stats() for shard in shards]
 
 

@@ -9,14 +9,14 @@ of the changed rows; it is verified completely before any table changes.
 from torchrec_dyn.checkpoint.checkpoints import Checkpoints
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
-from torchrec_dyn.checkpoint.entry_load import Restored
 from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.positions import Positions
+from torchrec_dyn.checkpoint.restoring import Restored
 from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
-from torchrec_dyn.state_dict import LoadPlanner, only_to_load, only_to_save
+from torchrec_dyn.state_dict import LoadPlanner
 from torchrec_dyn.tools import (
     export_rows,
     export_saved_rows,
@@ -44,8 +44,6 @@ __all__ = [
     "import_rows",
     "load_static",
     "mark",
-    "only_to_load",
-    "only_to_save",
     "open_checkpoint",
     "read_batches",
 ]

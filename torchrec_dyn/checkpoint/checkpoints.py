@@ -1,18 +1,18 @@
 """Checkpoints: a directory of full saves and deltas, from which training continues where it stopped.
 
-An entry has the dynamic tables, the dense part, the optimizer and what the caller adds, all of one moment. It
-is published by a rename when all of its files are on the disk (checkpoint_format/saved_chain.py).
+An entry has the dynamic tables, the dense part, the optimizer and what the caller adds, all of one moment.
+Its commit file is put last, when all other files are on the disk (checkpoint_format/entries.py). The ranks
+meet twice in `save`, when all have prepared and when rank 0 commits; and twice in `restore`, when rank 0 has
+chosen an entry and when all have prepared its load. Beside that they exchange the data.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,28 @@ import filelock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.dcp_files import drop_frames
-from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, is_marker_of, mark
-from torchrec_dyn.checkpoint.dense_part import check_has_all, check_optimizer, dense_state
-from torchrec_dyn.checkpoint.entry_files import checksums_in, package_version
-from torchrec_dyn.checkpoint.entry_fit import MisfitError
-from torchrec_dyn.checkpoint.entry_load import (
-    Restored,
-    is_lack_of_memory,
-    lines_to_load,
-    load_entry,
+from torchrec_dyn.checkpoint.delta_export import Marker, is_marker_of, mark
+from torchrec_dyn.checkpoint.dense_part import (
+    SavedValue,
+    alike,
+    check_optimizer,
+    check_ranks,
+    check_same_step,
+    checked_names,
+    digests_of,
+    number_of,
+    options_of,
+    saved_values,
 )
-from torchrec_dyn.checkpoint.entry_writing import EntryWriter, Saving, staged
+from torchrec_dyn.checkpoint.entry_writing import (
+    EntryWriter,
+    Parts,
+    Saving,
+    changed_parts,
+    dense_state,
+    full_parts,
+    package_version,
+)
 from torchrec_dyn.checkpoint.forgetting import (
     Forgotten,
     checked_ids,
@@ -42,22 +52,17 @@ from torchrec_dyn.checkpoint.forgetting import (
     places_of,
     search,
 )
-from torchrec_dyn.checkpoint.further_values import (
-    SavedValue,
-    alike,
-    check_ranks,
-    check_same_step,
-    checked_names,
-    digests_of,
-    hand_over,
-    number_of,
-    options_of,
-    saved_values,
+from torchrec_dyn.checkpoint.restoring import Choice, LineLoad, Restored, choice_of
+from torchrec_dyn.checkpoint_format import (
+    LOCK,
+    Entry,
+    SavedChain,
+    outdated,
+    read_chain,
+    remove_folders,
 )
-from torchrec_dyn.checkpoint.pruning import WRITING, entry_folders, outdated, remove, remove_hidden
-from torchrec_dyn.checkpoint_format import LOCK, Entry, SavedChain, new_id, read_chain
-from torchrec_dyn.ranks import Table, background_group, gather_results, run_together, settle
-from torchrec_dyn.state_dict import only_to_save
+from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
@@ -75,8 +80,9 @@ class Checkpoints:
     """A directory of checkpoints of one training job: full saves and deltas, with the dense part.
 
     One job writes at a time; any number of processes may read. Each rank makes an object of its own. A call
-    that reads the directory raises OSError if the file system fails to list it, and OSError or MemoryError
-    if there is no file number or memory for an entry; a collective one as `restore` says.
+    that reads the directory raises OSError if the file system fails to list it. Folders without a commit file
+    are saves that were not finished: the next save removes them. Those that cannot be judged (a read error,
+    another format, not ours) are never removed and not counted.
 
     Args:
         path: the directory, on a file system that all ranks see. The first save makes it. A relative path
@@ -108,23 +114,21 @@ class Checkpoints:
         self._line: list[Entry] = []  # a full save and the deltas to the last entry
         # The highest sequence that this object knows of; None after a restore that failed.
         self._highest: int | None = 0
-        self._failed: set[str] = set()  # ids of entries whose save failed
-        self._damaged: set[str] = set()  # ids of full saves that could not be loaded
         self._saving: Saving | None = None  # in the background
-        self._chain: SavedChain | None = None  # on rank 0: the directory when the last save began
         self._lock: filelock.BaseFileLock | None = None
+        self._is_open = False  # rank 0 has the lock
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, keep={self._keep}, full_every={self._full_every})"
 
     def entries(self) -> list[Entry]:
-        """Returns the whole entries, oldest first; not collective."""
-        return read_chain(self.path).entries
+        """Returns the committed entries, oldest first; not collective."""
+        return list(read_chain(self.path).entries)
 
     def latest(self) -> Entry | None:
         """Returns the newest entry that can be restored, or None; not collective."""
         chain = read_chain(self.path)
-        return next((one for one in reversed(chain.entries) if chain.line_of(one)), None)
+        return next((entry for entry in reversed(chain.entries) if chain.line_of(entry)), None)
 
     def at(self, step: int) -> Entry:
         """Returns the newest entry of a step; not collective.
@@ -158,7 +162,7 @@ class Checkpoints:
             if self._saving is not None:
                 self._end(self._saving)
         finally:
-            self._marker = None
+            self._marker, self._is_open = None, False
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -240,12 +244,10 @@ class Checkpoints:
         self._end(saving)
 
     def _end(self, saving: Saving) -> None:
-        """Takes over where a save has led to; raises its error if nobody was told."""
+        """Updates the chain after a save; raises its error if `Saving.result` did not."""
         self._saving = None
         entry = saving.wait().entry
-        if entry is None:
-            self._failed.add(saving.id)
-        else:
+        if entry is not None:
             self._line = [entry] if entry.is_full else [*self._line, entry]
             self._highest, self._marker = entry.sequence, saving.marker
         if not saving.is_told:
@@ -260,89 +262,68 @@ class Checkpoints:
         full: bool,
         in_background: bool,
     ) -> Saving:
-        """Fixes what is to be saved: reads the rows, of a save in the background, else opens them."""
+        """Prepares a save: checks the arguments, opens the directory and fixes the rows. Collective."""
         tables = tables_of(model, _SAVE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _SAVE)
-        marker = self._marker
-        step, values = run_together(group, _SAVE, lambda: _checked(optimizer, step, extra, _SAVE))
-        told = gather_results(group, _SAVE, lambda: (step, options_of(optimizer)))
-        check_same_step([of_rank for of_rank, _ in told], _SAVE)
-        options = [one for _, of_rank in told for one in of_rank.items()]
-        of_group = group if group is None or not in_background else background_group(group)
+        marker, is_due = self._marker, full or len(self._line) % self._full_every == 0
+        if is_due or marker is None or not is_marker_of(marker, tables):
+            marker = None
+        kind = "full" if marker is None else "delta"
+        prepared: list[tuple[Parts, dict[str, SavedValue], SavedChain]] = []
 
-        def begin() -> tuple[bool, dict[str, str | None], tuple[int, str, float] | None]:
+        def prepare() -> tuple[Any, ...]:
+            number, values = _checked(optimizer, step, extra, _SAVE)
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
-            is_due = full or len(self._line) % self._full_every == 0
-            is_due = is_due or marker is None or not is_marker_of(marker, tables)
-            return is_due, digests_of(values), self._begin() if rank == 0 else None
-
-        of_ranks = gather_results(group, _SAVE, begin)
-        sequence, identity, began = of_ranks[0][2]  # type: ignore[misc]
-        folder = self.path / f"{WRITING}{sequence:08}-{identity}"
-        is_full = any(is_due for is_due, *_ in of_ranks)
-
-        def fix() -> tuple[dict[str, dict[str, Any]], Any, Marker | None]:
-            if is_full:
-                made = mark(model) if self._full_every > 1 else None
-                with nullcontext() if in_background else only_to_save():
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                check_has_all(state["optimizer"], optimizer)
-                parts = {"state": state}
-                checksums = checksums_in(state, tables)
+            chain = SavedChain(self.path) if rank else self._claim()
+            if marker is None:
+                parts = full_parts(model, optimizer, tables, self._full_every > 1)
             else:
-                assert marker is not None
-                changes = collect_changes(model, folder / "changes", marker)
-                dense = dense_state(model, optimizer, tables)
-                parts = {"changes": changes.state, "dense": dense}
-                made = changes.marker
-                checksums = checksums_in(changes.state, tables, "result")
+                parts = changed_parts(model, optimizer, tables, marker)
             if in_background:
-                checksums = staged(checksums)
-                parts = {name: staged(one) for name, one in parts.items()}
-            return parts, checksums, made
+                parts.copy()
+            prepared.append((parts, values, chain))
+            begun = self._next(chain), secrets.token_hex(16), time.time()
+            return begun, number, kind, digests_of(values), options_of(optimizer)
 
-        try:
-            parts, checksums, made = settle(group, _SAVE, fix)
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        kind = "full" if is_full else "delta"
+        if not self._is_open:  # the directory is made when the arguments of all ranks are right
+            check = partial(_checked, optimizer, step, extra, _SAVE)
+            check_same_step(gather_results(group, _SAVE, lambda: check()[0]), _SAVE)
+        begun, steps, kinds, digests, options = zip(
+            *gather_results(group, _SAVE, prepare), strict=True
+        )
+        self._is_open = True
+        check_same_step(steps, _SAVE)
+        if len(set(kinds)) > 1:
+            raise ValueError(
+                f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the "
+                "same arguments and convert tables on every rank."
+            )
+        ((parts, values, chain),) = prepared
+        sequence, identity, now = begun[0]
         entry = Entry(
             path=self.path / f"{kind}-{sequence:08}",
             kind=kind,
             sequence=sequence,
             id=identity,
             parent=self._line[-1].id if self._line else None,
-            step=step,
-            time=began,
-            world_size=len(of_ranks),
+            chain=self._line[-1].chain if self._line else identity,
+            step=steps[0],
+            time=now,
+            world_size=len(steps),
             sums={},
-            extra=alike([digests for _, digests, _ in of_ranks]),
+            extra=alike(digests),
             version=package_version(),
             plan=sharding_types(model, _SAVE),
+            digests={},
         )
-        chain, keep, damaged = self._chain, self._keep, frozenset(self._damaged)
-        root = identity if is_full else self._line[0].id
-
-        def prune(entry: Entry) -> None:
-            assert chain is not None
-            remove(outdated(replace(chain, entries=[*chain.entries, entry]), keep, root, damaged))
-
-        writer = EntryWriter(
-            entry, folder, parts, checksums, values, dict(options), of_group, rank, prune
+        numbers = {key: of_key for of_rank in options for key, of_key in of_rank.items()}
+        if in_background and group is not None:
+            group = background_group(group)
+        return Saving(
+            EntryWriter(entry, parts, values, numbers, group, rank, chain.entries, self._keep)
         )
-        return Saving(writer, made)
-
-    def _begin(self) -> tuple[int, str, float]:
-        """Returns sequence, id and time of the next entry. On rank 0 only."""
-        self._chain = chain = self._claim()
-        sequence, now = chain.highest + 1, time.time()
-        identity = new_id(self._line[-1].id if self._line else None)
-        (self.path / f"{WRITING}{sequence:08}-{identity}").mkdir()
-        return sequence, identity, now
 
     def _claim(self) -> SavedChain:
         """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
@@ -357,11 +338,8 @@ class Checkpoints:
                     "Wait until it has ended, or give another directory."
                 ) from None
             self._lock = lock
-        remove_hidden(self.path, ignore_errors=True)
         chain = read_chain(self.path)
-        if left := [entry.path for entry in chain.entries if entry.id in self._failed]:
-            remove(left)  # the disk failed after their rename, and again when it was to be undone
-            chain = read_chain(self.path)
+        remove_folders(chain.unfinished)
         if chain.highest != self._highest:
             after = "a restore" if self._highest is None else f"save {self._highest}"
             raise ValueError(
@@ -369,6 +347,14 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
+
+    @staticmethod
+    def _next(chain: SavedChain) -> int:
+        """Returns the sequence of the next entry: also folders that could not be removed keep their names."""
+        left = [
+            int(folder.name.partition("-")[2]) for folder in chain.unfinished if folder.exists()
+        ]
+        return 1 + max([chain.highest, *left])
 
     def restore(
         self,
@@ -379,8 +365,9 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         leave_out: Collection[str] = (),
         allow_partial_load: bool = False,
+        on_damage: str = "raise",
     ) -> Restored | None:
-        """Loads the newest entry that is whole, on any number of ranks under any plan. Collective.
+        """Loads the newest entry, on any number of ranks under any plan. Collective.
 
         Rows are converted to the dtype of the table, and policies may differ. Gradients are dropped. The next
         save continues its chain; it is full if the tables have changed.
@@ -395,74 +382,88 @@ class Checkpoints:
                 each of another number of ranks had of its own.
             allow_partial_load: True to load the tables, parameters and optimizer state that are in the entry
                 and in the model; others of the model stay as they are.
+            on_damage: "raise": an entry that is damaged, or a newer folder that cannot be judged, is an error
+                that names the newest entry before it. "previous": that entry is loaded instead, no other.
 
         Returns:
             What was loaded; None if the directory has no entry.
 
         Raises:
-            ValueError: on every rank, if no entry can be loaded (with the error of the newest), if none is of
-                the step, if values of `extra` that differed between ranks were saved on another number of
-                ranks and are not left out, or if the newest whole entry is of another model: no older one is
-                loaded instead then.
-            RuntimeError: on every rank, if a rank has no memory for the load, or rank 0 none to list the
-                directory; in a job without a process group, the latter is a MemoryError.
-            OSError: on every rank, if the directory cannot be read, or there is no file number for it.
+            ValueError: on every rank, if the entry is damaged or of another model, none is of the step, or if
+                values of `extra` that differed between ranks were saved on another number of ranks and are
+                not left out.
+            RuntimeError: on every rank, if a rank has no memory for the load.
+            OSError: on every rank, if the directory cannot be read.
         """
         tables = tables_of(model, _RESTORE)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _RESTORE)
 
-        def check() -> list[str]:
+        def choose() -> tuple[list[str], Choice | None]:
             check_optimizer(optimizer, _RESTORE)
-            return checked_names(extra or {}, leave_out)
+            if on_damage not in ("raise", "previous"):
+                raise ValueError(
+                    f'{_RESTORE}: expected on_damage "raise" or "previous", got {on_damage!r}.'
+                )
+            names = checked_names(extra or {}, leave_out)
+            return names, None if rank else choice_of(self.path, step)
 
-        left_out = set().union(*gather_results(group, _RESTORE, check))
+        ranks = gather_results(group, _RESTORE, choose)
+        left_out = {name for names, _ in ranks for name in names}
+        choice = ranks[0][1]
+        assert choice is not None
         self._marker, self._line, self._highest = None, [], None
-        lines = lines_to_load(self.path, step) if rank == 0 else None
-        skipped: list[str] = []
-        fault: BaseException | None = None
-        while True:
-            of_ranks = gather_results(
-                group, _RESTORE, lambda: None if lines is None else next(lines)
-            )
-            line, told, highest = of_ranks[0]  # type: ignore[misc]
-            skipped += told
-            if not line:
-                break
-            entry = line[-1]
-            check_ranks(entry, len(of_ranks), left_out)
-            try:
-                values, is_same = load_entry(model, optimizer, tables, line, allow_partial_load)
-            except MisfitError:
-                raise
-            except (Exception, CheckpointException) as error:
-                with suppress(ValueError):
-                    drop_load(model)
-                if is_lack_of_memory(error):
-                    raise RuntimeError(
-                        f"{_RESTORE}: expected memory for {entry.path}, got too little ({error}): the model "
-                        "may have changed in part. Free memory or use more ranks, and call it again."
-                    ) from error
+        skipped = [choice.fault] if choice.fault else []
+        if not choice.entries and not skipped:
+            self._highest = choice.highest
+            return None
+        last_try = (2 if on_damage == "previous" else 1) - len(skipped)
+        error: BaseException | None = None
+        for entry, line in [*zip(choice.entries, choice.lines, strict=True)][:last_try]:
+            check_ranks(entry, len(ranks), left_out)
+            load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load)
+            error = self._damage_in(load, extra or {})
+            if error is not None:
                 skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
-                drop_frames(error)
-                fault = fault or error
-                if entry.is_full:
-                    self._damaged.add(entry.id)
-            else:
-                break
-        if not line:
-            if fault is None and not skipped:
-                self._highest = highest
-                return None
-            raise ValueError(
-                f"{self.path}: expected an entry that can be loaded, got none. {' '.join(skipped)}"
-            ) from fault
-        values = {name: value for name, value in values.items() if name not in left_out}
-        run_together(group, _RESTORE, lambda: hand_over(values, extra or {}))
-        made = mark(model) if self._full_every > 1 and is_same else None
-        self._marker, self._line, self._highest = made, line, highest
-        self._damaged.discard(line[0].id)
-        return Restored(entry.step, values, entry, skipped)
+                if rank == 0:
+                    entry.note_failed()
+                continue
+            values = {name: value for name, value in load.values.items() if name not in left_out}
+            for name, target in (extra or {}).items():
+                target.load_state_dict(values[name])
+            # A delta would miss the tables that a partial load skipped.
+            is_marked = self._full_every > 1 and load.is_same and not allow_partial_load
+            self._marker = mark(model) if is_marked else None
+            self._line, self._highest = list(line), choice.highest
+            if rank == 0:
+                entry.note_restored(choice.highest)
+            return Restored(entry.step, values, entry, skipped)
+        before = choice.entries[last_try] if len(choice.entries) > last_try else None
+        hint = (
+            "There is none before it."
+            if before is None
+            else f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
+            'restore(on_damage="previous").'
+        )
+        raise ValueError(
+            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} {hint}"
+        ) from error
+
+    def _damage_in(self, load: LineLoad, objects: Mapping[str, Any]) -> BaseException | None:
+        """Loads an entry; returns the error if it is damaged. Collective."""
+        try:
+            prepare = partial(load.prepare, objects)
+            misfit = load.misfit_in(gather_results(load.group, _RESTORE, prepare))
+            if not misfit:
+                load.commit()
+        except (Exception, CheckpointException) as error:
+            drop_load(load.model)
+            if lacks_memory(error):
+                raise
+            return error
+        if misfit:
+            raise ValueError(misfit)
+        return None
 
     def forget(
         self,
@@ -501,11 +502,19 @@ class Checkpoints:
         check = partial(_checked, optimizer, step, extra or {}, _FORGET)
         check_same_step(gather_results(group, _FORGET, lambda: check()[0]), _FORGET)
         wanted = checked_ids(tables, ids)
-        settle(group, _FORGET, lambda: dense_state(model, optimizer, tables))
+        run_together(group, _FORGET, lambda: dense_state(model, optimizer, tables))
 
         def find() -> tuple[list[Path], Any]:
-            entries = [] if rank else self._claim().entries
-            return [] if rank else entry_folders(self.path), search(entries, wanted)
+            if rank:
+                return [], ({}, [])
+            chain = self._claim()
+            if chain.skipped:
+                raise ValueError(
+                    f"{_FORGET}: expected folders that can be read, got {' '.join(chain.skipped)} It may "
+                    "have the ids: remove it first."
+                )
+            folders = [*(entry.path for entry in chain.entries), *chain.unfinished]
+            return folders, search(chain.entries, wanted)
 
         before, (in_entries, unread) = gather_results(group, _FORGET, find)[0]
         in_model = ids_in_model(tables, wanted)
@@ -514,8 +523,10 @@ class Checkpoints:
 
         def clear() -> None:
             if rank == 0:
-                remove(one for one in entry_folders(self.path) if one != entry.path)
-                remove_hidden(self.path, ignore_errors=False)
+                chain = read_chain(self.path)
+                folders = [*(other.path for other in chain.entries), *chain.unfinished]
+                others = [folder for folder in folders if folder != entry.path]
+                remove_folders(others, ignore_errors=False)
 
         run_together(group, _FORGET, clear)
         left = ids_in_model(tables, wanted)
@@ -530,15 +541,15 @@ class Checkpoints:
     def prune(self) -> list[Path]:
         """Removes what is no longer kept; not collective, for the job that writes.
 
-        The newest `keep` full saves stay, and what they lead to; those that could not be loaded, or whose
-        files are too short, are not counted. These, deltas without their full save and torn folders stay
-        until `keep` others are there and all that is kept is newer. What the file system fails to read now
-        stays.
+        The newest `keep` full saves stay, with all that came after the oldest of them. An entry from which
+        training was restored stays until `keep` full saves came after that. A save that failed to load is not
+        counted, and nothing is removed until `keep` full saves came after it.
 
         Returns:
             The folders that were removed.
         """
         if self._saving is not None:
             self._saving.wait()
-        root = self._line[0].id if self._line else None
-        return remove(outdated(read_chain(self.path), self._keep, root, self._damaged))
+        folders = [entry.path for entry in outdated(read_chain(self.path).entries, self._keep)]
+        remove_folders(folders)
+        return folders

@@ -1,7 +1,6 @@
 """Saves a state dict with DCP so that a full disk is an OSError that names the file, and loads one.
 
-DCP itself raises CheckpointException and leaves the files of a save that failed. It wraps an interrupt, too:
-Ctrl-C, or the SystemExit of a signal handler.
+DCP itself raises CheckpointException and leaves the files of a save that failed.
 """
 
 from __future__ import annotations
@@ -9,24 +8,29 @@ from __future__ import annotations
 import io
 import os
 import time
-import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from torchrec_dyn.checkpoint.table_writer import TableWriter
-from torchrec_dyn.checkpoint_format import FileWriter, naming
-from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.checkpoint_format import FileWriter, digest_of_file, naming
+from torchrec_dyn.ranks import run_together
+from torchrec_dyn.storage import lacks_memory
 
 _BUFFER_BYTES = 1 << 20
 _SEEN_WITHIN = 30.0  # seconds, for file systems that show new files late
+_DIGESTS = "__digests"
 
 
 def save_files(
@@ -38,42 +42,35 @@ def save_files(
 ) -> None:
     """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
 
-    `is_new` is True if the directory did not exist before the call on any rank. `call` is what the user
-    called, for messages.
-
-    Raises:
-        ValueError: on every rank, if a rank does not see the files of the others; none of its files is left.
-        OSError: on every rank, if a file cannot be written; no file is left then.
-        CheckpointException: on every rank, for other errors; no file is left then.
+    `is_new` is True if the directory did not exist before the call on any rank. An error leaves no file.
     """
-    writer = None
-    if "://" not in str(path):
-        writer = TableWriter(path)
-        writer.fs = _Files()
-    with _interrupts_raised():
-        try:
-            dcp.save(
-                state,
-                checkpoint_id=path if writer is None else None,
-                storage_writer=writer,
-                process_group=group,
-                no_dist=group is None,
-            )
-        except CheckpointException as error:
-            drop_frames(error)
-            if writer is not None:
-                _remove_files(Path(path), is_new)
-            for fault, _ in error.failures.values():
-                if isinstance(fault, OSError) and fault.errno is not None:
-                    raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
-            raise
-    if writer is None or group is None:
-        return
+    writer = None if "://" in str(path) else PartWriter(path)
     try:
-        _check_is_shared(Path(path), group, call)
+        save_part(state, path, writer, group)
+        if writer is not None and group is not None:
+            files = writer.files or [Path(path) / "__0_0.distcp"]  # rank 0 knows all files
+            run_together(group, call, lambda: check_is_shared(files))
     except BaseException:
-        _remove_files(Path(path), is_new)
+        if writer is not None:
+            _remove_files(Path(path), is_new)
         raise
+
+
+def save_part(
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    writer: TableWriter | None,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Saves a state dict with a writer of files. Collective, unless `group` is None."""
+    with _faults_raised(path):
+        dcp.save(
+            state,
+            checkpoint_id=path if writer is None else None,
+            storage_writer=writer,
+            process_group=group,
+            no_dist=group is None,
+        )
 
 
 def load_files(
@@ -82,73 +79,40 @@ def load_files(
     planner: LoadPlanner,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Loads a state dict from a directory. Collective, unless `group` is None.
-
-    Raises:
-        CheckpointException: on every rank, if it fails on one. An interrupt is raised as it is.
-    """
-    with _interrupts_raised():
+    """Loads a state dict from a directory. Collective, unless `group` is None."""
+    with _faults_raised(path):
         dcp.load(
             state, checkpoint_id=path, planner=planner, process_group=group, no_dist=group is None
         )
 
 
-def drop_frames(error: BaseException) -> None:
-    """Drops the frames of an error that is kept, or of DCP, whose text tells them, and of its causes.
-
-    They hold the rows of the call that failed. DCP's frames refer to their own errors, so the rows would stay
-    until Python's garbage collector finds the cycle, beside those of the next try.
-    """
-    left: list[BaseException | None] = [error]
-    while left:
-        one = left.pop()
-        if one is not None:
-            traceback.clear_frames(one.__traceback__)  # DCP's of several ranks have their own error
-            one.__traceback__ = None
-            left.append(one.__cause__)
-            if isinstance(one, CheckpointException):
-                left += [fault for fault, _ in one.failures.values()]
-
-
 @contextmanager
-def _interrupts_raised() -> Iterator[None]:
-    """Raises an interrupt of the block on every rank: DCP wraps all that is raised, as if it were damage."""
+def _faults_raised(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises an interrupt, a lack of memory or an error of the disk, all of which DCP wraps."""
     try:
         yield
     except CheckpointException as error:
-        drop_frames(error)
         for fault, _ in error.failures.values():
             if not isinstance(fault, Exception):
                 raise fault from error
+            if isinstance(fault, OSError) and fault.errno is not None:
+                raise OSError(fault.errno, fault.strerror, fault.filename or path) from error
+            if lacks_memory(fault):
+                raise torch.OutOfMemoryError(f"{path}: {fault}") from error
         raise
 
 
-def _check_is_shared(folder: Path, group: dist.ProcessGroup, call: str) -> None:
-    """Checks that each rank sees a file that the next rank has written. Collective.
-
-    DCP has looked for ".metadata" on each rank before it was there, and a network file system may go on
-    saying so.
-
-    Raises:
-        ValueError: on every rank, if one does not see it.
-    """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    files = gather_results(
-        group, call, lambda: next((one.name for one in folder.glob(f"__{rank}_*.distcp")), None)
-    )
-    name = files[(rank + 1) % ranks]
-
-    def check() -> None:
-        deadline = time.monotonic() + _SEEN_WITHIN
-        while name is not None and not (folder / name).exists():
+def check_is_shared(files: Iterable[Path]) -> None:
+    """Raises ValueError unless the files that other ranks have written are seen here."""
+    deadline = time.monotonic() + _SEEN_WITHIN
+    for file in files:
+        while not file.exists():
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{folder}: expected a directory that all ranks share, got one without {name} of another "
-                    "rank. Give a path on a file system that all ranks see."
+                    f"{file.parent}: expected a directory that all ranks share, got one without {file.name} "
+                    "of another rank. Give a path on a file system that all ranks see."
                 )
             time.sleep(0.1)
-
-    run_together(group, call, check)
 
 
 def _remove_files(folder: Path, is_new: bool) -> None:
@@ -157,6 +121,52 @@ def _remove_files(folder: Path, is_new: bool) -> None:
             path.unlink(missing_ok=True)
         if is_new:
             folder.rmdir()
+
+
+class PartWriter(TableWriter):
+    """Writes the files of a state dict to a folder.
+
+    Each rank calls `write_beside`, which writes one file more and returns its path. When the save has ended
+    rank 0 has the digests of these files: DCP brings them, and an error of one rank to all ranks.
+
+    Attributes:
+        files: the files that the ranks have written; on rank 0.
+        digests: with `write_beside`, their digests by path in the folder above; on rank 0.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], write_beside: Callable[[], Path] | None = None
+    ) -> None:
+        super().__init__(path)
+        self.fs = _Files()
+        self._folder, self._write_beside = Path(path), write_beside
+        self.files: list[Path] = []
+        self.digests: dict[str, str] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the files of this rank; called by DCP."""
+        written = super().write_data(plan, planner)
+        if self._write_beside is None:
+            return written
+        names = {result.storage_data.relative_path for result in written.value()}
+        files = [self._write_beside(), *(self._folder / name for name in sorted(names))]
+        digests = {
+            str(file.relative_to(self._folder.parent)): digest_of_file(file) for file in files
+        }
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([*written.value(), WriteResult(MetadataIndex(_DIGESTS), 0, digests)])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Takes over the digests, and writes DCP's metadata; called by DCP on the coordinator."""
+        written = [result for of_rank in results for result in of_rank]
+        for result in written:
+            if result.index.fqn == _DIGESTS:
+                self.digests |= result.storage_data
+        written = [result for result in written if result.index.fqn != _DIGESTS]
+        names = {getattr(result.storage_data, "relative_path", "") for result in written}
+        self.files = [self._folder / name for name in sorted(names - {""})]
+        super().finish(metadata, [written])
 
 
 class _Files(FileSystem):
@@ -202,8 +212,7 @@ class _Stream(io.RawIOBase):
             try:
                 self._file.write(self._place, given)
             except OSError as error:
-                # Another one: the frames of this one lead to DCP's, which have the row.
-                self._error = OSError(error.errno, error.strerror, error.filename)
+                self._error = error
         self._place += len(given)
         return len(given)
 
@@ -217,7 +226,4 @@ class _Stream(io.RawIOBase):
         """Closes the file and raises the error that was kept."""
         self._file.close()
         if self._error is not None:
-            try:
-                raise self._error
-            finally:
-                self._error = None  # its frames refer to this stream
+            raise self._error

@@ -3,41 +3,38 @@
 The delta is read and verified completely before anything changes on any rank: it is whole, it begins at the
 contents of the copy, and it leads to the contents that it names. Content sums are additive: the sums of the
 result are the sums before, minus the sums of the removed and rewritten rows, plus the sums of the delta.
-
-Legend: M rows of a stretch, N removed ids.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.delta_export import map_of
-from torchrec_dyn.checkpoint.delta_reader import CALL, IN_ORDER, Sums, TableChange, read_delta
+from torchrec_dyn.checkpoint.delta_reader import (
+    CALL,
+    IN_ORDER,
+    Sums,
+    TableChange,
+    read_delta,
+)
 from torchrec_dyn.checkpoint_format import (
-    CHUNK_BYTES,
     DAMAGED,
-    MODEL_TENSORS,
-    OPTIMIZER,
-    OPTIMIZER_TENSORS,
     ROW_TENSORS,
-    SavedTable,
     add_sums,
     from_words,
-    mean_over_cuts,
 )
-from torchrec_dyn.life import BY_ROW, Clock
+from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import ModelSource, OptimizerSource, StagedRows, saved_sums
-from torchrec_dyn.storage import IdMap, RowStore, note_changed, turn_of
-from torchrec_dyn.table import Addition, TableShard, insert_rows, named_states
+from torchrec_dyn.state_dict import CheckedPart, sums_here
+from torchrec_dyn.storage import IdMap, commit, turn_of
+from torchrec_dyn.table import Commit, TableShard, merge
 from torchrec_dyn.whole_model import tables_of
-
-SumsOfTable = tuple[Sums, Sums]  # of the model, of the optimizer
 
 
 def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -56,199 +53,147 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         ValueError: on every rank, if the delta is torn or damaged, or does not begin at the present contents
             of the copy (an earlier delta is missing, or this delta was applied already). Nothing has changed
             then.
-        RuntimeError: on every rank, if some rank fails in another way, as without memory. If it failed while
-            it wrote rows, some rows have changed: load the copy again.
+        RuntimeError: on every rank, if some rank fails in another way, as without memory. Nothing has changed
+            then.
     """
     apply_changes(tables_of(model, CALL), path)
+
+
+class _Part(NamedTuple):
+    """One rank's part of a table in a delta; all-gathered.
+
+    Attributes:
+        checked: of the delta.
+        replaced: content sums of the rows that it removes or rewrites.
+        held: content sums of the table, unless all ranks have them already.
+    """
+
+    checked: CheckedPart
+    replaced: Sums
+    held: Sums
 
 
 def apply_changes(
     tables: Sequence[Table],
     path: str | os.PathLike[str],
     is_partial: bool = False,
-    held: Sequence[SumsOfTable] = (),
-) -> list[SumsOfTable]:
+    held: Sequence[Sums] = (),
+) -> list[Sums]:
     """Applies a delta to tables, as `apply_delta`. Collective.
 
     With `is_partial` the delta may have further tables. `held` is what the call for the delta before has
     returned, if nothing has changed the tables since: the rows are not all read again then.
 
-    Returns:
-        The content sums that the tables have now, but for those that were not compared.
-    """
-    changes = read_delta(tables, path, is_partial)
-    if not held or not all(map(_has_compared, held, changes)):
-        held = _sums_of(tables)
-    run_together(tables[0].group, CALL, lambda: _check_begins(changes, held))
-    ends = _verify_result(tables, changes, held)
-    run_together(tables[0].group, CALL, lambda: _reserve(changes))
-    run_together(tables[0].group, CALL, lambda: _write(changes))
-    return ends
-
-
-def _has_compared(held: SumsOfTable, change: TableChange) -> bool:
-    """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
-    model, optimizer = map(set, change.compared)
-    if change.table.options.has_life and change.is_unscored and not change.saved.num_rows:
-        model.update(BY_ROW)  # compared if all scores are 0
-    return held[0].keys() >= model and held[1].keys() >= optimizer
-
-
-def _sums_of(tables: Sequence[Table]) -> list[SumsOfTable]:
-    """Returns the content sums of tables, whose rows are all read. Collective."""
-    return [
-        (from_words(model, MODEL_TENSORS), from_words(optimizer, OPTIMIZER_TENSORS))
-        for model, optimizer in saved_sums(tables, CALL)
-    ]
-
-
-def _check_begins(changes: Sequence[TableChange], held: Sequence[SumsOfTable]) -> None:
-    """Raises ValueError unless the delta begins at the content sums of the copy."""
-    for change, sums in zip(changes, held, strict=True):
-        base, result = _words(change.saved, "base"), _words(change.saved, "result")
-        if not change.saved.num_rows and not sums[0].get("last_seen"):
-            change.is_unscored = False  # all scores are 0, as those of the copy
-        for which, names in enumerate(change.compared):
-            for name in names:
-                own, begin = sums[which][name], base[which][name]
-                if name == "clock" and 0 in (own, begin):
-                    continue  # one of them was never set, or has no policy by time
-                if own != begin:
-                    is_end = own == result[which][name]
-                    raise ValueError(
-                        f"{change.where}: expected a delta that begins at content sum {own:016x} of {name} "
-                        f"as the copy has, got a delta that begins at {begin:016x}"
-                        f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
-                        f"{IN_ORDER}"
-                    )
-
-
-def _words(saved: SavedTable, when: str) -> SumsOfTable:
-    return (
-        from_words(saved.read(when), MODEL_TENSORS),
-        from_words(saved.read(OPTIMIZER + when), OPTIMIZER_TENSORS),
-    )
-
-
-def _verify_result(
-    tables: Sequence[Table], changes: Sequence[TableChange], held: Sequence[SumsOfTable]
-) -> list[SumsOfTable]:
-    """Returns the content sums to which the delta leads, of the compared tensors. Collective.
-
-    Raises:
-        ValueError: on every rank, if it names other sums.
+    Returns the content sums that the tables have now, but for those that were not compared. The ranks meet
+    when each has read and checked its part, and when each can commit.
     """
     group = tables[0].group
-    of_ranks = gather_results(group, CALL, lambda: [_sums_replaced(change) for change in changes])
-    replaced = [
-        [add_sums(*(one[number][which] for one in of_ranks)) for which in range(2)]
-        for number in range(len(changes))
-    ]
-    return run_together(group, CALL, lambda: list(map(_ends, changes, held, replaced)))
+    changes: list[TableChange] = []
 
+    def read() -> list[_Part]:
+        changes.extend(read_delta(tables, path, is_partial))
+        is_held = bool(held) and all(map(_has_compared, held, changes))
+        return [
+            _Part(
+                change.load.check(),
+                _sums_replaced(change),
+                {} if is_held else sums_here(change.table),
+            )
+            for change in changes
+        ]
 
-def _ends(change: TableChange, held: SumsOfTable, replaced: Sequence[Sums]) -> SumsOfTable:
-    added, result = _words(change.saved, "checksum"), _words(change.saved, "result")
-    ends: tuple[dict[str, int], dict[str, int]] = {}, {}
-    for which, names in enumerate(change.compared):
-        for name in names:
-            kept = held[which][name] - replaced[which].get(name, 0) if name in ROW_TENSORS else 0
-            ends[which][name] = (kept + added[which][name]) % (1 << 64)
-            if ends[which][name] != result[which][name]:
-                raise ValueError(
-                    f"{change.where}: expected a delta that leads to the content sum "
-                    f"{result[which][name]:016x} of {name} that it names, got a delta that leads to "
-                    f"{ends[which][name]:016x}. {DAMAGED}"
-                )
+    by_table = list(zip(*gather_results(group, CALL, read), strict=True))
+    ends: list[Sums] = []
+    commits: list[tuple[Table, list[Commit]]] = []
+
+    def prepare() -> None:
+        for number, (change, parts) in enumerate(zip(changes, by_table, strict=True)):
+            checked = [part.checked for part in parts]
+            change.load.compare(
+                [one.words for one in checked], add_sums(*(one.sums for one in checked))
+            )
+            sums = add_sums(*(part.held for part in parts)) or held[number]
+            _check_begins(change, sums)
+            ends.append(_end(change, sums, add_sums(*(part.replaced for part in parts))))
+        for change in changes:
+            commits.append((change.table, _prepared(change)))
+
+    run_together(group, CALL, prepare)
+    for table, of_shards in commits:
+        with turn_of(table), commit(table):
+            for change in of_shards:
+                change()
     return ends
 
 
-def _sums_replaced(change: TableChange) -> SumsOfTable:
+def _has_compared(held: Sums, change: TableChange) -> bool:
+    """Returns True if all sums that are to be compared are among those of a table. All ranks decide alike."""
+    names = set(change.compared)
+    if change.table.options.has_life and change.is_unscored and not change.saved.num_rows:
+        names.update(BY_ROW)  # compared if all scores are 0
+    return held.keys() >= names
+
+
+def _check_begins(change: TableChange, sums: Sums) -> None:
+    """Raises ValueError unless the delta begins at the content sums of the copy."""
+    base, result = (from_words(change.saved.read(when)) for when in ("base", "result"))
+    if not change.saved.num_rows and not sums.get("last_seen"):
+        change.is_unscored = False  # all scores are 0, as those of the copy
+    for name in change.compared:
+        own, begin = sums[name], base[name]
+        if name == "clock" and 0 in (own, begin):
+            continue  # one of them was never set, or has no policy by time
+        if own != begin:
+            is_end = own == result[name]
+            raise ValueError(
+                f"{change.where}: expected a delta that begins at content sum {own:016x} of {name} "
+                f"as the copy has, got a delta that begins at {begin:016x}"
+                f"{' and ends at the sum of the copy: it was applied already' if is_end else ''}. "
+                f"{IN_ORDER}"
+            )
+
+
+def _end(change: TableChange, held: Sums, replaced: Sums) -> Sums:
+    """Returns the content sums to which the delta leads; raises ValueError if it names other sums."""
+    added, result = change.saved.sums, from_words(change.saved.read("result"))
+    sums: dict[str, int] = {}
+    for name in change.compared:
+        kept = held[name] - replaced.get(name, 0) if name in ROW_TENSORS else 0
+        sums[name] = (kept + added[name]) % (1 << 64)
+        if sums[name] != result[name]:
+            raise ValueError(
+                f"{change.where}: expected a delta that leads to the content sum "
+                f"{result[name]:016x} of {name} that it names, got a delta that leads to "
+                f"{sums[name]:016x}. {DAMAGED}"
+            )
+    return sums
+
+
+def _sums_replaced(change: TableChange) -> Sums:
     """Returns the content sums of this rank's rows that the delta removes or rewrites."""
+    staged = change.load.staged or ()
     with turn_of(change.table):
         maps = tuple(
-            _rows_replaced(shard, staged, change.removed) for shard, staged, _ in change.shards
+            _rows_replaced(shard, own.id_map, change.removed)
+            for shard, own in zip(change.table.shards, staged, strict=True)
         )
-        some = replace(change.table, maps=maps)
-        model = ModelSource(some, None).summary()
-        optimizer = OptimizerSource(some, None).summary()
-    return (
-        {} if model is None else model.sums.by_name,
-        {} if optimizer is None else optimizer.sums.by_name,
-    )
+        return sums_here(replace(change.table, maps=maps))
 
 
-def _rows_replaced(shard: TableShard, staged: StagedRows, removed: Tensor) -> IdMap:
+def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
     """Returns a map of the ids of a shard whose rows a delta removes or rewrites."""
-    removed = removed.to(shard.device)
-    ids = torch.cat([removed, *(some for some, _ in _stretches(staged))])
+    ids = torch.cat([removed.to(shard.device), staged.contents()[0]])
     rows = shard.id_map.lookup(ids)
     return map_of(ids[rows >= 0], rows[rows >= 0])
 
 
-def _reserve(changes: Sequence[TableChange]) -> None:
-    """Reserves memory for the ids without a row in the shards, also above the limits of the shards."""
-    for change in changes:
-        for shard, staged, _ in change.shards:
-            with turn_of(shard):
-                parts = [ids for ids, _ in _stretches(staged)]
-                shard.reserve(sum(int((shard.id_map.lookup(ids) < 0).sum()) for ids in parts))
-
-
-def _write(changes: Sequence[TableChange]) -> None:
-    for change in changes:
-        with turn_of(change.table):
-            for shard, staged, states in change.shards:
-                _write_rows(shard, staged, states, change)
-
-
-def _write_rows(
-    shard: TableShard, staged: StagedRows, states: Mapping[str, RowStore], change: TableChange
-) -> None:
-    """Removes ids from a shard and writes the rows of the delta.
-
-    The rows are checked and memory is reserved before this call.
-    """
-    if shard.life is not None:
-        shard.life.forget_listed()  # before the first score: an interrupt may come in between
-    shard.remove(*shard.id_map.find(change.removed.to(shard.device)), "erased")
-    columns = (shard.first_column, shard.first_column + shard.columns)
-    for ids, from_rows in _stretches(staged):
-        rows = _rows_of(shard, ids)
-        note_changed([shard.change_log], ids, rows, torch.tensor([0, rows.numel()], device="cpu"))
-        shard.weights.write(rows, staged.weights.read(from_rows))
-        for one in named_states(shard):
-            values = states[one.name].read(from_rows)
-            if one.is_rowwise:
-                values = mean_over_cuts(values, change.cuts, columns)
-            one.store.write(rows, values)
-        if shard.life is not None and change.is_unscored:
-            shard.life.scores.write(rows, torch.zeros_like(rows), torch.zeros_like(rows))
-        elif shard.life is not None:
-            shard.life.scores.write(rows, *staged.scores.read(from_rows))
-    shard.step = int(change.optimizer.small["step"])
-    if shard.life is not None:
-        if staged.waiting is not None:
-            shard.life.waiting = staged.waiting
-        if shard.life.is_timed:
-            clock = change.model.small.get("clock")
-            shard.life.clock = Clock() if clock is None else Clock.load(clock)
-        shard.life.is_unscored = change.is_unscored
-        shard.step = max(shard.step, shard.life.clock.present_step - 1)
-        shard.life = shard.life.caught_up(shard.step, shard.row_numbers.high_water_mark)
-    shard.generation += 1  # the backward of an earlier forward must not write to these rows
-
-
-def _rows_of(shard: TableShard, ids: Tensor) -> Tensor:
-    """Returns the rows of ids; unseen ids get fresh rows."""
-    rows = shard.id_map.lookup(ids)
-    is_new = rows < 0
-    added = Addition(shard, ids[is_new])
-    insert_rows([added])
-    rows[is_new] = added.rows
-    return rows
-
-
-def _stretches(staged: StagedRows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields staged ids and their staged rows, [M] int64 each, in canonical order."""
-    return staged.canonical().stretches(max(1, CHUNK_BYTES // staged.weights.row_bytes))
+def _prepared(change: TableChange) -> list[Commit]:
+    """Prepares the merge of a delta into the shards of this rank."""
+    commits = []
+    with turn_of(change.table):
+        finished = change.load.finished()
+        for shard, rows in zip(change.table.shards, finished, strict=True):
+            if rows.life is not None:
+                rows.life.is_unscored = change.is_unscored
+            commits.append(merge(shard, rows, change.removed))
+    return commits

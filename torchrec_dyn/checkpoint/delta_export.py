@@ -9,7 +9,7 @@ Legend: M ids, N removed ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,41 +19,31 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint.dcp_files import save_files
 from torchrec_dyn.checkpoint_format import (
-    MODEL_TENSORS,
-    OPTIMIZER_TENSORS,
     Part,
     SavedTensor,
-    from_words,
+    add_sums,
+    as_words,
     optimizer_config,
     sum_of_small,
     to_bytes,
     whole_tensor,
 )
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict import (
-    ModelSource,
-    OptimizerSource,
-    Run,
-    Share,
-    runs_of,
-    saved_sums,
-    saved_tensors,
-    share_of,
-)
+from torchrec_dyn.ranks import Table, gather_results
+from torchrec_dyn.state_dict import Counts, Run, Share, TableSource, runs_of, share_of, sums_here
 from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host, turn_of
-from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import tables_of
 
 _CALL = "export_delta"
+_CONFIGS = ("config", "optimizer_config")
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """The versions of a table's shards on this rank, in column order, and the words of its two checksums."""
+    """The versions of a table's shards on this rank, in column order, and the content sums of the table."""
 
     versions: list[Version]
-    sums: tuple[Tensor, Tensor]  # of the model, of the optimizer
+    sums: Mapping[str, int]
 
 
 class Marker:
@@ -83,9 +73,18 @@ def mark(model: nn.Module) -> Marker:
     Returns:
         The marker of this point; changes are recorded as long as it exists.
     """
-    tables = tables_of(model, "mark")
-    versions = _begin(tables, "mark")
-    return _marker(tables, versions, saved_sums(tables, "mark"))
+    tables, versions = tables_of(model, "mark"), {}
+
+    def begin() -> list[dict[str, int]]:
+        sums = []
+        for table in tables:
+            with turn_of(table):
+                versions[table.name] = [shard.version() for shard in table.shards]
+                sums.append(sums_here(table))
+        return sums
+
+    by_rank = gather_results(tables[0].group, "mark", begin)
+    return _marker(tables, versions, [add_sums(*sums) for sums in zip(*by_rank, strict=True)])
 
 
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
@@ -127,19 +126,64 @@ class Changes(NamedTuple):
     marker: Marker
 
 
-def collect_changes(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Changes:
-    """Returns the changes since a marker, for a directory; as `export_delta`, which writes them."""
+class _Export(NamedTuple):
+    """What changed of one table on this rank since a marker, at one moment."""
+
+    versions: list[Version]
+    source: TableSource  # of the changed rows
+    removed: CanonicalRows | None  # the removed ids; None if this rank holds no part of the table
+
+
+class _Gathered(NamedTuple):
+    """What the ranks tell each other of one table: parts of its content sums, and numbers of rows."""
+
+    sums: dict[str, int]
+    counts: Counts | None
+    removed: Share | None
+
+
+def collect_changes(
+    model: nn.Module, path: str | os.PathLike[str] | None, since: Marker
+) -> Changes:
+    """Returns the changes since a marker, for a directory if one is given; `export_delta` writes them."""
     tables = tables_of(model, _CALL)
-    group = tables[0].group
-    stamps = run_together(group, _CALL, lambda: _checked_stamps(tables, path, since))
-    is_new = not Path(path).exists()  # all ranks meet once more before one writes
-    before = [since._tables[table.name] for table in tables]
-    versions = _begin(tables, _CALL)
-    results = saved_sums(tables, _CALL)
-    run_together(group, _CALL, lambda: _check_configs(tables, before, results))
-    state = _state_dict(tables, before, results)
-    run_together(group, _CALL, lambda: _check_unchanged(tables, stamps))
-    return Changes(state, is_new, _marker(tables, versions, results))
+    exports: list[_Export] = []
+
+    def prepare() -> tuple[list[_Gathered], bool]:
+        _check_arguments(tables, path, since)
+        gathered = []
+        for table in tables:
+            with turn_of(table):
+                marked = since._tables[table.name]
+                versions = [shard.version() for shard in table.shards]
+                sums = sums_here(table)
+                source, removed = TableSource(_changed(table, marked)), _removed_rows(table, marked)
+                share = None if removed is None else share_of(removed, table)
+                gathered.append(_Gathered(sums, source.counts(), share))
+                exports.append(_Export(versions, source, removed))
+        return gathered, path is not None and not Path(path).exists()
+
+    by_rank = gather_results(tables[0].group, _CALL, prepare)
+    is_new = all(was_new for _, was_new in by_rank)
+    by_table = list(zip(*(gathered for gathered, _ in by_rank), strict=True))
+    results = [add_sums(*(rank.sums for rank in ranks)) for ranks in by_table]
+    model_state: dict[str, Tensor] = {}
+    optimizer_state: dict[str, dict[str, Tensor]] = {}
+    for table, export, ranks, result in zip(tables, exports, by_table, results, strict=True):
+        base = since._tables[table.name].sums
+        _check_configs(table, base, result)
+        rows, state = export.source.tensors([rank.counts for rank in ranks])
+        ends = {"base": base, "result": result}
+        words = {name: whole_tensor(as_words(sums), table.rank == 0) for name, sums in ends.items()}
+        removed = _removed_ids(table, export.removed, [rank.removed for rank in ranks])
+        named = {**rows, **words, "removed": removed}
+        model_state |= {f"{table.key}.{name}": tensor for name, tensor in named.items()}
+        optimizer_state[f"{table.key}.weight"] = {
+            f"{table.name}.{name}": tensor for name, tensor in state.items()
+        }
+    saved = {"model": model_state, "optimizer": {"state": optimizer_state}}
+    versions = {table.name: export.versions for table, export in zip(tables, exports, strict=True)}
+    return Changes(saved, is_new, _marker(tables, versions, results))
 
 
 def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
@@ -154,40 +198,27 @@ def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
         ]:
             return False
         configs = table.config, optimizer_config(table.optimizer, table.cuts)
-        for words, order, config in zip(
-            marked.sums, (MODEL_TENSORS, OPTIMIZER_TENSORS), configs, strict=True
-        ):
-            if from_words(words, order)["config"] != sum_of_small(
-                table.name, "config", to_bytes(config)
-            ):
+        for name, config in zip(_CONFIGS, configs, strict=True):
+            if marked.sums[name] != sum_of_small(table.name, name, to_bytes(config)):
                 return False
     return len(marker._tables) == len(tables)
 
 
-def _begin(tables: Sequence[Table], call: str) -> list[list[Version]]:
-    """Starts a version of every shard and returns the versions, by table. Collective."""
-    return run_together(
-        tables[0].group,
-        call,
-        lambda: [[shard.version() for shard in table.shards] for table in tables],
-    )
-
-
 def _marker(
     tables: Sequence[Table],
-    versions: Sequence[list[Version]],
-    sums: Sequence[tuple[Tensor, Tensor]],
+    versions: Mapping[str, list[Version]],
+    sums: Sequence[Mapping[str, int]],
 ) -> Marker:
-    of_tables = zip(tables, versions, sums, strict=True)
-    return Marker({table.name: _Marked(begun, words) for table, begun, words in of_tables})
+    named = zip((table.name for table in tables), sums, strict=True)
+    return Marker({name: _Marked(versions[name], of_table) for name, of_table in named})
 
 
-def _checked_stamps(
-    tables: Sequence[Table], path: str | os.PathLike[str], since: Marker
-) -> list[list[tuple[int, ...]]]:
-    """Returns `_stamps` after checking the arguments of `export_delta`."""
-    folder = Path(path)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _check_arguments(
+    tables: Sequence[Table], path: str | os.PathLike[str] | None, since: Marker
+) -> None:
+    """Raises ValueError unless the arguments of `export_delta` are right."""
+    folder = None if path is None else Path(path)
+    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"export_delta: expected a new directory, got {folder}, which is taken. "
             "Give every delta a directory of its own."
@@ -210,91 +241,24 @@ def _checked_stamps(
                 "of another table, or from before the table was copied, moved, sharded or given another "
                 "optimizer. Save a full checkpoint and call mark again."
             )
-    return _stamps(tables)
 
 
-def _stamps(tables: Sequence[Table]) -> list[list[tuple[int, ...]]]:
-    return [[stamp_of(shard) for shard in table.shards] for table in tables]
-
-
-def _check_unchanged(tables: Sequence[Table], stamps: list[list[tuple[int, ...]]]) -> None:
-    changed = [
-        table.name
-        for table, before, now in zip(tables, stamps, _stamps(tables), strict=True)
-        if now != before
-    ]
-    if changed:
-        raise RuntimeError(
-            f"export_delta: expected tables that do not change during the call, got changes of {changed}. "
-            "Export between two steps, in the thread that trains."
+def _check_configs(table: Table, base: Mapping[str, int], result: Mapping[str, int]) -> None:
+    """Raises ValueError if a config of a table has changed since the marker."""
+    if any(base[name] != result[name] for name in _CONFIGS):
+        raise ValueError(
+            f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer "
+            "and optimizer of the marker, got a table that was converted, or loaded with another "
+            "config. Save a full checkpoint and call mark again."
         )
-
-
-def _check_configs(
-    tables: Sequence[Table],
-    before: Sequence[_Marked],
-    results: Sequence[tuple[Tensor, Tensor]],
-) -> None:
-    """Raises ValueError if the configs of a table have changed since the marker."""
-    orders = MODEL_TENSORS, OPTIMIZER_TENSORS
-    for table, marked, result in zip(tables, before, results, strict=True):
-        for words, now, order in zip(marked.sums, result, orders, strict=True):
-            if from_words(words, order)["config"] != from_words(now, order)["config"]:
-                raise ValueError(
-                    f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer "
-                    "and optimizer of the marker, got a table that was converted, or loaded with another "
-                    "config. Save a full checkpoint and call mark again."
-                )
-
-
-def _state_dict(
-    tables: Sequence[Table],
-    before: Sequence[_Marked],
-    results: Sequence[tuple[Tensor, Tensor]],
-) -> dict[str, Any]:
-    """Returns the state dict to save: the keys of a checkpoint, with the changed rows. Collective."""
-    group, both = tables[0].group, list(zip(tables, before, strict=True))
-    changed = run_together(group, _CALL, lambda: [_changed(*one) for one in both])
-    removed = run_together(group, _CALL, lambda: [_removed_rows(*one) for one in both])
-    shares = gather_results(
-        group, _CALL, lambda: [_share(*one) for one in zip(tables, removed, strict=True)]
-    )
-    saved = saved_tensors(
-        changed, _CALL, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
-    )
-
-    def join() -> dict[str, Any]:
-        model: dict[str, Tensor] = {}
-        optimizer: dict[str, dict[str, Tensor]] = {}
-        of_tables = zip(tables, saved[::2], saved[1::2], strict=True)
-        for number, (table, rows, state) in enumerate(of_tables):
-            saves = table.rank == 0
-            words = [
-                {
-                    "base": whole_tensor(base, saves, None),
-                    "result": whole_tensor(result, saves, None),
-                }
-                for base, result in zip(before[number].sums, results[number], strict=True)
-            ]
-            ids = _removed_ids(table, removed[number], [of_rank[number] for of_rank in shares])
-            of_model = {**rows, **words[0], "removed": ids}
-            model |= {f"{table.key}.{name}": one for name, one in of_model.items()}
-            of_optimizer = {**state, **words[1]}
-            optimizer[f"{table.key}.weight"] = {
-                f"{table.name}.{name}": one for name, one in of_optimizer.items()
-            }
-        return {"model": model, "optimizer": {"state": optimizer}}
-
-    return run_together(group, _CALL, join)
 
 
 def _changed(table: Table, marked: _Marked) -> Table:
     """Returns the table with only the ids whose rows changed."""
-    with turn_of(table):
-        maps = tuple(
-            map_of(*version.log.changed_rows(version, shard.id_map))
-            for shard, version in zip(table.shards, marked.versions, strict=True)
-        )
+    maps = tuple(
+        map_of(*version.log.changed_rows(version, shard.id_map))
+        for shard, version in zip(table.shards, marked.versions, strict=True)
+    )
     return replace(table, maps=maps)
 
 
@@ -306,10 +270,6 @@ def _removed_rows(table: Table, marked: _Marked) -> CanonicalRows | None:
     ids = version.log.removed_ids(version, table.shards[0].id_map)
     removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
     return CanonicalRows(removed, table.where, lambda: None)
-
-
-def _share(table: Table, rows: CanonicalRows | None) -> Share | None:
-    return None if rows is None or table.part is None else share_of(rows, table)
 
 
 def _removed_ids(
@@ -325,13 +285,13 @@ def _removed_ids(
     return SavedTensor((runs.total,), torch.int64, parts)
 
 
-def _reader(rows: CanonicalRows, run: Run) -> Any:
+def _reader(rows: CanonicalRows, run: Run) -> Callable[[int, int], Tensor]:
     return lambda start, stop: to_host(rows.read(run.here + start, run.here + stop)[0])
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:
     """Returns a map from ids [M] int64, distinct, to their rows [M] int64."""
-    made = IdMap(ids.numel(), ids.device)
-    made.reserve(ids.numel())
-    made.insert(ids, rows)
-    return made
+    id_map = IdMap(ids.numel(), ids.device)
+    id_map.reserve(ids.numel())
+    id_map.insert(ids, rows)
+    return id_map

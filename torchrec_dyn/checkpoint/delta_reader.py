@@ -1,4 +1,4 @@
-"""Reads a delta into stores beside the tables of a copy, and verifies that it is whole.
+"""Reads a delta into shards beside the tables of a copy, and checks this rank's part of it.
 
 No table changes here; delta_apply.py changes the tables. Each rank reads its own rows and columns, under any
 plan of the exported model.
@@ -12,37 +12,37 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchrec_dyn.checkpoint.dcp_files import load_files
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
+    OPTIMIZER_TENSORS,
+    ChunkedTensor,
     SavedTable,
-    SavedTensor,
-    add_sums,
     check_config,
     from_words,
     is_canonical,
     open_checkpoint,
+    open_files,
     optimizer_config,
 )
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.ranks import Table, gather_results, run_together
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
-    LoadPlanner,
-    ModelEntry,
-    OptimizerEntry,
-    StagedRows,
+    TableLoad,
+    places_here,
     places_of_part,
+    read_table,
 )
-from torchrec_dyn.storage import RowStore, lacks_memory
-from torchrec_dyn.table import TableShard
 
 CALL = "apply_delta"
 IN_ORDER = (
@@ -59,8 +59,7 @@ class TableChange:
 
     table: Table  # of the copy
     saved: SavedTable  # of the delta
-    model: ModelEntry  # receives ids, rows, scores, counters and clock
-    optimizer: OptimizerEntry  # receives optimizer state and step
+    load: TableLoad
     # [N] int64, the removed ids that this rank owns.
     removed: Tensor = field(default_factory=lambda: _NONE)
     # True if the table of the delta has no scores: all its rows count as just seen, as after a load.
@@ -72,43 +71,36 @@ class TableChange:
         return f"apply_delta(table={self.table.name!r})"
 
     @property
-    def shards(self) -> list[tuple[TableShard, StagedRows, Mapping[str, RowStore]]]:
-        """This rank's shards, each with its staged rows and its staged optimizer state by name."""
-        staged = self.model.staged or (), self.optimizer.staged or ()
-        return list(zip(self.table.shards, *staged, strict=True))
-
-    @property
-    def cuts(self) -> list[int]:
-        """The column cuts of the delta's row-wise optimizer state; if it names no cuts, the copy's cuts."""
-        return (self.saved.optimizer or {}).get("cuts") or self.table.cuts
-
-    @property
-    def compared(self) -> tuple[list[str], list[str]]:
-        """Names of the tensors whose sums must be equal in copy and delta: of the model, of the optimizer."""
+    def compared(self) -> list[str]:
+        """Names of the tensors whose sums must be equal in copy and delta."""
         table, optimizer = self.table, self.table.optimizer
-        model = [*self.model.names, "config", *(["clock"] if table.options.has_life else [])]
-        converted = ["weight", "config"] if self.saved.dtype != table.dtype else []
-        converted += BY_ROW if self.is_unscored else []
-        model = [name for name in model if name not in converted]
-        same = self.cuts == table.cuts
-        kept = [name for name in optimizer.state_names if same or not optimizer.is_rowwise(name)]
-        config = ["config"] if same or not any(optimizer.state_is_rowwise) else []
-        return model, [*kept, "step", *config]
+        cuts = (self.saved.optimizer or {}).get("cuts") or table.cuts
+        names = [*self.load.row_names, "step"]
+        names += ["clock"] if table.options.has_life else []
+        left_out = set(BY_ROW if self.is_unscored else ())
+        if self.saved.dtype == table.dtype:
+            names.append("config")
+        else:  # converted
+            left_out.add("weight")
+        if cuts != table.cuts:
+            left_out.update(name for name in optimizer.state_names if optimizer.is_rowwise(name))
+        if cuts == table.cuts or not any(optimizer.state_is_rowwise):
+            names.append("optimizer_config")
+        return [name for name in names if name not in left_out]
 
 
 def read_delta(
     tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool
 ) -> list[TableChange]:
-    """Reads and verifies this rank's part of a delta: the changes of each of `tables`. Collective.
+    """Reads and checks this rank's part of a delta: the changes of each of `tables`.
 
-    `is_partial` is True if the delta may have further tables.
-
-    Raises:
-        ValueError: on every rank, if the delta is torn, damaged or of other tables.
+    `is_partial` is True if the delta may have further tables. Raises ValueError if the delta is torn, damaged
+    or of other tables.
     """
-    changes = run_together(tables[0].group, CALL, lambda: _open(tables, path, is_partial))
-    _read(tables, changes, path)
-    _verify(tables, changes)
+    changes = _open(tables, path, is_partial)
+    files, metadata = open_files(Path(path))
+    for change in changes:
+        _read(change, files, metadata)
     return changes
 
 
@@ -116,42 +108,41 @@ def _open(
     tables: Sequence[Table], path: str | os.PathLike[str], is_partial: bool
 ) -> list[TableChange]:
     """Finds the tables of a delta and checks their configs."""
-    found = open_checkpoint(path)
-    saved = {table.name: table for table in found.tables.values()}
+    delta = open_checkpoint(path)
+    saved = {table.name: table for table in delta.tables.values()}
     names = [table.name for table in tables]
     wanted = [name for name in saved if name in names or not is_partial]
-    if not found.is_delta:
+    if not delta.is_delta:
         raise ValueError(
             f"apply_delta: expected a delta of export_delta, got {path}, a full checkpoint. Load it "
             "with torch.distributed.checkpoint.load."
         )
-    if len(saved) < len(found.tables) or sorted(wanted) != sorted(names):
+    if len(saved) < len(delta.tables) or sorted(wanted) != sorted(names):
         raise ValueError(
             f"apply_delta: expected a delta of the tables {listed(sorted(names))}, got a delta of "
-            f"{listed(sorted(table.name for table in found.tables.values()))} in {path}. "
+            f"{listed(sorted(table.name for table in delta.tables.values()))} in {path}. "
             "Apply it to a model with the tables that were saved."
         )
     changes = []
     for table in tables:
-        one = saved[table.name]
-        model, optimizer = ModelEntry(table), OptimizerEntry(table)
-        change = TableChange(table, one, model, optimizer)
-        check_config(change.where, one.config, table.config)
-        saved_rule = (one.optimizer or {}).get("optimizer")
+        of_table = saved[table.name]
+        change = TableChange(table, of_table, TableLoad(table, has_state=True))
+        check_config(change.where, of_table.config, table.config)
+        saved_rule = (of_table.optimizer or {}).get("optimizer")
         rule = optimizer_config(table.optimizer, table.cuts)["optimizer"]
         if saved_rule != rule:
             raise ValueError(
                 f"{change.where}: expected a delta with optimizer state of {rule} as the copy has, got "
                 f"the state of {saved_rule}. Give both models the same optimizer."
             )
-        if one.config.get("initializer") != table.config["initializer"]:
+        if of_table.config.get("initializer") != table.config["initializer"]:
             raise ValueError(
                 f"{change.where}: expected a delta with initializer {table.config['initializer']!r} as the "
-                f"copy has, got {one.config.get('initializer')!r}. {IN_ORDER}"
+                f"copy has, got {of_table.config.get('initializer')!r}. {IN_ORDER}"
             )
-        change.is_unscored = has_scores(one) is False
-        if "removed" in one.names:
-            removed = _own_removed(one, table)
+        change.is_unscored = has_scores(of_table) is False
+        if "removed" in of_table.names:
+            removed = _own_removed(of_table, table)
             if not is_canonical(removed):
                 raise ValueError(
                     f"{change.where}: expected removed ids in canonical order, got another order. {DAMAGED}"
@@ -169,7 +160,7 @@ def has_scores(saved: SavedTable) -> bool | None:
     if saved.num_rows:
         return "last_seen" in saved.names
     whens = ("base", "result") if saved.is_delta else ()
-    ends = [from_words(saved.read(when), MODEL_TENSORS) for when in whens]
+    ends = [from_words(saved.read(when)) for when in whens]
     return any(one["last_seen"] for one in ends) if any(one["ids"] for one in ends) else None
 
 
@@ -185,60 +176,25 @@ def _own_removed(saved: SavedTable, table: Table) -> Tensor:
     return torch.cat([_NONE, *(saved.rows("removed", *one) for one in places.ranges)])
 
 
-def _read(
-    tables: Sequence[Table], changes: Sequence[TableChange], path: str | os.PathLike[str]
-) -> None:
-    """Reads this rank's rows beside the tables. Collective."""
-    wanted: dict[str, Any] = {}
-    for change in changes:
-        key = change.saved.key
-        optimizer = f"optimizer.state.{key.removeprefix('model.')}.weight.{change.table.name}"
-        # Also those that the copy does not use: as unread.
-        for name in (*MODEL_TENSORS, "checksum"):
-            wanted[f"{key}.{name}"] = SavedTensor((0,), torch.int64, (), change.model)
-        for name in ("config", "checksum", "step", *change.table.optimizer.state_names):
-            wanted[f"{optimizer}.{name}"] = SavedTensor((0,), torch.int64, (), change.optimizer)
-    group, rank = tables[0].group, tables[0].rank
-
-    def load() -> None:
-        try:
-            load_files(wanted, path, LoadPlanner(path=path), group)
-        except CheckpointException as error:
-            # The same on every rank: only the first rank that failed names its fault.
-            if rank == min(error.failures):
-                raise _fault_of(error.failures[rank][0]) from None
-        except Exception as error:
-            raise _fault_of(error) from error
-
-    run_together(group, CALL, load)
-
-
-def _fault_of(error: BaseException) -> Exception:
-    """Returns the error to raise for an error of a read."""
-    if isinstance(error, Exception) and (isinstance(error, ValueError) or lacks_memory(error)):
-        return error
-    return ValueError(f"expected a delta that can be read, got {error!r}. {DAMAGED}")
-
-
-def _verify(tables: Sequence[Table], changes: Sequence[TableChange]) -> None:
-    """Raises ValueError unless the rows read are the rows written. Collective."""
-    group = tables[0].group
-    of_ranks = gather_results(group, CALL, lambda: [_checked(change) for change in changes])
-
-    def compare() -> None:
-        for number, change in enumerate(changes):
-            change.model.compare(add_sums(*(one[number][0] for one in of_ranks)))
-            change.optimizer.compare(add_sums(*(one[number][1] for one in of_ranks)))
-
-    run_together(group, CALL, compare)
-
-
-def _checked(change: TableChange) -> tuple[Sums, Sums]:
-    """Checks this rank's part and returns its content sums: of the model, of the optimizer."""
-    summed = change.model.check(), change.optimizer.check([change.model])
-    for one in change.model.staged or ():
-        if bool((one.id_map.lookup(change.removed.to(one.id_map.slots.device)) >= 0).any()):
+def _read(change: TableChange, files: FileSystemReader, metadata: Metadata) -> None:
+    """Reads this rank's rows into shards beside those of the copy."""
+    table, key, load = change.table, change.saved.key, change.load
+    of_state = f"optimizer.state.{key.removeprefix('model.')}.weight.{table.name}"
+    # Also those that the copy does not use: as unread.
+    keys = {name: f"{key}.{name}" for name in (*MODEL_TENSORS, MODEL_CHECKSUM)}
+    for name in (*OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM):
+        keys[name] = f"{of_state}.{name}"
+    saved = {name: metadata.state_dict_metadata.get(own) for name, own in keys.items()}
+    present = {name: one for name, one in saved.items() if isinstance(one, TensorStorageMetadata)}
+    tensors = {
+        name: ChunkedTensor(f"'{keys[name]}' in {files.path}", files, keys[name], one)
+        for name, one in present.items()
+    }
+    ids, waiting = tensors.get("ids"), tensors.get("waiting")
+    load.begin(present, places_here(table, ids), places_here(table, waiting))
+    read_table(load, tensors)
+    for staged in load.staged or ():
+        if bool((staged.id_map.lookup(change.removed.to(staged.rows.device)) >= 0).any()):
             raise ValueError(
                 f"{change.where}: expected removed ids without a row, got removed ids with a row. {DAMAGED}"
             )
-    return summed[0], summed[1] or {}

@@ -1,23 +1,27 @@
-"""The dense part: what a model and its optimizer save beside the dynamic tables."""
+"""What is saved beside the dynamic tables: the dense part, the optimizer's numbers, values of the caller.
+
+The caller's values, and the numbers of the parameter groups, are in one file a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import hashlib
+import io
+import math
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 from torchrec.optim.keyed import KeyedOptimizer
 
+from torchrec_dyn.checkpoint_format import Entry, FileWriter
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import rows_left_out
+from torchrec_dyn.storage import lacks_memory
 
-
-def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
-    """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
-    with rows_left_out():
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    check_has_all(state["optimizer"], optimizer)
-    return without_tables(state, tables)
+State = Mapping[str, Any]  # the state dicts of a model and its optimizer: "model" and "optimizer"
 
 
 def check_optimizer(optimizer: Any, call: str) -> None:
@@ -33,8 +37,8 @@ def check_optimizer(optimizer: Any, call: str) -> None:
 def optimizers_in(optimizer: Any) -> Iterator[Any]:
     """Yields an optimizer and those that it combines or wraps, also torch's."""
     yield optimizer
-    for _, one in getattr(optimizer, "optimizers", ()):
-        yield from optimizers_in(one)
+    for _, part in getattr(optimizer, "optimizers", ()):
+        yield from optimizers_in(part)
     if hasattr(optimizer, "_optimizer"):  # of TorchRec's wrappers
         yield from optimizers_in(optimizer._optimizer)
 
@@ -46,8 +50,8 @@ def check_has_all(saved: Mapping[str, Any], optimizer: Any) -> None:
     is missing in the other: the step of a WarmupOptimizer around it, the state that torch's optimizers make.
     """
     names = {id(parameter): name for name, parameter in optimizer.params.items()}
-    held = {id(parameter) for one in optimizers_in(optimizer) for parameter in one.state}
-    if lost := sorted({names.get(one, "a parameter") for one in held} - saved["state"].keys()):
+    held = {id(parameter) for part in optimizers_in(optimizer) for parameter in part.state}
+    if lost := sorted({names.get(key, "a parameter") for key in held} - saved["state"].keys()):
         raise ValueError(
             f"Checkpoints.save: expected an optimizer whose state dict has all of its state, got a "
             f"{type(optimizer).__name__} without that of {', '.join(lost)}: a restored job would begin it "
@@ -62,25 +66,243 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
     A name may begin below the model, as of a collection's own optimizer, or with a name of the optimizer. The
     name of a dense parameter may end as one of a table, too, but its state has no config of the table.
     """
-    by_config = {f"{table.name}.config": table for table in tables}
+    by_config = {f"{table.name}.optimizer_config": table for table in tables}
     names: dict[str, list[str]] = {table.name: [] for table in tables}
     for name, state in states.items():
-        for table in (by_config[one] for one in state if one in by_config):
+        for table in (by_config[key] for key in state if key in by_config):
             key = f".{table.key}.weight"
             if key.endswith(f".{name}") or f".{name}".endswith(key):
                 names[table.name].append(name)
     return names
 
 
-def without_tables(state: Mapping[str, Any], tables: Sequence[Table]) -> dict[str, Any]:
-    """Returns the entries of state dicts that are of no dynamic table."""
+def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the entries of state dicts that are of dynamic tables, and the others."""
     keys = {table.key for table in tables}
     states = state["optimizer"]["state"]
-    left_out = {name for names in names_of_states(states, tables).values() for name in names}
-    return {
-        "model": {k: v for k, v in state["model"].items() if k.rpartition(".")[0] not in keys},
+    of_tables = {name for names in names_of_states(states, tables).values() for name in names}
+    rows = {
+        "model": {k: v for k, v in state["model"].items() if k.rpartition(".")[0] in keys},
+        "optimizer": {"state": {k: v for k, v in states.items() if k in of_tables}},
+    }
+    dense = {
+        "model": {k: v for k, v in state["model"].items() if k not in rows["model"]},
         "optimizer": {
             **state["optimizer"],
-            "state": {name: one for name, one in states.items() if name not in left_out},
+            "state": {k: v for k, v in states.items() if k not in of_tables},
         },
     }
+    return rows, dense
+
+
+def joined_state(rows: State, dense: State) -> dict[str, Any]:
+    """Returns the state dicts that `split_state` has split."""
+    states = {**rows["optimizer"]["state"], **dense["optimizer"]["state"]}
+    return {
+        "model": {**rows["model"], **dense["model"]},
+        "optimizer": {**dense["optimizer"], "state": states},
+    }
+
+
+class SavedValue(NamedTuple):
+    """The saved form of a value.
+
+    Attributes:
+        data: what torch.save wrote.
+        is_of_rank: True if it is, or has inside, the position of a source that one rank has for itself.
+    """
+
+    data: bytes
+    is_of_rank: bool
+
+
+def saved_values(values: Mapping[str, Any], call: str) -> dict[str, SavedValue]:
+    """Returns the saved form of each value, which `weights_only=True` reads: of an object its state dict."""
+    _check_named(values, call)
+    saved = {}
+    for name, value in values.items():
+        state = value.state_dict() if hasattr(value, "state_dict") else value
+        memory = io.BytesIO()
+        try:
+            torch.save(state, memory)
+            data = memory.getvalue()
+            _load(data)
+        except Exception as error:  # torch raises pickle's errors and its own
+            if lacks_memory(error):
+                raise
+            raise ValueError(
+                f"{call}: expected tensors, numbers, texts, lists and dicts in "
+                f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
+                f"{''.join(str(error).splitlines()[:1])}"
+            ) from error
+        saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
+    return saved
+
+
+def _check_named(values: Any, call: str) -> None:
+    """Raises ValueError unless further values are given by name."""
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{call}: expected a dict by name as extra, got {type(values).__name__}. Give each value a name."
+        )
+
+
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location=_place_of, weights_only=True)
+
+
+def _place_of(storage: Any, location: str) -> Any:
+    """Returns a storage on the device that it was saved from; where there is none, on the CPU."""
+    try:
+        return torch.serialization.default_restore_location(storage, location)
+    except RuntimeError:
+        return storage
+
+
+def _is_of_rank(state: Any) -> bool:
+    if isinstance(state, Mapping):  # of `Positions`, or one that has it inside
+        return state.get("is_global") is False or any(map(_is_of_rank, state.values()))
+    return isinstance(state, (list, tuple)) and any(map(_is_of_rank, state))
+
+
+def digests_of(saved: Mapping[str, SavedValue]) -> dict[str, str | None]:
+    """Returns a digest of each value, by which ranks see whether it is equal; None if it is of one rank."""
+    return {
+        name: None if value.is_of_rank else hashlib.blake2b(value.data, digest_size=16).hexdigest()
+        for name, value in saved.items()
+    }
+
+
+def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
+    """Returns for each value whether it fits any number of ranks, from the digests of each rank.
+
+    Ranks that have trained equally many batches of sources of their own have equal positions, which
+    nevertheless fit only as many ranks.
+    """
+    return {
+        name: digest is not None and all(of_rank.get(name) == digest for of_rank in digests)
+        for name, digest in digests[0].items()
+    }
+
+
+def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
+    """Returns the numbers of the parameter groups, such as the learning rate, by key of each parameter.
+
+    TorchRec's optimizers leave them out of their state dicts, and schedulers go on from them.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        numbers = {
+            name: plain
+            for name, one in group.items()
+            if isinstance(plain := _plain(one), (int, float, tuple))
+        }
+        own = {id(parameter) for parameter in group["params"]}
+        options |= {key: numbers for key, one in optimizer.params.items() if id(one) in own}
+    return options
+
+
+def _plain(value: Any) -> Any:
+    """Returns a number of numpy or of a tensor as Python's own; other values as they are."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    return value.item() if type(value).__module__ == "numpy" and value.shape == () else value
+
+
+def number_of(step: Any, call: str) -> Any:
+    """Returns a step, a finite number, as one of Python's own."""
+    number = _plain(step)
+    if not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(
+            f"{call}: expected a finite number as step, got {step!r}. Give the number of the step."
+        )
+    return number
+
+
+def check_same_step(steps: Sequence[Any], call: str) -> None:
+    """Raises ValueError unless all ranks gave the same step, from the steps by rank."""
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise ValueError(
+                f"{call}: expected the same step on every rank, got {steps[0]} on rank 0 and "
+                f"{step} on rank {rank}. Save when all ranks have trained the same steps, and "
+                "give their number."
+            )
+
+
+def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes numbers of parameter groups, as `options_of` returned them; a tensor stays one."""
+    keys = {id(parameter): key for key, parameter in optimizer.params.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name, number in options.get(keys.get(id(parameter), ""), {}).items():
+                if isinstance(group.get(name), Tensor):
+                    number = group[name].fill_(number)
+                group[name] = number  # a learning rate of rows is written to the tables
+
+
+def write_values(
+    saved: Mapping[str, SavedValue], options: Mapping[str, Mapping[str, Any]], path: Path
+) -> Path:
+    """Writes the values of a rank, and the numbers of the parameter groups, to a file; returns its path."""
+    memory = io.BytesIO()
+    values = {
+        name: torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+        for name, value in saved.items()
+    }
+    torch.save({"values": values, "options": dict(options)}, memory)
+    file = FileWriter(path)
+    try:
+        file.write(0, memory.getvalue())
+        file.commit()
+    finally:
+        file.close()
+    return path
+
+
+def check_ranks(entry: Entry, world_size: int, left_out: Container[str]) -> None:
+    """Raises ValueError if ranks had values of their own, but for those left out, and were another number."""
+    own = [name for name, is_alike in entry.extra.items() if not is_alike and name not in left_out]
+    if own and entry.world_size != world_size:
+        raise ValueError(
+            f"{entry.path}: expected {entry.world_size} ranks, each of which has its own {', '.join(own)}, "
+            f"got {world_size}. Use as many ranks, or pass leave_out={own} to restore if these values are "
+            "not needed. To change the number of ranks, save positions in a source whose batches all ranks "
+            "share, Positions(source, is_global=True), and equal values on all ranks."
+        )
+
+
+def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the values of a rank by name, and the numbers of the parameter groups."""
+    path = entry.extra_of(min(rank, entry.world_size - 1))
+    entry.check_file(path.name)
+    saved = _load(path.read_bytes())
+    values = {name: _load(text.numpy().tobytes()) for name, text in saved["values"].items()}
+    return values, saved["options"]
+
+
+def checked_names(objects: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+    """Returns the names of the values that are left out, if values can be loaded into the objects."""
+    _check_named(objects, "Checkpoints.restore")
+    if isinstance(left_out, str) or not objects.keys().isdisjoint(left_out):
+        raise ValueError(
+            f"Checkpoints.restore: expected names that are not in extra in leave_out, got {left_out!r}. Give "
+            "a list of other names."
+        )
+    for name, one in objects.items():
+        if not hasattr(one, "load_state_dict"):
+            raise ValueError(
+                f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
+                f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
+            )
+    return list(left_out)
+
+
+def missing_names(values: Mapping[str, Any], objects: Mapping[str, Any]) -> str:
+    """Returns an error if an object has a name that was not saved; "" otherwise."""
+    missing = [name for name in objects if name not in values]
+    if not missing:
+        return ""
+    return f"Checkpoints.restore: expected names among {sorted(values)} in extra, got {missing}."

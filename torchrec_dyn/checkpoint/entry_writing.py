@@ -6,104 +6,186 @@ training waits only for the copies.
 
 from __future__ import annotations
 
-import shutil
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from torchrec_dyn.checkpoint.dcp_files import drop_frames, save_files
-from torchrec_dyn.checkpoint.delta_export import Marker
-from torchrec_dyn.checkpoint.entry_files import digests_of_files, publish, sums_in
-from torchrec_dyn.checkpoint.further_values import SavedValue, write_values
-from torchrec_dyn.checkpoint_format import Entry
-from torchrec_dyn.ranks import gather_results
+from torchrec_dyn.checkpoint.dcp_files import PartWriter, check_is_shared, save_part
+from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, mark
+from torchrec_dyn.checkpoint.dense_part import (
+    SavedValue,
+    check_has_all,
+    names_of_states,
+    split_state,
+    write_values,
+)
+from torchrec_dyn.checkpoint_format import (
+    SUMMED,
+    Entry,
+    commit_entry,
+    digest_of_file,
+    from_words,
+    open_checkpoint,
+    outdated,
+    remove_folders,
+)
+from torchrec_dyn.ranks import Table, gather_results
+from torchrec_dyn.state_dict import rows_left_out
 
 _CALL = "Checkpoints.save"
 
 
-def staged(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a state dict in the memory of the CPU. Not collective."""
-    # torch's default stager refuses the ShardedTensors of static tables.
-    made: dict[str, Any] = BlockingAsyncStager().stage(state)
-    return made
+def package_version() -> str:
+    """Returns the version of torchrec_dyn that writes an entry."""
+    try:
+        return metadata.version("torchrec_dyn")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass
+class Parts:
+    """What is saved of a model: the state dicts of its tables, or of their changes, and of the dense part.
+
+    `marker` is that of this moment, if the next entry may be a delta.
+    """
+
+    rows: dict[str, Any]
+    dense: dict[str, Any]
+    marker: Marker | None
+
+    def copy(self) -> None:
+        """Replaces the state dicts by copies in the memory of the CPU."""
+        # torch's default stager refuses the ShardedTensors of static tables.
+        self.rows, self.dense = (
+            BlockingAsyncStager().stage(state) for state in (self.rows, self.dense)
+        )
+
+
+def full_parts(model: nn.Module, optimizer: Any, tables: Sequence[Table], is_marked: bool) -> Parts:
+    """Returns all of a model. Collective."""
+    marker = mark(model) if is_marked else None
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    check_has_all(state["optimizer"], optimizer)
+    rows, dense = split_state(state, tables)
+    _check_states(rows["optimizer"]["state"], tables)
+    return Parts(rows, dense, marker)
+
+
+def changed_parts(
+    model: nn.Module, optimizer: Any, tables: Sequence[Table], marker: Marker
+) -> Parts:
+    """Returns what changed in the tables of a model since a marker, and its dense part. Collective."""
+    changes = collect_changes(model, None, marker)
+    return Parts(changes.state, dense_state(model, optimizer, tables), changes.marker)
+
+
+def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
+    """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
+    with rows_left_out():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    check_has_all(state["optimizer"], optimizer)
+    return split_state(state, tables)[1]
+
+
+def _check_states(states: Mapping[str, Any], tables: Sequence[Table]) -> None:
+    """Raises ValueError unless the states of an optimizer are those of the tables."""
+    names = names_of_states(states, tables)
+    for table in tables:
+        of_table = [states[name] for name in names[table.name]]
+        if len(of_table) != 1 or not all(_is_of(table, saved) for saved in of_table[0].values()):
+            raise ValueError(
+                f"{table.where}: expected the optimizer with the state of this table, got "
+                f"{'one of another model' if of_table else 'one without'}. Save `model.fused_optimizer`, or "
+                "a CombinedOptimizer with it."
+            )
+
+
+def _is_of(table: Table, saved: Tensor) -> bool:
+    """Returns False if a tensor is known to be of the table of another model, as those of sharded tables."""
+    entry = getattr(saved, "entry", None)
+    return entry is None or entry.table.has_shards_of(table)
+
+
+def sums_in_files(entry: Entry) -> dict[str, str]:
+    """Returns the content sums of the tables in the files of an entry, by name, as the entry has them."""
+    texts = {}
+    for table in open_checkpoint(entry.tables).tables.values():
+        sums = table.sums if entry.is_full else from_words(table.read("result"))
+        texts[table.name] = " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
+    return texts
 
 
 @dataclass(frozen=True)
 class EntryWriter:
-    """An entry that is not written yet: its parts, and where they go.
+    """An entry that is not written yet.
 
     Attributes:
         entry: the entry, without the digests of its files and the sums of its tables.
-        folder: the folder to write to, which rank 0 has made.
-        parts: state dicts by the name of their folder in the entry.
-        checksums: the two checksums of each table, by name; known on rank 0 when all is written.
+        parts: what is saved of the model.
         values: further values of this rank.
         options: numbers of the parameter groups.
         group: the ranks; None: one process.
         rank: number of this rank.
-        prune: removes what is no longer kept; called on rank 0 when the entry is there.
+        before: the entries before it; on rank 0.
+        keep: number of full saves to keep.
     """
 
     entry: Entry
-    folder: Path
-    parts: Mapping[str, dict[str, Any]]
-    checksums: Mapping[str, tuple[Tensor, Tensor]]
+    parts: Parts
     values: Mapping[str, SavedValue]
     options: Mapping[str, Mapping[str, Any]]
     group: dist.ProcessGroup | None
     rank: int
-    prune: Callable[[Entry], object]
+    before: Sequence[Entry]
+    keep: int
 
     def write(self) -> Entry:
-        """Writes the files, makes them an entry, and returns it. Collective.
-
-        Raises:
-            OSError: on every rank, if a file cannot be written. No entry is left, as after any error.
-        """
+        """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
+        entry, group = self.entry, self.group
+        path = entry.extra_of(self.rank)
+        dense = PartWriter(entry.dense, partial(write_values, self.values, self.options, path))
         try:
-            return self._write()
+            save_part(self.parts.rows, entry.tables, PartWriter(entry.tables), group)
+            save_part(self.parts.dense, entry.dense, dense, group)
+            ranks = gather_results(group, _CALL, lambda: self._commit(dense.digests))
         except BaseException:
-            if self.rank == 0:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            else:
-                # Where ranks do not share the directory, this folder is of this rank alone. It is removed
-                # only if it is empty: what other ranks have written to a shared one stays.
-                with suppress(OSError):
-                    self.folder.rmdir()
+            with suppress(OSError):
+                remove_folders([entry.path])
             raise
+        committed = ranks[0]
+        assert committed is not None
+        return committed
 
-    def clear(self, entry: Entry) -> None:
-        """Removes what is no longer kept now that the entry is there. Collective."""
-        gather_results(self.group, _CALL, lambda: self._prune(entry) if self.rank == 0 else None)
-
-    def _write(self) -> Entry:
-        group, rank, folder = self.group, self.rank, self.folder
-        for name, state in self.parts.items():
-            save_files(state, folder / name, True, group, _CALL)
-
-        def told() -> tuple[dict[str, str], Mapping[str, str]]:
-            of_rank = write_values(self.values, self.options, folder, rank)
-            digests = of_rank | digests_of_files(folder, rank, self.entry.world_size)
-            return digests, sums_in(self.checksums) if rank == 0 else {}
-
-        of_ranks = gather_results(group, _CALL, told)
-        digests = {name: one for of_rank, _ in of_ranks for name, one in of_rank.items()}
-        entry = replace(self.entry, digests=digests, sums=of_ranks[0][1])
-        gather_results(group, _CALL, lambda: publish(entry, folder) if rank == 0 else None)
+    def _commit(self, digests: Mapping[str, str]) -> Entry | None:
+        """Puts the commit file; on rank 0, which knows the digests that all ranks have made."""
+        if self.rank:
+            return None
+        folder = self.entry.path
+        check_is_shared(folder / name for name in digests)
+        indexes = [folder / "dense" / ".metadata", self.entry.tables / ".metadata"]
+        of_indexes = {str(one.relative_to(folder)): digest_of_file(one) for one in indexes}
+        entry = replace(
+            self.entry, digests={**digests, **of_indexes}, sums=sums_in_files(self.entry)
+        )
+        commit_entry(entry)
         return entry
 
-    def _prune(self, entry: Entry) -> None:
+    def clear(self, entry: Entry) -> None:
+        """Removes what is no longer kept now that the entry is there; on rank 0."""
+        if self.rank:
+            return
         try:
-            self.prune(entry)
+            remove_folders(one.path for one in outdated([*self.before, entry], self.keep))
         except Exception as error:  # the entry is saved: training goes on
             warnings.warn(
                 f"{_CALL}: expected older entries that can be removed, got {error!r}. They are tried again "
@@ -112,29 +194,19 @@ class EntryWriter:
             )
 
 
-def _without_frames(error: BaseException) -> BaseException:
-    """Returns an error with its traceback as a text: the frames hold the copies of the rows."""
-    told = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    drop_frames(error)
-    error.__context__ = None
-    error.__cause__ = RuntimeError(f"in the thread of async_save\n{told}")
-    return error
-
-
 class Saving:
     """A save that `Checkpoints.async_save` began, whose files are written while training goes on.
 
     Attributes:
         pause: seconds for which the training waited: for the save before, and for copies of the rows.
-        id: of the entry.
         marker: the marker of the moment of the rows, if the next entry may be a delta.
         entry: the entry; None before it is there.
         is_told: True if `result` has raised the error of the save.
     """
 
-    def __init__(self, writer: EntryWriter, marker: Marker | None) -> None:
+    def __init__(self, writer: EntryWriter) -> None:
         self.pause = 0.0
-        self.id, self.marker = writer.entry.id, marker
+        self.marker = writer.parts.marker
         self.entry: Entry | None = None
         self.is_told = False
         self._writer: EntryWriter | None = writer
@@ -148,7 +220,7 @@ class Saving:
             self.entry = self._writer.write()  # it is there, whatever comes now
             self._writer.clear(self.entry)
         except BaseException as error:  # it is raised in the thread that waits
-            self._error = error if self._thread is None else _without_frames(error)
+            self._error = error
         finally:
             self._writer = None  # it holds the copies
 
@@ -177,10 +249,6 @@ class Saving:
         self.wait()
         if self._error is not None:
             self.is_told = True
-            try:
-                raise self._error
-            finally:
-                if self._thread is None:  # nobody asks again
-                    self._error = None  # its frames refer to this save
+            raise self._error
         assert self.entry is not None
         return self.entry

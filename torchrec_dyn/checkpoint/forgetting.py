@@ -20,7 +20,6 @@ from torchrec_dyn.whole_model import collections_of, erase_rows, table_names
 
 _CALL = "Checkpoints.forget"
 _MODEL = "the model"
-_NAMES_WITH_IDS = ("ids", "waiting", "removed")
 Ids = Mapping[str, Tensor]  # by table [M] int64
 
 
@@ -135,11 +134,10 @@ def ids_in_entry(entry: Entry, ids: Ids) -> dict[str, set[int]]:
 def _ids_in_table(table: SavedTable, ids: Tensor) -> set[int]:
     """Returns those of the ids [M] that a saved table has, as rows, waiting or removed."""
     found: set[int] = set()
-    for name in _NAMES_WITH_IDS:
-        if table.rows_of(name):
-            for chunk in table.chunks([name]):
-                there = chunk[name].reshape(len(chunk[name]), -1)[:, 0]
-                found.update(there[torch.isin(there, ids)].tolist())
+    small = [table.read(name) for name in ("waiting", "removed") if table.rows_of(name)]
+    listed = [numbers.reshape(len(numbers), -1)[:, 0] for numbers in small]
+    for there in (*listed, *(chunk["ids"] for chunk in table.chunks(["ids"]))):
+        found.update(there[torch.isin(there, ids)].tolist())
     return found
 
 

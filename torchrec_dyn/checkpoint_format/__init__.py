@@ -7,13 +7,6 @@ docs/checkpoint_format.md describes the format.
 The saved form depends only on the contents of a table, not on plan, world size or history.
 """
 
-from torchrec_dyn.checkpoint_format.byte_sums import (
-    SUMMED_BYTES,
-    FileSums,
-    RunningSums,
-    chunk_sum,
-    sums_of,
-)
 from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     SavedCheckpoint,
     file_inside,
@@ -24,10 +17,14 @@ from torchrec_dyn.checkpoint_format.checkpoint_reader import (
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
+    CHECKSUM_WORDS,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_NAMES,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    SUMMED,
     add_sums,
     as_words,
     compare_sums,
@@ -36,27 +33,25 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     rows_summed,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.file_writer import (
-    FileWriter,
-    commit,
-    naming,
-    remove_left,
-    replace_file,
-    write_beside,
-)
-from torchrec_dyn.checkpoint_format.left_sums import LeftSums
-from torchrec_dyn.checkpoint_format.merged_table import saved_rows
-from torchrec_dyn.checkpoint_format.pace import Pace
-from torchrec_dyn.checkpoint_format.row_source import RowSource, TableFacts
-from torchrec_dyn.checkpoint_format.saved_chain import (
+from torchrec_dyn.checkpoint_format.entries import (
     ENTRY,
     LOCK,
     Entry,
     SavedChain,
-    chain_of,
-    new_id,
+    commit_entry,
+    digest_of_file,
+    outdated,
     read_chain,
+    remove_folders,
 )
+from torchrec_dyn.checkpoint_format.file_writer import (
+    FileWriter,
+    commit,
+    naming,
+    replace_file,
+    write_beside,
+)
+from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import (
     INITIALIZERS,
     check_config,
@@ -69,13 +64,12 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     table_config,
     to_bytes,
 )
-from torchrec_dyn.checkpoint_format.saved_table import SavedTable
+from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
 from torchrec_dyn.checkpoint_format.saved_tensor import (
     CHUNK_BYTES,
     Part,
     SavedTensor,
     numbers_of,
-    tensor_of_left_sums,
     whole_tensor,
 )
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER, ROW_TENSORS, is_canonical
+from torchrec_dyn.checkpoint_format.tensor_checks import ROW_TENSORS, is_canonical

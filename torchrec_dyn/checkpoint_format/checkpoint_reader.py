@@ -23,15 +23,19 @@ from torchrec_dyn.checkpoint_format import saved_config
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
-    MODEL_TENSORS,
-    OPTIMIZER_TENSORS,
-    OPTIMIZER_WORDS,
+    MODEL_CHECKSUM,
+    OPTIMIZER_CHECKSUM,
 )
 from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.checkpoint_format.saved_table import SavedTable
-from torchrec_dyn.checkpoint_format.tensor_checks import OPTIMIZER
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import STATE_NAMES
+
+# A table, and the state of its optimizer, have tensors of these names and dtypes.
+_TABLE, _OPTIMIZER = {"config", MODEL_CHECKSUM}, {"optimizer_config", OPTIMIZER_CHECKSUM}
+_DTYPES = {
+    **dict.fromkeys(("config", "optimizer_config"), torch.uint8),
+    **dict.fromkeys((MODEL_CHECKSUM, OPTIMIZER_CHECKSUM), torch.int64),
+}
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,15 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
     tables: dict[str, dict[str, ChunkedTensor]] = {}
     optimizers: dict[str, dict[str, ChunkedTensor]] = {}
     for prefix, tensors in parts.items():
-        kind = _kind(tensors)
-        if kind is not None:
-            (tables if kind is MODEL_TENSORS else optimizers)[prefix] = {
-                name: ChunkedTensor(
-                    f"'{prefix}.{name}' in {folder}", reader, f"{prefix}.{name}", saved
-                )
-                for name, saved in tensors.items()
-            }
+        names = {name for name, one in tensors.items() if one.properties.dtype == _DTYPES.get(name)}
+        for kind, own in ((tables, _TABLE), (optimizers, _OPTIMIZER)):
+            if own <= names:
+                kind[prefix] = {
+                    name: ChunkedTensor(
+                        f"'{prefix}.{name}' in {folder}", reader, f"{prefix}.{name}", saved
+                    )
+                    for name, saved in tensors.items()
+                }
     owners, ownerless = _owners(optimizers, tables)
     return SavedCheckpoint(
         folder,
@@ -122,80 +127,21 @@ def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
         OSError: if a file cannot be read.
         MemoryError: if there is no memory for the metadata.
     """
-    reader = FileSystemReader(folder)
-    metadata = _read_metadata(folder, reader)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    _check_files(folder, metadata)
-    return reader, metadata
-
-
-def _read_metadata(folder: Path, reader: FileSystemReader) -> Metadata:
-    if not (folder / ".metadata").is_file():
-        inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
-        if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
-            raise ValueError(
-                f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
-                "finished. Use an earlier checkpoint."
-            )
-        raise ValueError(
-            f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
-            f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
-            "Give the directory of a checkpoint."
-        )
-    file = folder / ".metadata"
+    _check_is_checkpoint(folder)
+    reader, ends = FileSystemReader(folder), defaultdict[str, int](int)
     try:
-        with naming(file):
+        with naming(folder / ".metadata"):
             metadata = reader.read_metadata()
-        if not _is_index(metadata):
-            raise TypeError("no index of tensors and files")
-    except OSError:
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        for entry in metadata.storage_data.values():
+            name, end = entry.relative_path, entry.offset + entry.length
+            ends[name] = max(ends[name], end)
+    except (OSError, MemoryError):
         raise
-    # A damaged pickle may raise any exception, and so may DCP's reader for a file that DCP did not write.
-    except Exception as error:
-        if isinstance(error, MemoryError):
-            # Of the flipped bits of an index some ask for gigabytes. A sound index needs less than this: the
-            # MemoryError that it raises here says that there is no memory.
-            bytearray((64 << 20) + 64 * file.stat().st_size)
+    except Exception as error:  # of a damaged pickle any
         raise ValueError(
             f"{folder}: expected .metadata that can be read, got {type(error).__name__}: {error}. {DAMAGED}"
         ) from error
-    return metadata
-
-
-def _is_index(metadata: Any) -> bool:
-    """Returns True if all that is read of an unpickled index has its type.
-
-    Raises:
-        AttributeError, TypeError: if a part is missing: a flipped bit may change the name of an attribute.
-    """
-    saved = metadata.state_dict_metadata
-    tensors = [one for one in saved.values() if isinstance(one, TensorStorageMetadata)]
-    sizes = [one.size for one in tensors]
-    for chunk in (chunk for one in tensors for chunk in one.chunks):
-        sizes += [chunk.offsets, chunk.sizes]
-    return (
-        isinstance(metadata, Metadata)
-        and all(isinstance(key, str) for key in saved)
-        and all(isinstance(one.properties.dtype, torch.dtype) for one in tensors)
-        and all(isinstance(one, tuple) and _are_counts(*one) for one in sizes)
-        and all(
-            isinstance(index.fqn, str)
-            and isinstance(entry.relative_path, str)
-            and _are_counts(entry.offset, entry.length)
-            for index, entry in metadata.storage_data.items()
-        )
-    )
-
-
-def _are_counts(*numbers: Any) -> bool:
-    return all(isinstance(one, int) and one >= 0 for one in numbers)
-
-
-def _check_files(folder: Path, metadata: Metadata) -> None:
-    """Raises ValueError if a file is outside the directory, missing, or shorter than the metadata say."""
-    ends: dict[str, int] = defaultdict(int)
-    for entry in metadata.storage_data.values():
-        ends[entry.relative_path] = max(ends[entry.relative_path], entry.offset + entry.length)
     for name, end in ends.items():
         file = file_inside(folder, name, DAMAGED)
         if not file.is_file():
@@ -204,6 +150,23 @@ def _check_files(folder: Path, metadata: Metadata) -> None:
             raise ValueError(
                 f"{folder}: expected {end} bytes in {name}, got {length}: it is truncated. {DAMAGED}"
             )
+    return reader, metadata
+
+
+def _check_is_checkpoint(folder: Path) -> None:
+    if (folder / ".metadata").is_file():
+        return
+    inside = [path.name for path in folder.iterdir()] if folder.is_dir() else ["no directory"]
+    if all(name.endswith((".distcp", ".metadata.tmp")) for name in inside):
+        raise ValueError(
+            f"{folder}: expected a checkpoint with .metadata, got none. It is torn: its save never "
+            "finished. Use an earlier checkpoint."
+        )
+    raise ValueError(
+        f"{folder}: expected a checkpoint of torch.distributed.checkpoint, got "
+        f"{'a directory without .metadata' if folder.is_dir() else 'no directory'}. "
+        "Give the directory of a checkpoint."
+    )
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
@@ -224,30 +187,6 @@ def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") 
     return folder / name
 
 
-def _kind(tensors: Mapping[str, TensorStorageMetadata]) -> tuple[str, ...] | None:
-    """Returns MODEL_TENSORS for a table, OPTIMIZER_TENSORS for an optimizer state, None for anything else.
-
-    A table or an optimizer state has at least two of the names below with their dtypes.
-    """
-    types = {
-        "config": torch.uint8,
-        "checksum": torch.int64,
-        "ids": torch.int64,
-        "step": torch.int64,
-    }
-    found = {
-        name
-        for name, dtype in types.items()
-        if name in tensors and tensors[name].properties.dtype == dtype
-    }
-    if len(found) < 2 or found == {"ids", "step"}:
-        return None
-    is_optimizer = "step" in found or (
-        "checksum" in found and tuple(tensors["checksum"].size) in OPTIMIZER_WORDS
-    )
-    return OPTIMIZER_TENSORS if is_optimizer else MODEL_TENSORS
-
-
 def _owners(
     optimizers: Mapping[str, Any], tables: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[str]]:
@@ -262,33 +201,37 @@ def _owners(
         Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
     by_name: dict[str, list[str]] = defaultdict(list)
-    for table in tables:  # one that matches has the last word of the path
+    for table in tables:  # a table that matches has the last word of the path
         by_name[_name_of(table)].append(table)
     claims: dict[str, list[str]] = defaultdict(list)
     ownerless = []
     for key in optimizers:
-        best: dict[str, tuple[int, int]] = {}
-        path = key.split(".")[:-2]
-        for table in by_name.get(path[-1], ()) if path else ():
-            ours = table.split(".")
-            for at, word in enumerate(path):
-                named = path[at + 1 :]
-                length = min(len(named), len(ours))
-                if word == "state" and length and named[-length:] == ours[-length:]:
-                    shared = _shared_start(path[:at], ours)
-                    best[table] = max(best.get(table, (0, 0)), (length, shared))
-        found = [table for table in best if best[table] == max(best.values())]
-        if len(found) == 1:
-            claims[found[0]].append(key)
+        words = key.split(".")[:-2]
+        matches = {table: _match(words, table) for table in by_name.get("".join(words[-1:]), ())}
+        best = [
+            table for table, match in matches.items() if match and match == max(matches.values())
+        ]
+        if len(best) == 1:
+            claims[best[0]].append(key)
         else:
             ownerless.append(key)
-    owners = {table: keys[0] for table, keys in claims.items() if len(keys) == 1}
     ownerless += [key for keys in claims.values() if len(keys) > 1 for key in keys]
-    return owners, ownerless
+    return {table: keys[0] for table, keys in claims.items() if len(keys) == 1}, ownerless
 
 
-def _shared_start(one: list[str], other: list[str]) -> int:
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+def _match(words: list[str], table: str) -> tuple[int, ...]:
+    """Returns how many words a path and a table's key share at the end, and at the start; () if none."""
+    own = table.split(".")
+    matches = [
+        (min(length, len(own)), _shared_start(words[:at], own))
+        for at, length in enumerate(range(len(words) - 1, 0, -1))
+        if words[at] == "state" and _shared_start(words[::-1], own[::-1]) >= min(length, len(own))
+    ]
+    return max(matches, default=())
+
+
+def _shared_start(words: list[str], others: list[str]) -> int:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(words, others, strict=False))
     return sum(1 for _ in pairs)
 
 
@@ -303,17 +246,12 @@ def _open_table(
     optimizer: Mapping[str, ChunkedTensor],
 ) -> SavedTable:
     where = f"table '{key}' in {folder}"
-    config = _read_config(where, tensors, ("table", "embedding_dim"))
-    of_table = {name: tensor for name, tensor in tensors.items() if name != "cells"}
+    config = _read_config(where, tensors["config"], ("table", "embedding_dim"))
     rule = None
     if optimizer:
-        rule = _read_config(f"optimizer of {where}", optimizer, ("optimizer",))
-        for name, tensor in optimizer.items():
-            if name in (*STATE_NAMES, "step"):
-                of_table[name] = tensor
-            elif name != "cells":
-                of_table[OPTIMIZER + name] = tensor
-    opened = SavedTable(where, key, config, rule, of_table)
+        saved = optimizer["optimizer_config"]
+        rule = _read_config(f"optimizer of {where}", saved, ("optimizer",))
+    opened = SavedTable(where, key, config, rule, {**tensors, **optimizer})
     if opened.name != _name_of(key):
         raise ValueError(
             f"{where}: expected a config of this table, got a config of {opened.name!r}. "
@@ -322,12 +260,8 @@ def _open_table(
     return opened
 
 
-def _read_config(
-    where: str, tensors: Mapping[str, ChunkedTensor], fields: tuple[str, ...]
-) -> dict[str, Any]:
-    nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-    saved = tensors["config"].whole() if "config" in tensors else nothing
-    config = saved_config.from_bytes(where, saved)
+def _read_config(where: str, saved: ChunkedTensor, fields: tuple[str, ...]) -> dict[str, Any]:
+    config = saved_config.from_bytes(where, saved.whole())
     if any(field not in config for field in fields):
         raise ValueError(
             f"{where}: expected a config with {' and '.join(fields)}, got {config}. {DAMAGED}"

@@ -98,18 +98,12 @@ class ChunkedTensor:
         """Reads the whole tensor."""
         return self.rows(0, self._rows).reshape(self.shape)
 
-    def rows(self, first: int, last: int) -> Tensor:
-        """Reads the rows [first, last).
-
-        Returns:
-            [last - first, columns], or [last - first] of a tensor with one dimension.
-
-        Raises:
-            ValueError: if the files do not match the metadata.
-        """
-        found = torch.zeros(last - first, self._columns, dtype=self.dtype, device="cpu")
-        self.read_into(first, 0, found)
-        return found if len(self.shape) == 2 else found.reshape(-1)
+    def rows(self, first: int, last: int, columns: slice | None = None) -> Tensor:
+        """Reads rows [first, last), of some columns: [M, C], or [M] of a tensor with one dimension."""
+        span = columns or slice(0, self._columns)
+        rows = torch.empty(last - first, span.stop - span.start, dtype=self.dtype, device="cpu")
+        self.read_into(first, span.start, rows)
+        return rows if len(self.shape) == 2 else rows.reshape(-1)
 
     def read_into(self, first: int, left: int, into: Tensor) -> None:
         """Reads rows and columns of the tensor into other memory.

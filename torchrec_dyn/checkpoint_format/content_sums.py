@@ -3,7 +3,7 @@
 The sum of a tensor of rows does not depend on how rows and columns are split. So every rank sums its own
 part, and the total is the sum of the whole table, under any plan. One wrong number always changes the sum.
 
-Legend: M rows, D columns.
+Legend: M rows, D columns, S ranks that have saved rows, W summed tensors.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from torchrec_dyn.initializers import table_key
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import CROSSING_BYTES, signed, unsigned
 
-# The tensors of a table in the order of their sums, in the model's and in the optimizer's state dict. An
-# optimizer has no sums behind the last of its states that stands behind "config".
+# The tensors of a table in the model's and in the optimizer's state dict, but for their checksums.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
-_LATER_STATES = STATE_NAMES[2:]
-OPTIMIZER_TENSORS = (*STATE_NAMES[:2], "step", "config", *_LATER_STATES)
-# The shapes that an optimizer's "checksum" may have.
-OPTIMIZER_WORDS = tuple((4 + states,) for states in range(len(_LATER_STATES) + 1))
-# All tensor names of a table in the model's state dict; the last two tensors are not summed.
-MODEL_NAMES = (*MODEL_TENSORS, "checksum", "cells")
+OPTIMIZER_TENSORS = ("step", "optimizer_config", *STATE_NAMES)
+# The order of the words of sums.
+SUMMED = (*MODEL_TENSORS, *OPTIMIZER_TENSORS)
+_SMALL = [SUMMED.index(name) for name in ("clock", "config", "step", "optimizer_config")]
+# A row of a checksum has these words and the step of the save.
+CHECKSUM_WORDS = len(SUMMED) + 1
+# Rows are summed as they are read, so a checksum is read last, also where TorchRec sorts the keys.
+MODEL_CHECKSUM, OPTIMIZER_CHECKSUM = "weight_checksum", "optimizer_checksum"
+# The keys of a table in the model's state dict.
+MODEL_NAMES = ("config", "clock", "ids", "last_seen", "count", "waiting", "weight", MODEL_CHECKSUM)
 # Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
 # The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
 _SUMMED_BYTES = {"cpu": 4 << 20}
@@ -47,21 +50,19 @@ def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
-    # A state dict may have been loaded onto another device than its table.
-    ids = ids.to(values.device)
+    if ids.device != values.device:  # of a state dict that was loaded onto another device
+        ids = ids.to(values.device)
     return unsigned(int(ops.content_sum(ids, columns.contiguous(), first_column, key)))
 
 
 def sum_of_small(table: str, name: str, saved: Tensor) -> int:
-    """Returns the content sum of a tensor that is not by row.
-
-    saved: the tensor: "clock" [2, K], "step" [], "config" [n] or "waiting" [Q, 3].
-    """
+    """Returns the content sum of "clock" [2, K], "waiting" [Q, 3], "step" [] or a config [n]."""
     rows = saved.t() if name == "clock" else saved if saved.dim() == 2 else saved.reshape(-1, 1)
     rows = rows.to(torch.int64)
     if name == "waiting":
         return content_sum(table, name, rows[:, 0].contiguous(), rows)
-    return content_sum(table, name, torch.arange(len(rows), device=rows.device), rows)
+    key = name.removeprefix("optimizer_")  # both configs
+    return content_sum(table, key, torch.arange(len(rows), device=rows.device), rows)
 
 
 def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
@@ -70,41 +71,35 @@ def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
     return {name: unsigned(sum(of_part.get(name, 0) for of_part in sums)) for name in names}
 
 
-def as_words(sums: Mapping[str, int], order: tuple[str, ...]) -> Tensor:
-    """Returns sums by tensor as the saved "checksum", [W] int64, 0 for a tensor without a sum.
+def as_words(sums: Mapping[str, int]) -> Tensor:
+    """Returns sums by tensor as words [W] int64, 0 for a tensor without a sum; W is `len(SUMMED)`."""
+    return torch.tensor([signed(sums.get(name, 0)) for name in SUMMED], device="cpu")
 
-    `order` is MODEL_TENSORS or OPTIMIZER_TENSORS; [W] is of OPTIMIZER_WORDS or [7].
+
+def from_words(words: Tensor) -> dict[str, int]:
+    """Returns the content sums in words [W] int64, or in rows of a checksum, [S, W + 1] int64.
+
+    Raises ValueError if the rows are of several saves, as files of a save that was killed over another.
     """
-    names = [*order]
-    while names[-1] in _LATER_STATES and names[-1] not in sums:
-        names.pop()
-    return torch.tensor([signed(sums.get(name, 0)) for name in names], device="cpu")
-
-
-def from_words(words: Tensor, order: tuple[str, ...]) -> dict[str, int]:
-    """Returns the content sums in a saved "checksum", by tensor.
-
-    words: [W] int64, as `as_words` returns them; `order` is MODEL_TENSORS or OPTIMIZER_TENSORS.
-    """
-    saved = words.tolist()
-    if order == OPTIMIZER_TENSORS and words.shape in OPTIMIZER_WORDS:
-        saved += [0] * (len(order) - len(saved))
-    return {name: unsigned(word) for name, word in zip(order, saved, strict=True)}
+    if words.dim() == 1:
+        words = torch.nn.functional.pad(words, (0, 1))[None]
+    sums = words.sum(0)
+    same = [*_SMALL, len(SUMMED)]  # in every row
+    sums[same] = words[0, same]
+    if (words[:, same] != sums[same]).any():
+        raise ValueError(
+            f"checksum: expected rows of one save, got those of several saves in one directory. {DAMAGED}"
+        )
+    return dict(zip(SUMMED, map(unsigned, sums.tolist()), strict=False))
 
 
 def compare_sums(
-    where: str,
-    words: Tensor,
-    order: tuple[str, ...],
-    names: Iterable[str],
-    summed: Mapping[str, int],
+    where: str, saved: Mapping[str, int], names: Iterable[str], summed: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if the content sum of a tensor differs from the saved sum.
+    """Raises ValueError if a content sum differs from the saved one.
 
-    words: [W] int64, the saved "checksum" in an `order`, MODEL_TENSORS or OPTIMIZER_TENSORS. `names` are
-    compared; a tensor that is not in `summed` counts as 0.
+    `names` are compared; a tensor that is not in `summed` counts as 0.
     """
-    saved = from_words(words, order)
     for name in names:
         if saved[name] != summed.get(name, 0):
             raise ValueError(

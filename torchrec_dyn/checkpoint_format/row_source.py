@@ -1,76 +1,218 @@
-"""RowSource: the rows of one table, to be read in parts.
+"""RowSource: the rows of one table, read in chunks, wherever they are.
 
-`MergedTable` (merged_table.py) is a saved table, `LiveRows` (live_rows.py) the table of a model.
+The sources are `MergedTable` (a full save and deltas, saved_table.py), `LiveRows` (a table of a model,
+whole_model/live_rows.py), `FileRows` (a .safetensors file, tools/safetensors_rows.py) and `StaticRows` (a
+table of TorchRec's, migration/static_rows.py). Each gives ids, the places of their rows, and the rows at some
+places; `RowSource.chunks` is the one loop over them.
 
-Legend: M rows of a part, D columns.
+Legend: M rows of a chunk, D columns of the table, C columns asked for.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, content_sum
+from torchrec_dyn.optimizers import STATE_NAMES
+from torchrec_dyn.storage import canonical_keys
 
-class TableFacts(NamedTuple):
-    """Facts of the table of a source.
-
-    Attributes:
-        name: name of the table.
-        embedding_dim: D.
-        dtype: dtype of its rows.
-        seed: seed of its initial rows.
-        step: the step of the entry of `Checkpoints` that is read; None: of a table without entries.
-    """
-
-    name: str
-    embedding_dim: int
-    dtype: torch.dtype
-    seed: int
-    step: int | None = None
+CHUNK_BYTES = 32 << 20
+ALL_MIXED = range(1 << 64)
+SCORES = ("last_seen", "count")  # one int64 a row, the same in every column shard
+_ID_BYTES = 8
 
 
 class RowSource(ABC):
-    """The rows of one table.
+    """The rows of one table: ids in order, with their rows, optimizer state and scores.
+
+    The order is the canonical order; rows of a file and of a static table come as they are stored.
 
     Attributes:
         where: the call and the table, for messages.
-        facts: facts of the table.
+        name: name of the table.
+        embedding_dim: D.
+        dtype: dtype of its rows.
+        cuts: the first column of each column shard of its row-wise optimizer state, and D.
+        clock: steps and the time that begins at each, [2, K] int64.
+        seed: seed of its initial rows; None: not known.
+        step: the step of the entry of `Checkpoints` that is read; None: of a table without entries.
+        sums: content sums that all rows together must have, by tensor.
+        damaged: the end of the message if they have others.
         group: the ranks, each of which has its share of the rows; None: all rows are here.
         share: number of this rank's share, and the number of shares; None: this rank has none.
     """
 
     where: str
-    facts: TableFacts
+    name: str
+    embedding_dim: int
+    dtype: torch.dtype
+    cuts: Sequence[int]
+    clock: Tensor = torch.empty(2, 0, dtype=torch.int64, device="cpu")
+    seed: int | None = None
+    step: int | None = None
+    sums: Mapping[str, int] = {}
+    damaged: str = DAMAGED
     group: dist.ProcessGroup | None = None
     share: tuple[int, int] | None = (0, 1)
 
     @property
     @abstractmethod
-    def names(self) -> Sequence[str]:
-        """Names of the tensors by row."""
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors by row, "ids" first."""
 
     @abstractmethod
+    def is_rowwise(self, name: str) -> bool:
+        """Returns True for optimizer state with one number for each column shard of `cuts`."""
+
+    @abstractmethod
+    def _places(
+        self, rows: int, mixed: Sequence[range], waiting: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields at most `rows` ids and the places of their rows, [M] each; also ids outside of `mixed`."""
+
+    @abstractmethod
+    def _read(
+        self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
+    ) -> dict[str, Tensor]:
+        """Returns the rows at places [M]: scores [M], row-wise state [M, shards], other tensors [M, C]."""
+
     def columns_of(self, name: str) -> int:
         """Returns the number of columns of a tensor by row."""
+        if name == "ids" or name in SCORES:
+            return 1
+        return len(self.cuts) - 1 if self.is_rowwise(name) else self.embedding_dim
 
-    @abstractmethod
-    def parts(
-        self, names: Sequence[str], part_bytes: int, ids: range | None
+    def row_bytes_of(self, names: Sequence[str]) -> int:
+        """Returns the bytes of a row in these tensors together."""
+        sizes = {
+            "ids": _ID_BYTES,
+            **dict.fromkeys(SCORES, _ID_BYTES),
+            "weight": self.dtype.itemsize,
+        }
+        return sum(self.columns_of(name) * sizes.get(name, 4) for name in names)
+
+    def nothing(self, name: str, rows: int = 0) -> Tensor:
+        """Returns rows of a tensor that have no numbers yet."""
+        if name == "ids" or name in SCORES:
+            return torch.empty(rows, dtype=torch.int64, device="cpu")
+        dtype = self.dtype if name == "weight" else torch.float32
+        return torch.empty(rows, self.columns_of(name), dtype=dtype, device="cpu")
+
+    def in_columns(self, name: str, values: Tensor, columns: slice) -> Tensor:
+        """Returns what a shard with some columns has of values [M, columns] of all columns: [M, C]."""
+        if self.is_rowwise(name):
+            return mean_over_cuts(values, self.cuts, (columns.start, columns.stop))
+        return values if values.dim() == 1 else values[:, columns]
+
+    def chunks(
+        self,
+        names: Sequence[str] = ("weight",),
+        chunk_bytes: int = CHUNK_BYTES,
+        *,
+        ids: range | None = None,
+        mixed: Sequence[range] | None = None,
+        columns: tuple[int, int] | None = None,
+        waiting: bool = False,
+        sums: dict[str, int] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields this rank's rows, with "ids". Collective: all ranks get equally many parts, also empty ones.
+        """Yields this rank's rows of tensors `names`, with "ids". Collective if there is a `group`.
 
-        A part has at most `part_bytes`. `ids` is a range of ids with step 1; None: all ids.
+        A chunk has at most `chunk_bytes`, or one row. After the last chunk the content sums of all rows are
+        compared: do not rely on a chunk before that.
+
+        `ids` is a range of ids: all ids are read and compared, but no rows of other ids. `mixed` are ranges
+        of mixed ids (`ranks.mixed_ranges`), `columns` the first column and the end: then `sums` gets the
+        content sums of what was read, and the caller compares their total by `check_sums`. Row-wise state
+        becomes its mean over `columns`. With `waiting` the ids are those that wait, which have scores only.
         """
+        known = ("ids", *SCORES) if waiting else self.names
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(
+                f"{self.where}: expected names among {', '.join(known)}, got {', '.join(unknown)}."
+            )
+        wanted = SCORES if waiting else [name for name in dict.fromkeys(names) if name != "ids"]
+        return self._chunks(wanted, chunk_bytes, ids, mixed, columns, waiting, sums)
 
-    @abstractmethod
-    def waiting(self, part_rows: int) -> Iterator[Tensor]:
-        """Yields this rank's waiting ids, [M, 3] int64: id, last_seen, count. Collective."""
+    def _chunks(
+        self,
+        names: Sequence[str],
+        chunk_bytes: int,
+        ids: range | None,
+        mixed: Sequence[range] | None,
+        columns: tuple[int, int] | None,
+        waiting: bool,
+        sums: dict[str, int] | None,
+    ) -> Iterator[dict[str, Tensor]]:
+        span = slice(*(columns or (0, self.embedding_dim)))
+        summed = {} if sums is None else sums
+        is_summed = sums is not None or bool(self.sums)
+        rows = max(1, chunk_bytes // self.row_bytes_of(["ids", *names]))
+        for found, places in self._places(rows, mixed or (ALL_MIXED,), waiting):
+            if mixed is not None:
+                found, places = _inside(mixed, canonical_keys(found), found, places, 1 << 63)
+            if is_summed and not waiting:
+                summed |= add_sums(summed, self._sums_of(found, {"ids": found}, span.start))
+            if ids is not None:
+                found, places = _inside([ids], found, found, places)
+            if self.group is None and not len(found):
+                continue
+            chunk = self._read(names, found, places, span, waiting)
+            if is_summed and ids is None:
+                numbers = (
+                    {"waiting": torch.stack([found, *chunk.values()], 1)} if waiting else chunk
+                )
+                summed |= add_sums(summed, self._sums_of(found, numbers, span.start))
+            for name in names if columns is not None else ():
+                if self.is_rowwise(name):
+                    chunk[name] = self.in_columns(name, chunk[name], span)
+            yield {"ids": found, **chunk}
+        if mixed is None and columns is None:
+            compared = ["ids", *(names if ids is None else ())]
+            self.check_sums(["waiting"] if waiting else compared, summed)
 
-    @abstractmethod
-    def clock(self) -> Tensor:
-        """Returns steps and the time that begins at each, [2, K] int64."""
+    def _sums_of(
+        self, ids: Tensor, numbers: Mapping[str, Tensor], first_column: int
+    ) -> dict[str, int]:
+        """Returns content sums; only the shard with the first column sums what is not cut into columns."""
+        cut = [name for name in numbers if name == "weight" or name in STATE_NAMES]
+        cut = [name for name in cut if not self.is_rowwise(name)]
+        return {
+            name: content_sum(self.name, name, ids, values, first_column if name in cut else 0)
+            for name, values in numbers.items()
+            if name in cut or first_column == 0
+        }
+
+    def check_sums(self, names: Sequence[str], sums: Mapping[str, int]) -> None:
+        """Raises ValueError if the rows that were read have other content sums than those that were saved."""
+        for name in names:
+            if name in self.sums and sums.get(name, 0) != self.sums[name]:
+                raise ValueError(
+                    f"{self.where}: expected the content sum {self.sums[name]:016x} of {name}, got "
+                    f"{sums.get(name, 0):016x}. {self.damaged}"
+                )
+
+
+def rows_at(read: Callable[[int, int], Tensor], places: Tensor) -> Tensor:
+    """Returns rows at places [M], which ascend, of what reads rows [first, last)."""
+    first, last = int(places[0]), int(places[-1]) + 1
+    rows = read(first, last)
+    return rows if len(places) == last - first else rows[places - first]
+
+
+def _inside(
+    ranges: Sequence[range], numbers: Tensor, ids: Tensor, places: Tensor, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Returns the ids and places whose numbers [M], each with `offset` added, are in one of the ranges."""
+    is_inside = torch.zeros(len(numbers), dtype=torch.bool, device="cpu")
+    for span in ranges:
+        if span.start < span.stop:
+            is_inside |= (numbers >= span.start - offset) & (numbers <= span.stop - 1 - offset)
+    if bool(is_inside.all()):
+        return ids, places
+    return ids[is_inside], places[is_inside.to(places.device)]

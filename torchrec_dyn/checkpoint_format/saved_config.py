@@ -13,9 +13,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
-    MODEL_TENSORS,
     compare_sums,
-    from_words,
     sum_of_small,
 )
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
@@ -76,32 +74,31 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
 
 
 def check_config_is_whole(
-    where: str, table: str, saved: Mapping[str, Tensor], order: tuple[str, ...]
+    where: str, table: str, saved: Mapping[str, Tensor], sums: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if a config is damaged, or of a table with another name.
+    """Raises ValueError if a config of a table is damaged, or of a table with another name.
 
     Call it before any sum is compared: all sums depend on the table's name, so those of a renamed table are
-    as wrong as those of a damaged one. saved: tensors by name.
+    as wrong as those of a damaged one. saved: tensors by name; `sums` are the saved sums.
     """
-    if not {"config", "checksum"} <= saved.keys():
-        return
-    config, total = saved["config"], from_words(saved["checksum"], order)["config"]
-    own = sum_of_small(table, "config", config)
-    if total == own:
-        return
-    if order != MODEL_TENSORS:  # the config of optimizer state has no name of a table
-        raise ValueError(
-            f"{where}: expected optimizer state of table {table!r}, got a config without its content sum. If "
-            f"the table was renamed, give it its saved name. If it was not: {DAMAGED}"
-        )
-    name = table
-    with suppress(ValueError):
-        name = str(from_bytes(where, config).get("table"))
-    if total == sum_of_small(name, "config", config):
-        raise ValueError(
-            f"{where}: expected a checkpoint with table {table!r} as the model has, got {name!r}. {RENAMED}"
-        )
-    compare_sums(where, saved["checksum"], order, ["config"], {"config": own})
+    for name in {"config", "optimizer_config"} & saved.keys():
+        own = sum_of_small(table, name, saved[name])
+        if sums[name] == own:
+            continue
+        if name != "config":  # has no name of a table
+            raise ValueError(
+                f"{where}: expected optimizer state of table {table!r}, got a config without its content "
+                f"sum. If the table was renamed, give it its saved name. If it was not: {DAMAGED}"
+            )
+        its = table
+        with suppress(ValueError):
+            its = str(from_bytes(where, saved[name]).get("table"))
+        if sums[name] == sum_of_small(its, name, saved[name]):
+            raise ValueError(
+                f"{where}: expected a checkpoint with table {table!r} as the model has, got {its!r}. "
+                f"{RENAMED}"
+            )
+        compare_sums(where, sums, [name], {name: own})
 
 
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:

@@ -1,4 +1,8 @@
-"""SavedTable: one table of a checkpoint, or of a delta, read in chunks that are checked as they are read.
+"""SavedTable has the tensors of one save of a table, MergedTable its rows after a full save and deltas.
+
+All saves have their ids in canonical order, so one pass over all of them meets each id once. A pass first
+reads ids and removed ids, some of each save at a time, decides which save has the newest row of each id, and
+then reads these rows only.
 
 Legend: R rows, D columns, M rows of a chunk.
 """
@@ -7,32 +11,41 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
+from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    OPTIMIZER_WORDS,
     from_words,
     sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.entries import Entry
+from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.tensor_checks import (
-    OPTIMIZER,
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
-    RowCheck,
     fits,
     is_canonical,
 )
+from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
+from torchrec_dyn.storage import canonical_keys
 
-# Default size of the chunks that a user reads. Saved chunks are smaller.
-_PIECE_BYTES = 32 << 20
+_SEARCHED_AT_ONCE = 1 << 14  # ids
+# A place is a row of a save: the number of the save is above these bits. A removed id has no place.
+_ROW_BITS, _NO_PLACE = 48, -1
+_STATE_BYTES = 4
+_LAST_KEY = torch.iinfo(torch.int64).max
 
 
 class SavedTable:
@@ -61,8 +74,7 @@ class SavedTable:
         optimizer: dict[str, Any] | None,
         tensors: Mapping[str, ChunkedTensor],
     ) -> None:
-        # Config, checksum, base and result of the optimizer state are named "optimizer.config", ...
-        self._where = where
+        self.where = where
         self._tensors = {name: tensor for name, tensor in tensors.items() if name in SHAPES}
         self.key = key
         self.name: str = config["table"]
@@ -72,15 +84,17 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        self.sums: dict[str, int] = from_words(self._read_words("checksum"), MODEL_TENSORS)
+        words = from_words(self._read_words(MODEL_CHECKSUM))
+        self.sums = {name: words[name] for name in MODEL_TENSORS}
         if optimizer is not None:
-            words = self._read_words(OPTIMIZER + "checksum")
-            for name, total in from_words(words, OPTIMIZER_TENSORS).items():
-                self.sums[OPTIMIZER + name if name == "config" else name] = total
+            words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
+            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+            if optimizer_ids := words["ids"]:  # 0: the state has no rows
+                self._check_sum("ids", self.sums["ids"], optimizer_ids)
         for name, total in self.sums.items():
             if name not in self._tensors:
                 self._check_sum(name, 0, total)
-        for name in ("config", OPTIMIZER + "config"):
+        for name in ("config", "optimizer_config"):
             if name in self._tensors:
                 self.read(name)
 
@@ -127,8 +141,9 @@ class SavedTable:
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        words = self._read_words(OPTIMIZER + when if of_optimizer else when).tolist()
-        text = "\0".join([self.name, *map(str, words)])
+        sums = self.sums if when == "checksum" else from_words(self._read_words(when))
+        names = OPTIMIZER_TENSORS if of_optimizer else MODEL_TENSORS
+        text = "\0".join([self.name, *(str(sums[name]) for name in names)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
@@ -138,83 +153,54 @@ class SavedTable:
             ValueError: if the tensor is missing or damaged.
         """
         if name in ROW_TENSORS:
-            parts = [chunk[name] for chunk in self.chunks((name,))]
-            return torch.cat(parts) if parts else self._tensor(name).whole()
+            tensor = self._tensor(name)
+            return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
         saved = self._tensor(name).whole()
         if name in SMALL_TENSORS:
-            plain = name.removeprefix(OPTIMIZER)
-            self._check_sum(name, sum_of_small(self.name, plain, saved), self.sums[name])
+            self._check_sum(name, sum_of_small(self.name, name, saved), self.sums[name])
         return saved
 
     def chunks(
-        self,
-        names: Sequence[str] = ("ids", "weight"),
-        rows: range | None = None,
-        chunk_bytes: int = _PIECE_BYTES,
-        verify: bool = True,
+        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int = CHUNK_BYTES
     ) -> Iterator[dict[str, Tensor]]:
-        """Reads rows in canonical order, chunk by chunk.
+        """Reads rows in canonical order, chunk by chunk, and checks their content sums after the last.
+
+        Do not rely on any chunk before the last.
 
         Args:
-            names: names of tensors by row, or "waiting" or "removed" alone.
-            rows: a range of rows with step 1; None: all rows.
+            names: names of tensors by row.
             chunk_bytes: most bytes of a chunk; a chunk has at least one row.
-            verify: True to check the order of ids and, after the last chunk, the content sums of `names`, if
-                all rows are read. Do not rely on any chunk before that.
 
         Returns:
-            Chunks, each with the same rows of all `names`: [M, D] or [M].
+            Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
 
         Raises:
             ValueError: if a tensor is missing; while reading, if a tensor is damaged.
         """
-        wanted = {
-            name: self._tensor(name) for name in names if name in self._tensors or self.num_rows
-        }
-        lengths = {one.shape[0] for one in wanted.values()}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"{self._where}.chunks: expected tensors with the same rows, got {', '.join(names)}. "
-                "Read each tensor by its own call."
-            )
-        every = range(lengths.pop() if lengths else 0)
-        rows = every if rows is None else rows
-        if rows.step != 1 or not 0 <= rows.start <= rows.stop <= len(every):
-            raise ValueError(f"{self._where}.chunks: expected rows in {every} by 1, got {rows}.")
-        is_checked = verify and rows == every and not set(names).isdisjoint(ROW_TENSORS)
-        check = RowCheck(self.name) if is_checked else None
-        if check is not None and "ids" in self._tensors:
-            wanted.setdefault("ids", self._tensors["ids"])
-        return self._stream(names, wanted, rows, chunk_bytes, check)
+        return MergedTable([self]).chunks(names, chunk_bytes)
 
-    def _stream(
-        self,
-        names: Sequence[str],
-        wanted: Mapping[str, ChunkedTensor],
-        rows: range,
-        chunk_bytes: int,
-        check: RowCheck | None,
-    ) -> Iterator[dict[str, Tensor]]:
-        size = max(1, chunk_bytes // max(1, sum(one.row_bytes for one in wanted.values())))
-        for first in range(rows.start, rows.stop, size):
-            last = min(first + size, rows.stop)
-            chunk = {name: one.rows(first, last) for name, one in wanted.items()}
-            if check is not None and not check.add(chunk):
-                raise self._damaged(
-                    "ids in canonical order", f"another order from row {first} to {last}"
-                )
-            yield {name: chunk[name] for name in names}
-        if check is not None:
-            for name in wanted:
-                self._check_sum(name, check.sums.get(name, 0), self.sums[name])
+    def rows(self, name: str, first: int, last: int, columns: slice | None = None) -> Tensor:
+        """Reads rows [first, last), of some columns, and checks nothing: [rows, columns] or [rows]."""
+        return self._tensor(name).rows(first, last, columns)
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Reads the rows [first, last) of a tensor, and checks nothing: the caller checks what it reads.
+    def place_of(self, name: str, mixed: int) -> int:
+        """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
+        low, high = 0, self.rows_of(name)
+        key = mixed - (1 << 63)  # as canonical_keys has it
+        if not high or key not in range(1 - (1 << 63), 1 << 63):
+            return low if key < 0 else high
+        while high - low > _SEARCHED_AT_ONCE:
+            middle = (low + high) // 2
+            if int(canonical_keys(self.ids(name, middle, middle + 1))) < key:
+                low = middle + 1
+            else:
+                high = middle
+        return low + int((canonical_keys(self.ids(name, low, high)) < key).sum())
 
-        Returns:
-            [last - first, columns], or [last - first] of a tensor with one dimension.
-        """
-        return self._tensor(name).rows(first, last)
+    def ids(self, name: str, first: int, last: int) -> Tensor:
+        """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
+        ids = self.rows(name, first, last)
+        return ids if ids.dim() == 1 else ids[:, 0].contiguous()
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
         """Reads and checks all tensors.
@@ -242,7 +228,7 @@ class SavedTable:
     def _tensor(self, name: str) -> ChunkedTensor:
         if name not in self._tensors:
             raise ValueError(
-                f"{self._where}: expected a name among {', '.join(self._tensors)}, got {name!r}."
+                f"{self.where}: expected a name among {', '.join(self._tensors)}, got {name!r}."
             )
         return self._tensors[name]
 
@@ -254,7 +240,7 @@ class SavedTable:
     def _check_shapes(self) -> None:
         if "weight" in self._tensors:
             self.dtype = self._tensors["weight"].dtype
-        sizes = {"R": self.num_rows, "D": self.embedding_dim, "W": self._optimizer_words()}
+        sizes = {"R": self.num_rows, "D": self.embedding_dim}
         for name, one in self._tensors.items():
             if not fits(one, SHAPES[name], sizes):
                 raise self._damaged(
@@ -262,15 +248,188 @@ class SavedTable:
                     f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",
                 )
 
-    def _optimizer_words(self) -> int:
-        """Returns the number of content sums of the optimizer state."""
-        words = self._tensors.get(OPTIMIZER + "checksum")
-        shape = () if words is None else tuple(words.shape)
-        return shape[0] if shape in OPTIMIZER_WORDS else 4
-
     def _check_sum(self, name: str, total: int, expected: int) -> None:
         if total != expected:
             raise self._damaged(f"the content sum {expected:016x} of {name}", f"{total:016x}")
 
     def _damaged(self, expected: str, got: str) -> ValueError:
-        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
+        return ValueError(f"{self.where}: expected {expected}, got {got}. {DAMAGED}")
+
+
+class MergedTable(RowSource):
+    """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
+
+    `entry` is that of the last save, whose content sums the rows must have; None: they are in the save.
+
+    Attributes:
+        last: the last save; configs and tensors that are not by row are whole in it.
+        most_rows: the number of rows in all saves, with those that later saves replace or remove.
+    """
+
+    def __init__(
+        self, saves: Sequence[SavedTable], where: str | None = None, entry: Entry | None = None
+    ) -> None:
+        self._saves, self.last = tuple(saves), saves[-1]
+        last = self.last
+        self.where = where or last.where
+        self.most_rows = sum(save.num_rows for save in saves)
+        dtypes = sorted({str(save.dtype) for save in saves})
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{self.where}: expected saves with one dtype of rows, got {dtypes}. Call "
+                "Checkpoints.restore in the training job, then save(..., full=True), and use that entry."
+            )
+        self.name, self.embedding_dim, self.dtype = last.name, last.embedding_dim, last.dtype
+        self.seed = int(last.config.get("seed", 0))
+        self.step = None if entry is None else entry.step
+        self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
+        if "clock" in last.names:
+            self.clock = last.read("clock")
+        saved = last.sums if entry is None else entry.sums_by_tensor().get(last.name, {})
+        rounded = _rounded(self._saves)
+        self.sums = {
+            name: saved.get(name, 0) for name in (*ROW_TENSORS, "waiting") if name not in rounded
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors by row; a save without rows may lack some of them."""
+        with_rows = [set(save.row_names) for save in self._saves if save.num_rows]
+        every = (set(save.row_names) for save in self._saves)
+        known = set.intersection(*with_rows) if with_rows else {"ids", "weight"}.union(*every)
+        return tuple(name for name in ROW_TENSORS if name in known)
+
+    def is_rowwise(self, name: str) -> bool:
+        """Returns True for optimizer state with one number for each column shard."""
+        optimizer, shards = self.last.optimizer or {}, len(self.cuts) - 1
+        saves = [save for save in self._saves if save.num_rows and name in save.row_names]
+        if name not in STATE_NAMES or "cuts" not in optimizer or not saves:
+            return False
+        if shards < self.embedding_dim:
+            return saves[-1].row_bytes_of((name,)) < self.embedding_dim * _STATE_BYTES
+        return _is_rowwise(str(optimizer["optimizer"]), name)
+
+    def _places(
+        self, rows: int, mixed: Sequence[range], waiting: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        # Newest first, and the ids of a delta before its removed ids: an id that is in both has a row.
+        lists = [
+            (number, name) for number in range(len(self._saves)) for name in ("removed", "ids")
+        ][::-1]
+        if waiting:
+            lists = [(len(self._saves) - 1, "waiting")]
+        for span in mixed:
+            readers = [_IdReader(self._saves[number], number, name, span) for number, name in lists]
+            # A save holds as many ids as its share of all, so that all saves reach their ends together.
+            count = max(1, sum(reader.count for reader in readers))
+            for reader in readers:
+                reader.most = max(1, rows * reader.count // count)
+            while filled := [reader for reader in readers if reader.fill()]:
+                end = min(reader.end_key for reader in filled)
+                ids, places = _newest([reader.take(end) for reader in filled])
+                yield from zip(ids.split(rows), places.split(rows), strict=True)
+
+    def _read(
+        self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
+    ) -> dict[str, Tensor]:
+        saves, rows = places >> _ROW_BITS, places & ((1 << _ROW_BITS) - 1)
+        chunk: dict[str, Tensor] = {}
+        for number in saves.unique().tolist():
+            at = (saves == number).nonzero().flatten()
+            for name in names:
+                read = partial(self._rows, self._saves[number], name, columns, waiting)
+                values = rows_at(read, rows[at])
+                if len(at) == len(places):
+                    chunk[name] = values
+                    continue
+                if name not in chunk:
+                    chunk[name] = values.new_empty(len(places), *values.shape[1:])
+                chunk[name][at] = values
+        return {name: chunk[name] for name in names}
+
+    def _rows(
+        self, save: SavedTable, name: str, columns: slice, waiting: bool, first: int, last: int
+    ) -> Tensor:
+        """Returns rows [first, last) of one save, row-wise state in the column cuts of the last save."""
+        if waiting:
+            return save.rows("waiting", first, last)[:, 1 + SCORES.index(name)]
+        if not self.is_rowwise(name):
+            return save.rows(name, first, last, None if name in SCORES else columns)
+        rows = save.rows(name, first, last)
+        cuts = (save.optimizer or {}).get("cuts", self.cuts)
+        if cuts == self.cuts:
+            return rows
+        return torch.cat([mean_over_cuts(rows, cuts, span) for span in pairwise(self.cuts)], 1)
+
+
+def _is_rowwise(optimizer: str, name: str) -> bool:
+    """Returns True if an optimizer with this saved name (`RowOptimizer.saved_name`) has row-wise state."""
+    kind = OptimizerKind.__members__.get(optimizer.upper())
+    if kind is not None:
+        return RowOptimizer(kind).is_rowwise(name)
+    states = optimizer.partition(" with ")[2].split(", ")
+    number = STATE_NAMES.index(name)
+    return number < len(states) and states[number].endswith("(a number per row)")
+
+
+def _rounded(saves: Sequence[SavedTable]) -> Sequence[str]:
+    """Returns the names of state that may have been rounded twice: row-wise, saved in several column cuts."""
+    cuts = {tuple((save.optimizer or {}).get("cuts", ())) for save in saves}
+    return STATE_NAMES if len(cuts) > 1 else ()
+
+
+class _IdReader:
+    """Reads the ids, removed ids or waiting ids of a save in a range of mixed ids, some at a time."""
+
+    def __init__(self, save: SavedTable, number: int, name: str, mixed: range) -> None:
+        self._save, self._name, self._number = save, name, number
+        self._next, self._end = save.place_of(name, mixed.start), save.place_of(name, mixed.stop)
+        self.count = self._end - self._next
+        self.most = self.count  # ids that are held
+        self._ids = self._keys = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._last = self._keys  # the key of the last id that was read
+
+    def fill(self) -> bool:
+        """Reads further ids; returns False at the end."""
+        missing = min(self.most - len(self._ids), self._end - self._next)
+        if missing > 0:
+            more = self._save.ids(self._name, self._next, self._next + missing)
+            keys = torch.cat([self._last, canonical_keys(more)])
+            self._next += missing
+            if not (keys[1:] > keys[:-1]).all():
+                raise ValueError(
+                    f"{self._save.where}: expected {self._name} in canonical order, got another order up to "
+                    f"row {self._next}. {DAMAGED}"
+                )
+            self._ids = torch.cat([self._ids, more])
+            self._keys = torch.cat([self._keys, keys[-missing:]])
+            self._last = keys[-1:]
+        return bool(len(self._ids))
+
+    @property
+    def end_key(self) -> int:
+        """The largest key up to which all ids are held."""
+        return _LAST_KEY if self._next == self._end else int(self._keys[-1])
+
+    def take(self, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Takes the ids with keys up to `end`: ids, keys and places, [M] int64 each."""
+        cut = int(torch.searchsorted(self._keys, end, right=True))
+        first = self._next - len(self._ids)
+        places = torch.arange(first, first + cut, device="cpu") + (self._number << _ROW_BITS)
+        if self._name == "removed":
+            places.fill_(_NO_PLACE)
+        taken = self._ids[:cut], self._keys[:cut], places
+        self._ids, self._keys = self._ids[cut:], self._keys[cut:]
+        return taken
+
+
+def _newest(taken: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns ids and places [M] in canonical order; of equal ids the first counts, if it is not removed."""
+    ids, keys, places = (torch.cat(parts) for parts in zip(*taken, strict=True))
+    if len(taken) > 1:
+        keys, order = keys.sort(stable=True)
+        is_first = torch.ones(len(keys), dtype=torch.bool, device="cpu")
+        is_first[1:] = keys[1:] != keys[:-1]
+        ids, places = ids[order[is_first]], places[order[is_first]]
+    has_row = places != _NO_PLACE
+    return (ids, places) if bool(has_row.all()) else (ids[has_row], places[has_row])

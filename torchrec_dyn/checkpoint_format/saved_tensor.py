@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from torchrec_dyn.checkpoint_format.left_sums import LeftSums
-
 # Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
 CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
@@ -42,20 +40,14 @@ class Part(NamedTuple):
     read: Callable[[int, int], Tensor]  # returns rows [start, stop) of the block
     is_saved: bool = True  # False: the block is for copies, and another rank saves it
     block: Tensor | None = None  # the numbers, if they are in memory; None: they are read
-    # As `read`, with the content sum of the rows; None: they were summed before.
-    read_summed: Callable[[int, int], tuple[Tensor, int]] | None = None
 
 
 class _Held:
     """The parts of a tensor, in one attribute, so that a copy of the tensor's attributes copies them too."""
 
-    def __init__(
-        self, parts: Sequence[Part], entry: Any, left_sums: LeftSums | None = None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], entry: Any) -> None:
         self.parts = tuple(parts)
         self.entry = entry
-        self.left_sums = left_sums
-        self.sums: dict[tuple[int, ...], int] = {}  # of chunks that are summed when they are read
         self._chunks: dict[tuple[int, ...], tuple[Part, int, int]] = {}
 
     def chunks(self, dtype: torch.dtype) -> dict[tuple[int, ...], tuple[Part, int, int]]:
@@ -69,16 +61,7 @@ class _Held:
         return self._chunks
 
     def check_readable(self) -> None:
-        """Raises RuntimeError if the parts are not to be read.
-
-        Between dcp.load and load_state_dict they read the old contents.
-        """
-        if getattr(self.entry, "is_only_to_load", False):
-            raise RuntimeError(
-                "SavedTensor: expected a state dict that is only loaded into, as it was made in a block of "
-                "torchrec_dyn.checkpoint.only_to_load, got a read to save or to copy it. Call state_dict "
-                "outside of the block."
-            )
+        """Raises RuntimeError between dcp.load and load_state_dict, where a read returns the old contents."""
         if getattr(self.entry, "staged", None) is not None:
             raise RuntimeError(
                 "SavedTensor: expected load_state_dict after dcp.load, got a read before it, which would "
@@ -164,12 +147,11 @@ class SavedTensor(torch.Tensor):
         dtype: torch.dtype,
         parts: Sequence[Part],
         entry: Any = None,
-        left_sums: LeftSums | None = None,
     ) -> SavedTensor:
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=torch.device("cpu")
         )
-        made._held = _Held(parts, entry, left_sums)
+        made._held = _Held(parts, entry)
         return made
 
     @property
@@ -181,16 +163,6 @@ class SavedTensor(torch.Tensor):
     def entry(self) -> Any:
         """The entry that loads the tensor; None in a copy."""
         return self._held.entry
-
-    @property
-    def left_sums(self) -> LeftSums | None:
-        """Of a checksum that is made when the rows are written: what makes it; else None."""
-        return self._held.left_sums
-
-    def sum_of_chunk(self, offset: tuple[int, ...]) -> int:
-        """Returns the content sum of a chunk that was read; 0 if it had been summed before."""
-        part, _, _ = self._held.chunks(self.dtype)[offset]
-        return 0 if part.read_summed is None else self._held.sums[offset]
 
     def local(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Reads this rank's parts, and returns the offset of each in the whole tensor and its block."""
@@ -230,10 +202,7 @@ class SavedTensor(torch.Tensor):
         part, start, stop = self._held.chunks(self.dtype)[offset]
         if not part.size:
             return _whole(part)
-        if part.read_summed is None:
-            block = part.read(start, stop)
-        else:
-            block, self._held.sums[offset] = part.read_summed(start, stop)
+        block = part.read(start, stop)
         return block.reshape(stop - start, *part.size[1:])
 
     # Called by copies: copy.deepcopy, pickle, and stagers.
@@ -258,7 +227,7 @@ class SavedTensor(torch.Tensor):
         source, name = args[0], str(func)
         if name == "aten.detach.default":
             held = source._held
-            return SavedTensor(source.shape, source.dtype, held.parts, held.entry, held.left_sums)
+            return SavedTensor(source.shape, source.dtype, held.parts, held.entry)
         if name in _MAKES_A_SHELL:
             return source._shell()  # a stager fills it, through `copy_` or the attributes
         if name in ("aten.clone.default", "aten._to_copy.default"):
@@ -295,15 +264,6 @@ def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTenso
     """
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
-
-
-def tensor_of_left_sums(sums: LeftSums, size: int, is_saved: bool, entry: Any) -> SavedTensor:
-    """Returns the SavedTensor of a checksum, [size] int64, that is made when the rows are written.
-
-    is_saved: as of `whole_tensor`.
-    """
-    part = Part((0,), (size,), sums.read, is_saved)
-    return SavedTensor((size,), torch.int64, [part], entry, sums)
 
 
 def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:

@@ -1,32 +1,28 @@
-"""Checks of the tensors of a saved table: their shapes, the order of their rows, their content sums.
+"""Checks of the tensors of a saved table: their shapes, and the order of their ids.
 
-Legend: R rows, D columns, N removed ids, Q waiting ids, K times, M rows of a chunk.
+Legend: R rows, D columns, N removed ids, Q waiting ids, K times, S ranks, M ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
-    MODEL_TENSORS,
-    add_sums,
-    content_sum,
+    CHECKSUM_WORDS,
+    MODEL_CHECKSUM,
+    OPTIMIZER_CHECKSUM,
+    SUMMED,
 )
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
-# Prefix of the optimizer state's tensors whose names the table uses too: "optimizer.checksum".
-OPTIMIZER = "optimizer."
 ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
-SMALL_TENSORS = ("waiting", "clock", "config", "step", OPTIMIZER + "config")
+SMALL_TENSORS = ("waiting", "clock", "config", "step", "optimizer_config")
 # Ids: their mixed ids stay in the caches, in memory that is reused.
 _CHECKED_TOGETHER = 1 << 15
-_MODEL_WORDS = f"[{len(MODEL_TENSORS)}] int64"
-_OPTIMIZER_WORDS = "[W] int64"  # as many as the checksum has
 SHAPES = {
     "ids": "[R] int64",
     "weight": "[R, D]",
@@ -35,16 +31,14 @@ SHAPES = {
     "waiting": "[Q, 3] int64",
     "clock": "[2, K] int64",
     "config": "[n] uint8",
-    "checksum": _MODEL_WORDS,
+    MODEL_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
     **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
     "step": "[] int64",
-    OPTIMIZER + "config": "[n] uint8",
-    OPTIMIZER + "checksum": _OPTIMIZER_WORDS,
+    "optimizer_config": "[n] uint8",
+    OPTIMIZER_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
     "removed": "[N] int64",
-    "base": _MODEL_WORDS,
-    "result": _MODEL_WORDS,
-    OPTIMIZER + "base": _OPTIMIZER_WORDS,
-    OPTIMIZER + "result": _OPTIMIZER_WORDS,
+    "base": f"[{len(SUMMED)}] int64",
+    "result": f"[{len(SUMMED)}] int64",
 }
 
 
@@ -72,26 +66,3 @@ def is_canonical(ids: Tensor) -> bool:
         if not (keys[1:] > keys[:-1]).all():
             return False
     return True
-
-
-class RowCheck:
-    """The check of rows as they are read: content sums by tensor, and the order of ids."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._last = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.sums: dict[str, int] = {}
-
-    def add(self, rows: Mapping[str, Tensor]) -> bool:
-        """Adds the next rows and returns True if their ids continue the canonical order.
-
-        rows: those of each tensor by name, with "ids".
-        """
-        ids = rows["ids"]
-        self.sums = add_sums(
-            self.sums,
-            {name: content_sum(self._table, name, ids, values) for name, values in rows.items()},
-        )
-        ordered = is_canonical(torch.cat([self._last, ids]))
-        self._last = ids[-1:]
-        return ordered

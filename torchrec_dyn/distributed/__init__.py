@@ -10,16 +10,14 @@ the plan, `local_shards` holds the tables of this rank. Read as needed: `reshard
 An invalid argument of a collective call is an error on every rank, and nothing has changed then.
 """
 
-from torchrec_dyn.distributed.all_sharders import default_sharders
 from torchrec_dyn.distributed.embedding_collection import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
-from torchrec_dyn.distributed.feature_processors import (
-    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
-)
 from torchrec_dyn.distributed.local_shards import ShardedTableHandle
 from torchrec_dyn.distributed.sharders import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
+    DynamicFeatureProcessedEmbeddingBagCollectionSharder,
+    default_sharders,
 )
 
 __all__ = ["ShardedTableHandle"]  # public, besides what other rooms use

@@ -23,8 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_dyn.checkpoint_format import SavedTensor
-from torchrec_dyn.ranks import exchange, gather_results, run_together
-from torchrec_dyn.state_dict import TableEntry
+from torchrec_dyn.ranks import Table, exchange, gather_results, ids_per_rank, run_together
+from torchrec_dyn.state_dict import Places, TableLoad
+from torchrec_dyn.storage import IdMap, canonical_keys, signed, to_host
+
+_TOP_BIT = 1 << 63
 
 
 class _Block(NamedTuple):
@@ -45,15 +48,14 @@ class _Block(NamedTuple):
 
 
 def exchange_chunks(
-    saved: Mapping[str, SavedTensor], entry: TableEntry, group: dist.ProcessGroup, call: str
+    before: Table, saved: Mapping[str, SavedTensor], load: TableLoad, call: str
 ) -> None:
-    """Fills the entry of new shards, before its `begin`, with the blocks that it reads. Collective.
+    """Fills the load of new shards, before its `begin`, with the blocks that it reads. Collective.
 
-    The chunks are on all ranks: `saved` are the tensors that the old shards would save, by name.
-
-    Raises:
-        ValueError, RuntimeError: on every rank, if some rank could not read or receive a block.
+    `saved` are the tensors that the old shards would save, by name: the chunks are on all ranks.
     """
+    group = before.group
+    assert group is not None
     items = [
         (name, item)
         for name, tensor in saved.items()
@@ -62,35 +64,90 @@ def exchange_chunks(
     chunks = [
         _block(name, item.tensor_data.chunk) for name, item in items if item.tensor_data is not None
     ]
-    of_ranks = gather_results(group, call, lambda: chunks)
+    parts = load.table.layout.row_ranks
+    gathered = gather_results(group, call, lambda: (chunks, _counts_here(before, parts)))
+    of_ranks = [blocks for blocks, _ in gathered]
+    counts = [of_rank for _, of_rank in gathered if of_rank is not None]
 
     def want() -> list[_Block]:
-        entry.begin(_metadata(saved, of_ranks))
-        return [_block(name, chunk) for name in saved for chunk in entry.wanted(name)]
+        rows, waiting = (_places(load.table, [one[number] for one in counts]) for number in (0, 1))
+        load.begin(_metadata(saved, of_ranks), rows, waiting)
+        return [_block(name, chunk) for name in saved for chunk in load.wanted(name)]
 
     wanted = gather_results(group, call, want)
     routes = _Routes(of_ranks, wanted, dist.get_rank(group))
     arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
 
+    # Raised on all ranks when they meet: until then each takes part. What a rank receives may be wrong since
+    # another could not read.
+    unread: list[Exception] = []
+    unreceived: list[Exception] = []
+
     def receive() -> None:
-        while arrived:
-            arrived.pop()()
+        try:
+            while arrived and not unreceived:
+                arrived.pop()()
+        except Exception as fault:
+            unreceived.append(fault)
 
     def read(number: int) -> Tensor:
-        receive()
         blocks = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-        if number < len(items):
-            name, item = items[number]
-            chunk = saved[name].__get_tensor_shard__(item.index)
-            sent = routes.sent(number)
-            blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
-        return torch.cat(blocks)
+        try:
+            if number < len(items):
+                name, item = items[number]
+                chunk = saved[name].__get_tensor_shard__(item.index)
+                sent = routes.sent(number)
+                blocks += [_bytes(chunk[block.within(chunks[number])]) for block in sent]
+            return torch.cat(blocks)
+        except Exception as fault:
+            unread.append(fault)
+            return torch.zeros(sum(sizes[0]), dtype=torch.uint8, device="cpu")
 
     for number in range(max(map(len, of_ranks))):
-        received = exchange(group, call, partial(read, number), *routes.sizes(saved, number))
-        arrived.append(partial(_receive, entry, saved, routes.received(number), received))
+        sizes = routes.sizes(saved, number)
+        receive()
+        received = exchange(group, read(number), *sizes)
+        arrived.append(partial(_receive, load, saved, routes.received(number), received))
         del received
-    run_together(group, call, receive)
+    receive()
+    for faults in (unread, unreceived):
+        run_together(group, call, partial(_raise_first, faults))
+
+
+def _raise_first(faults: Sequence[Exception]) -> None:
+    if faults:
+        raise faults[0]
+
+
+def _counts_here(table: Table, parts: int) -> tuple[list[int], list[int]] | None:
+    """Returns how many of this rank's ids, and of its waiting ids, are below the end of each part, and all.
+
+    None if the rank lacks the first column, whose ranks have each id once.
+    """
+    if not table.has_first_column:
+        return None
+    life = table.shards[0].life
+    waiting = None if life is None else life.waiting
+    return (
+        _counts(table.shards[0].id_map, parts),
+        [0] * (parts + 1) if waiting is None else _counts(waiting.id_map, parts),
+    )
+
+
+def _counts(id_map: IdMap, parts: int) -> list[int]:
+    keys = canonical_keys(to_host(id_map.contents()[0]))
+    ends = [signed(ids_per_rank(parts) * part ^ _TOP_BIT) for part in range(1, parts + 1)]
+    before = torch.searchsorted(keys, torch.tensor(ends, device="cpu"))
+    return [*before.tolist(), keys.numel()]
+
+
+def _places(table: Table, counts: Sequence[Sequence[int]]) -> Places | None:
+    """Returns the places of this rank's ids, and those of the last ids, which are of any part; None: all."""
+    part = table.part
+    if part is None or table.layout.row_ranks == 1:
+        return None
+    ends = [0, *map(sum, zip(*counts, strict=True))]
+    return Places([(ends[part], ends[part + 1]), (ends[-2], ends[-1])])
 
 
 def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:
@@ -118,13 +175,13 @@ def _bytes(block: Tensor) -> Tensor:
 
 
 def _receive(
-    entry: TableEntry, saved: Mapping[str, SavedTensor], blocks: Sequence[_Block], received: Tensor
+    load: TableLoad, saved: Mapping[str, SavedTensor], blocks: Sequence[_Block], received: Tensor
 ) -> None:
     sizes = [block.numel * saved[block.name].dtype.itemsize for block in blocks]
     for block, raw in zip(blocks, received.split(sizes), strict=True):
         # A copy, because the bytes of a block may begin at an address that is not aligned for its dtype.
         values = raw.clone().view(saved[block.name].dtype).reshape(block.size)
-        entry.receive(block.name, block.offset, values)
+        load.receive(block.name, block.offset, values)
 
 
 class _Routes:

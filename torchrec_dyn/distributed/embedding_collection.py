@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -138,7 +138,7 @@ class ShardedDynamicEmbeddingCollection(
             if getattr(config, "enable_embedding_update", False)
         }
         self.enable_embedding_update = bool(self._writable)  # DistributedModelParallel reads it
-        outputs = [name for names in self._embedding_names_per_sharding for name in names]
+        outputs = chain.from_iterable(self._embedding_names_per_sharding)
         self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
     @classmethod
@@ -266,8 +266,8 @@ class ShardedDynamicEmbeddingCollection(
         """Restores the outputs of the user's batch, and keeps their order after tables have moved."""
         if ctx.expansions:
             rows: list[Awaitable[Tensor]] = awaitable._awaitables_per_sharding
-            for of_type, expansion in zip(rows, ctx.expansions, strict=True):
-                of_type.callbacks.append(expansion)
+            for type_rows, expansion in zip(rows, ctx.expansions, strict=True):
+                type_rows.callbacks.append(expansion)
         if ctx.restoration is not None:
             awaitable.callbacks.append(ctx.restoration)
         if self._output_names != self._planned_names:
@@ -278,12 +278,8 @@ class ShardedDynamicEmbeddingCollection(
 def _rows_by_table(
     embeddings: KeyedJaggedTensor, names: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the ids and the rows to write into each table; `names` are the output names of each.
-
-    Raises:
-        ValueError: if the names of the batch are not these, or it has no such weights.
-    """
-    expected = [name for of_table in names.values() for name in of_table]
+    """Returns the ids and the rows to write into each table; `names` are the output names of each."""
+    expected = list(chain.from_iterable(names.values()))
     if sorted(embeddings.keys()) != sorted(expected):
         raise ValueError(
             f"expected the features of its tables with enable_embedding_update, {expected}, got "
@@ -301,10 +297,10 @@ def _rows_by_table(
     rows = dict(zip(embeddings.keys(), weights.split(sizes), strict=True))
     return {
         table: (
-            torch.cat([ids[one] for one in of_table]),
-            torch.cat([rows[one] for one in of_table]),
+            torch.cat([ids[name] for name in outputs]),
+            torch.cat([rows[name] for name in outputs]),
         )
-        for table, of_table in names.items()
+        for table, outputs in names.items()
     }
 
 
@@ -332,7 +328,7 @@ def _check_widths(
         for name, layout in layouts.items()
         if SHARDING_TRAITS[plan[name].sharding_type].cuts_columns
     }
-    if len({width for of_table in widths.values() for width in of_table}) > 1:
+    if len(set(chain.from_iterable(widths.values()))) > 1:
         raise ValueError(
             f"{where}: expected column shards of one width in all its column-wise tables, "
             f"got {widths}. Use one width, or another sharding type for some tables."

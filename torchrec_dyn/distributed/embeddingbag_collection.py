@@ -192,7 +192,7 @@ class ShardedDynamicEmbeddingBagCollection(
         the name of a feature for the name.
         """
         place = {feature: i for i, feature in enumerate(self._check_batch.features)}
-        features = self._features_by_output([one.name for one in self._embedding_bag_configs])
+        features = self._features_by_output([config.name for config in self._embedding_bag_configs])
         order = [place[features[name]] for name in self._uncombined_embedding_names]
         if order != list(range(len(place))):
             indices = host_numbers(order).to(device, non_blocking=True)

@@ -14,10 +14,9 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.fp_embeddingbag import (
-    FeatureProcessedEmbeddingBagCollectionSharder,
     ShardedFeatureProcessedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import (
@@ -25,7 +24,6 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ParameterSharding,
-    QuantizedCommCodecs,
     ShardingEnv,
 )
 from torchrec.distributed.utils import modify_input_for_feature_processor
@@ -40,10 +38,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.resharding import reshard
-from torchrec_dyn.distributed.sharders import (
-    DynamicEmbeddingBagCollectionSharder,
-    StaticBagSharder,
-)
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
@@ -74,7 +68,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         self,
         module: FeatureProcessedEmbeddingBagCollection,
         table_name_to_parameter_sharding: dict[str, ParameterSharding],
-        ebc_sharder: DynamicEmbeddingBagCollectionSharder,
+        ebc_sharder: BaseEmbeddingSharder[Any],
         env: ShardingEnv,
         device: torch.device,
         module_fqn: str | None = None,
@@ -106,7 +100,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
 
     def reshard(
         self,
-        sharder: DynamicEmbeddingBagCollectionSharder,
+        sharder: BaseEmbeddingSharder[Any],
         changed: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None,
@@ -207,94 +201,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
                 )
 
 
-class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
-    FeatureProcessedEmbeddingBagCollectionSharder
-):
-    """Shards TorchRec's feature-processed collections, with dynamic tables or with static ones.
-
-    It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
-    type of module, which creates static tables only. Modules with static tables are sharded as by that one.
-
-    Args:
-        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
-        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
-    """
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-    ) -> None:
-        self._collection_sharder = DynamicEmbeddingBagCollectionSharder(
-            fused_params, qcomm_codecs_registry
-        )
-        self._static_sharder = FeatureProcessedEmbeddingBagCollectionSharder(
-            StaticBagSharder(fused_params, qcomm_codecs_registry=qcomm_codecs_registry),
-            qcomm_codecs_registry,
-        )
-        super().__init__(cast(Any, self._collection_sharder), qcomm_codecs_registry)
-
-    def shard(
-        self,
-        module: FeatureProcessedEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Shards a collection and its processors; the arguments are those of TorchRec's sharders.
-
-        A dynamic collection of `module` is not changed; the processors become the sharded module's.
-
-        Raises:
-            ValueError: if tables are dynamic, and one has LowestScore, a processor does not support spread
-                rows, or the plan is not valid; raised before anything is built.
-        """
-        place = device if device is not None else torch.device("cpu")
-        if not isinstance(module._embedding_bag_collection, DynamicEmbeddingBagCollection):
-            return self._static_sharder.shard(module, params, env, place, module_fqn)
-        return ShardedDynamicFeatureProcessedEmbeddingBagCollection(
-            module, params, self._collection_sharder, env, place, module_fqn
-        )
-
-    def reshard(
-        self,
-        sharded_module: ShardedFeatureProcessedEmbeddingBagCollection,
-        changed_shard_to_params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
-
-        Returns:
-            `sharded_module`, changed in place.
-
-        Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
-                the new plan spreads rows and a processor does not support this, or the tables are static.
-        """
-        if not isinstance(sharded_module, ShardedDynamicFeatureProcessedEmbeddingBagCollection):
-            raise ValueError(
-                f"{type(self).__name__}.reshard: expected dynamic tables, got static ones. TorchRec cannot "
-                "move tables behind feature processors: save a checkpoint, and load it under the new plan."
-            )
-        sharded_module.reshard(self._collection_sharder, changed_shard_to_params, env, device)
-        return sharded_module
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns all types; the planner spreads rows only if constraints list such a type."""
-        return self._collection_sharder.sharding_types(compute_device_type)
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns "fused", as the sharders of dynamic collections do."""
-        return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
-
-    @property
-    def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """The type of the sharded module with dynamic tables."""
-        return ShardedDynamicFeatureProcessedEmbeddingBagCollection
-
-
 def _spread_tables(plan: Mapping[str, ParameterSharding]) -> list[str]:
     """Lists the tables whose rows are spread over ranks."""
     return [name for name, table in plan.items() if table.sharding_type in SPREAD_SHARDINGS]
@@ -302,21 +208,17 @@ def _spread_tables(plan: Mapping[str, ParameterSharding]) -> list[str]:
 
 def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Returns a copy of a batch with its own weights; TorchRec overwrites them with positions."""
-    made, weights = copy.copy(features), features.weights_or_none()
-    made._jt_dict = None  # it has the weights of the user's batch
+    copied, weights = copy.copy(features), features.weights_or_none()
+    copied._jt_dict = None  # it has the weights of the user's batch
     if weights is None:
-        made._weights = torch.zeros_like(features.values(), dtype=torch.float32)
+        copied._weights = torch.zeros_like(features.values(), dtype=torch.float32)
     else:
-        made._weights = weights.detach().float().clone()  # float16 is exact up to 2048 only
-    return made
+        copied._weights = weights.detach().float().clone()  # float16 is exact up to 2048 only
+    return copied
 
 
 def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
-    """Checks that processors can send positions, where an owner gets only a part of each bag.
-
-    Raises:
-        ValueError: if a processor has no `pre_process_input`, which writes the positions.
-    """
+    """Checks that processors can send positions, where an owner gets only a part of each bag."""
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     each: Sequence[Any] = [processors] if is_collection else list(processors.values())
     for processor in each:
@@ -360,4 +262,4 @@ def _longest_bags(processors: Processors) -> dict[str, int]:
         }
     else:
         weights = {}
-    return {name: of_feature.numel() for name, of_feature in weights.items()}
+    return {name: weight.numel() for name, weight in weights.items()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ from torchrec_dyn.modules import (
     row_dtype,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Table, TableHandle, agree, host_group
+from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
 from torchrec_dyn.sharding import kernels_of
 from torchrec_dyn.state_dict import load_tables, save_tables
 from torchrec_dyn.storage import OpenForwards, TableLock, changes, locked, run_to_end
@@ -125,7 +123,7 @@ class LocalShards:
         self._kernels = list(kernels_of(lookups))
         self._tables = self._by_name()
         self._share(TableLock())
-        self._handles: dict[str, TableHandle] = {}
+        self._handles: dict[str, Table] = {}
 
     # Called by the collection.
 
@@ -134,8 +132,8 @@ class LocalShards:
         """The names of the tables that are not frozen, the same on every rank."""
         return [name for name in self._tables if name not in self.frozen]
 
-    def handle(self, name: str) -> TableHandle:
-        """Returns the handle of one table.
+    def handle(self, name: str) -> Table:
+        """Returns one table; the object stays valid when the table moves.
 
         Raises:
             ValueError: if the collection has no such table.
@@ -145,9 +143,7 @@ class LocalShards:
                 f"{self.where}.table: expected a name among {list(self._tables)}, got {name!r}."
             )
         if name not in self._handles:
-            features = tuple(self._configs[name].feature_names)
-            owner = _OwnerOfShards(self.table(name), features, self.frozen)
-            self._handles[name] = TableHandle(owner)
+            self._handles[name] = self.table(name)
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
@@ -155,16 +151,18 @@ class LocalShards:
 
         The same as `ShardedTables.set_time`, with its errors.
         """
-        where, fault = f"{self.where}.set_time", time_fault(time, None)
+        where = f"{self.where}.set_time"
         shards = [shard for shards in self._tables.values() for shard in shards]
+
+        def checked() -> tuple[int, int]:
+            if fault := time_fault(time, None):
+                raise ValueError(fault)
+            return time, max((shard.time or 0 for shard in shards), default=0)
+
+        times = gather_results(self._group, where, checked)
         # Only the latest time is checked against the clocks: a rank without a shard has no clock.
-        shown = max((shard.time or 0 for shard in shards), default=0)
-        fault_here = ValueError(fault) if fault else None
-        # An invalid time is not sent: perhaps it cannot be pickled.
-        of_ranks = agree(self._group, where, fault_here, None if fault else (time, shown))
-        latest = max(time for time, _ in of_ranks)
-        fault = time_fault(latest, max(shown for _, shown in of_ranks))
-        if fault:
+        latest = max(given for given, _ in times)
+        if fault := time_fault(latest, max(present for _, present in times)):
             raise ValueError(f"{where}: {fault}")
         set_clocks(shards, latest)
 
@@ -191,8 +189,7 @@ class LocalShards:
             *others: Any,
         ) -> None:
             tables = self._by_key(f"{prefix}{holder}.")
-            loaded = load_tables(state_dict, tables, self.where, missing_keys)
-            self._initializers.update(loaded)
+            load_tables(state_dict, tables, self.where, missing_keys)
 
         tables = list(self._optimizers.items())
         placeholders = dict(module._optim.params)
@@ -219,7 +216,7 @@ class LocalShards:
         return {f"{prefix}{table.name}.": table for table in self.tables()}
 
     def table(self, name: str) -> Table:
-        """Returns one table as it is now. After the table has moved, call this again."""
+        """Returns one table under the present plan."""
         config, dynamic = self._configs[name], self._dynamic[name]
         initializer = self._initializers.get(name) or initializer_of(config, dynamic)
         columns, dtype = config.embedding_dim, row_dtype(config)
@@ -235,6 +232,9 @@ class LocalShards:
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
             optimizer=self._optimizers[name],
+            initializers=self._initializers,
+            features=tuple(config.feature_names),
+            frozen=self.frozen,
         )
 
     # Trained rows, and another plan.
@@ -278,7 +278,7 @@ class LocalShards:
         kept = {"batches": self.batches, "_handles": self._handles}
         self.__dict__.update({**other.__dict__, **kept})
         for name, handle in self._handles.items():
-            handle.whole.follow(self.table(name))
+            handle.follow(self.table(name))
 
     def groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
@@ -306,35 +306,9 @@ class LocalShards:
         for kernel in self._kernels:
             for table in kernel.tables:
                 shards[table.name].append(table)
-        for of_table in shards.values():
-            of_table.sort(key=lambda shard: shard.first_column)
+        for table_shards in shards.values():
+            table_shards.sort(key=lambda shard: shard.first_column)
         return shards
-
-
-@dataclass
-class _OwnerOfShards:
-    """Answers the questions of a handle for a sharded collection."""
-
-    whole: Table
-    features: tuple[str, ...]
-    frozen: set[str]  # of the collection
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    @property
-    def is_frozen(self) -> bool:
-        return self.name in self.frozen
-
-    def set_frozen(self, is_frozen: bool) -> None:
-        self.whole.set_frozen(is_frozen, self.frozen)
-
-    def as_table(self) -> Table:
-        return self.whole  # users hold it, too: it follows the table to another plan
-
-    def editing(self) -> AbstractContextManager[object]:
-        return nullcontext()  # no lock is held while a call waits for other ranks
 
 
 def copy_trained_rows(source: TableShard, table: Table) -> None:
@@ -358,10 +332,12 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
     if "waiting" in state and mask is not None:
         state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
-        mine = {name: state[name] for name in NOT_BY_ROW if name in state}
-        for name in state.keys() - mine:
-            mine[name] = _part(state[name], mask, shard)
-        shard.load_state(mine)
+        shard.load_state(
+            {
+                name: values if name in NOT_BY_ROW else _part(values, mask, shard)
+                for name, values in state.items()
+            }
+        )
 
 
 def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:

@@ -6,7 +6,7 @@ Those of TorchRec's own collections, for static tables, check `fused_params` too
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -14,16 +14,33 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_dyn.distributed.embedding_collection import ShardedDynamicEmbeddingCollection
 from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
+from torchrec_dyn.distributed.feature_processors import (
+    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
+)
 from torchrec_dyn.distributed.resharding import reshard
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     UnshardedTable,
     check_fused_params,
+    with_fbgemm_dtype,
 )
 from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
@@ -189,17 +206,17 @@ def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterShard
     """Raises ValueError if FBGEMM would get `fused_params` that only dynamic tables have."""
     given = sharder.fused_params or {}
     dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
-    fused = [name for name, one in params.items() if one.compute_kernel != dense]
+    fused = [name for name, plan in params.items() if plan.compute_kernel != dense]
     wrong = given.keys() & _OURS if fused else set()
     if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
         parameters = sharder.shardable_parameters(module)
         if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
             wrong.add("optimizer")
     if wrong:
-        told = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
+        got = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
         raise ValueError(
             f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, "
-            f"got {told}. Give the static tables their own by TorchRec's sharder for their type of module, "
+            f"got {got}. Give the static tables their own by TorchRec's sharder for their type of module, "
             "behind the others: [*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)], "
             "say; in feature-processed modules set the options of dynamic tables on their collection and "
             "pass DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
@@ -226,3 +243,130 @@ class StaticBagSharder(_StaticSharder, EmbeddingBagCollectionSharder):
 
 class StaticSequenceSharder(_StaticSharder, EmbeddingCollectionSharder):
     """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
+
+
+class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
+    FeatureProcessedEmbeddingBagCollectionSharder
+):
+    """Shards TorchRec's feature-processed collections, with dynamic tables or with static ones.
+
+    It supports all sharding types except data-parallel. Pass it instead of TorchRec's sharder for the same
+    type of module, which creates static tables only. Modules with static tables are sharded as by that one.
+
+    Args:
+        fused_params: the same as for `DynamicEmbeddingBagCollectionSharder`.
+        qcomm_codecs_registry: TorchRec's codecs of quantized comms.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        self._collection_sharder = DynamicEmbeddingBagCollectionSharder(
+            fused_params, qcomm_codecs_registry
+        )
+        self._static_sharder = FeatureProcessedEmbeddingBagCollectionSharder(
+            StaticBagSharder(fused_params, qcomm_codecs_registry=qcomm_codecs_registry),
+            qcomm_codecs_registry,
+        )
+        super().__init__(cast(Any, self._collection_sharder), qcomm_codecs_registry)
+
+    def shard(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """Shards a collection and its processors; the arguments are those of TorchRec's sharders.
+
+        A dynamic collection of `module` is not changed; the processors become the sharded module's.
+
+        Raises:
+            ValueError: if tables are dynamic, and one has LowestScore, a processor does not support spread
+                rows, or the plan is not valid; raised before anything is built.
+        """
+        place = device if device is not None else torch.device("cpu")
+        if not isinstance(module._embedding_bag_collection, DynamicEmbeddingBagCollection):
+            return self._static_sharder.shard(module, params, env, place, module_fqn)
+        return ShardedDynamicFeatureProcessedEmbeddingBagCollection(
+            module, params, self._collection_sharder, env, place, module_fqn
+        )
+
+    def reshard(
+        self,
+        sharded_module: ShardedFeatureProcessedEmbeddingBagCollection,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """Moves tables, for `DistributedModelParallel.reshard`; the processors stay. Collective.
+
+        Returns:
+            `sharded_module`, changed in place.
+
+        Raises:
+            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
+                the new plan spreads rows and a processor does not support this, or the tables are static.
+        """
+        if not isinstance(sharded_module, ShardedDynamicFeatureProcessedEmbeddingBagCollection):
+            raise ValueError(
+                f"{type(self).__name__}.reshard: expected dynamic tables, got static ones. TorchRec cannot "
+                "move tables behind feature processors: save a checkpoint, and load it under the new plan."
+            )
+        sharded_module.reshard(self._collection_sharder, changed_shard_to_params, env, device)
+        return sharded_module
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns all types; the planner spreads rows only if constraints list such a type."""
+        return self._collection_sharder.sharding_types(compute_device_type)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns "fused", as the sharders of dynamic collections do."""
+        return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
+
+    @property
+    def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
+        """The type of the sharded module with dynamic tables."""
+        return ShardedDynamicFeatureProcessedEmbeddingBagCollection
+
+
+def default_sharders(
+    fused_params: Mapping[str, Any] | None = None,
+) -> list[ModuleSharder[nn.Module]]:
+    """Returns TorchRec's default sharders and those of dynamic tables.
+
+    Pass the list to `DistributedModelParallel(sharders=...)`, and to the planner if you call it.
+
+    Args:
+        fused_params: the optimizer of the rows of static and dynamic tables, in the form of TorchRec's
+            sharders. An optimizer set on a table's parameter has priority. What FBGEMM does not have, such as
+            `defer_updates` or ADAMW, is an error when a static table is sharded: for it pass TorchRec's
+            sharder for its type of module behind these, with `fused_params` of its own. In
+            feature-processed modules, which have one sharder for both, set the options on the collections
+            and pass `DynamicFeatureProcessedEmbeddingBagCollectionSharder()` behind these.
+
+    Raises:
+        ValueError: if `fused_params` are not a dict, or their `output_dtype` is not supported.
+    """
+    check_fused_params(fused_params, "default_sharders")
+
+    def copied() -> dict[str, Any] | None:
+        # TorchRec's sharders take no torch.dtype.
+        return None if fused_params is None else with_fbgemm_dtype(fused_params, "default_sharders")
+
+    sharders: list[Any] = [
+        *get_default_sharders(),
+        StaticBagSharder(copied()),
+        StaticSequenceSharder(copied()),
+        ManagedCollisionEmbeddingBagCollectionSharder(StaticBagSharder(copied())),
+        ManagedCollisionEmbeddingCollectionSharder(StaticSequenceSharder(copied())),
+        DynamicEmbeddingBagCollectionSharder(copied()),
+        DynamicEmbeddingCollectionSharder(copied()),
+        DynamicFeatureProcessedEmbeddingBagCollectionSharder(copied()),
+    ]
+    return list(
+        {sharder.module_type: sharder for sharder in sharders}.values()
+    )  # the last of each type

@@ -149,11 +149,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """Does nothing: a row is initialised when its id is first seen."""
 
     def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch that is on this device.
-
-        Raises:
-            ValueError: the context is not of this collection, or a load was read and not taken.
-        """
+        """Begins to send the ids of a batch that is on this device."""
         if not isinstance(ctx, BatchContext):
             raise ValueError(
                 f"{self._shards.where}: expected a batch with the context of its create_context(), got "

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
-from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results, run_together
+from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results
 from torchrec_dyn.state_dict import (
-    LoadSession,
-    ModelEntry,
-    ModelSource,
-    OptimizerEntry,
-    OptimizerSource,
-    TableEntry,
-    commit_state,
+    TableLoad,
+    TableSource,
     saved_tensors,
+    verify_and_commit,
 )
 
 
@@ -27,17 +23,10 @@ def move_table(before: Table, after: Table, call: str) -> None:
     """
     group = before.group
     assert group is not None
-    saved = saved_tensors(
-        [before], call, lambda one: [ModelSource(one, None), OptimizerSource(one, None)]
-    )
-    rows, rows_state = ModelEntry(after), OptimizerEntry(after)
-    entries: list[TableEntry] = [rows, rows_state]
-    session = LoadSession(entries)
-    for tensors, entry in zip(saved, entries, strict=True):
-        exchange_chunks(tensors, entry, group, call)
-    session.verify(call)
-    run_together(group, call, rows.commit)
-    commit_state(rows_state, call)
+    ((of_model, of_optimizer),) = saved_tensors([before], call, TableSource)
+    load = TableLoad(after, has_state=True)
+    exchange_chunks(before, {**of_model, **of_optimizer}, load, call)
+    verify_and_commit(group, call, lambda: [load])
     _copy_counters(before, after, call)
 
 

@@ -1,9 +1,8 @@
 """Modules that hold collections: modules of one table, block embeddings and quotient-remainder embeddings.
 
-Imports `modules` and the ground. Start with `embedding`: a module reads its input
-(`inputs`), looks up rows in its collection, and shapes the output. Then read `embedding_bag`. It pools in
-one of three ways: in the collection (`bags`), side by side (`tile`), or so that weights get gradients
-(`weight_gradients`). Then read `block_embedding` and `quotient_remainder`.
+Imports `modules` and the ground. Start with `embedding`: a module reads its input (`inputs`), looks up rows
+in its collection, and shapes the output. `embedding_bag` pools in one of three ways (`bags`). Then read
+`block_embedding` and `quotient_remainder`.
 
 The sharders shard the collections inside these modules. The modules themselves are not sharded.
 """

@@ -1,4 +1,4 @@
-"""DynamicEmbedding: one dynamic table with the interface of torch.nn.Embedding.
+"""DynamicEmbedding: one dynamic table with the interface of torch.nn.Embedding; and what such modules share.
 
 Legend: N values of the input, K ids looked up, D columns.
 """
@@ -11,14 +11,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.bags import one_bag
-from torchrec_dyn.layers.inputs import Input, is_dense, nested_parts, read_ids, values_of
-from torchrec_dyn.layers.one_table import OneTable, check_table, check_unscored
-from torchrec_dyn.modules import DynamicEmbeddingCollection, dynamic_config_by_table
+from torchrec_dyn.layers.inputs import (
+    Input,
+    check_unscored,
+    is_dense,
+    nested_parts,
+    read_ids,
+    values_of,
+)
+from torchrec_dyn.modules import (
+    DynamicEmbeddingCollection,
+    TableHandle,
+    check_id,
+    check_size,
+    dynamic_config_by_table,
+)
+
+
+class OneTable(nn.Module):
+    """A module that holds a collection of one table. Abstract: subclasses set the attributes."""
+
+    name: str  # of the table and of its only feature
+    collection: Any  # sharded or not
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizer of the rows; `param_groups[0]["lr"]` is its learning rate."""
+        return self.collection.fused_optimizer
+
+    @property
+    def table(self) -> TableHandle:
+        """A handle on the table; for a sharded table it reads this rank's shard."""
+        return self.collection.table(self.name)
+
+    def set_time(self, time: int) -> None:
+        """Sets the clock of policies that count in time. Collective if the table is sharded.
+
+        Args:
+            time: an integer, 0 or more, in the unit of the policy; never below the previous time.
+        """
+        self.collection.set_time(time)
+
+
+def check_table(
+    embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
+) -> None:
+    """Raises ValueError if a common argument of modules of one table is invalid."""
+    check_size(embedding_dim, "embedding_dim", where)
+    check_size(num_embeddings, "num_embeddings", where)
+    check_id(padding_idx, "padding_idx", where)
 
 
 class DynamicEmbedding(OneTable):

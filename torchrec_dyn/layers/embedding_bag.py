@@ -20,11 +20,17 @@ from torchrec.modules.embedding_configs import (
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.layers.bags import BagOptions, BagReader, BagShaper
-from torchrec_dyn.layers.inputs import Input
-from torchrec_dyn.layers.one_table import OneTable, check_table, check_unscored
-from torchrec_dyn.layers.tile import TileReader, TileShaper
-from torchrec_dyn.layers.weight_gradients import RowsPooler, RowsReader
+from torchrec_dyn.layers.bags import (
+    BagOptions,
+    BagReader,
+    BagShaper,
+    RowsPooler,
+    RowsReader,
+    TileReader,
+    TileShaper,
+)
+from torchrec_dyn.layers.embedding import OneTable, check_table
+from torchrec_dyn.layers.inputs import Input, check_unscored
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -94,15 +100,7 @@ class DynamicEmbeddingBag(OneTable):
         super().__init__()
         self.where = f"{type(self).__name__}(table={name!r})"
         check_table(embedding_dim, num_embeddings, padding_idx, self.where)
-        if mode not in ("sum", "mean", "tile"):
-            raise ValueError(f'{self.where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
-        if mode == "tile":
-            check_size(tile_length, "tile_length", self.where)
-        elif tile_length is not None:
-            raise ValueError(
-                f'{self.where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
-                f'"{mode}". Leave it out.'
-            )
+        _check_mode(mode, tile_length, self.where)
         if weight_gradients and not is_weighted:
             raise ValueError(
                 f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
@@ -178,3 +176,15 @@ class DynamicEmbeddingBag(OneTable):
         given = "".join(f", {key}={value}" for key, value in options.items() if value is not None)
         required = f"{self.embedding_dim}, {self.num_embeddings}"
         return f"{required}, mode={self.mode!r}, name={self.name!r}{given}"
+
+
+def _check_mode(mode: str, tile_length: int | None, where: str) -> None:
+    if mode not in ("sum", "mean", "tile"):
+        raise ValueError(f'{where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
+    if mode == "tile":
+        check_size(tile_length, "tile_length", where)
+    elif tile_length is not None:
+        raise ValueError(
+            f'{where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
+            f'"{mode}". Leave it out.'
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_dyn.layers.row_pooling import pooled_rows
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules import as_int64, check_not_traced
 
 Input: TypeAlias = Tensor | JaggedTensor
@@ -31,12 +31,7 @@ def is_dense(source: Input) -> bool:
 
 
 def nested_parts(nested: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the bags of a jagged nested tensor; it is an Any because class Tensor lacks these methods.
-
-    Returns:
-        offsets: [B + 1], the begin of each bag and the end of the last bag.
-        lengths: [B], number of values in each bag if there are holes between bags, else None.
-    """
+    """Returns offsets [B + 1] of a jagged nested tensor, and lengths [B] if it has holes between bags."""
     return nested.offsets(), nested.lengths()
 
 
@@ -50,9 +45,6 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
     """Checks an input and returns the ids other than `padding_idx`, as int64.
 
     Holes between the bags of a nested tensor are skipped.
-
-    Raises:
-        ValueError: if the input has the wrong type, or its tensors do not match each other.
     """
     _check_kind(source, where)
     values = as_int64(values_of(source), where)
@@ -115,9 +107,9 @@ def _bags(source: Input, values: Tensor, where: str) -> tuple[Tensor, Tensor | N
     if isinstance(source, JaggedTensor):
         lengths = source.lengths().long()
     else:
-        offsets, of_bags = nested_parts(source)
-        if of_bags is not None:
-            return _bags_with_holes(offsets.long(), of_bags.long(), values, where)
+        offsets, bag_lengths = nested_parts(source)
+        if bag_lengths is not None:
+            return _bags_with_holes(offsets.long(), bag_lengths.long(), values, where)
         lengths = offsets.diff().long()
     least = most = total = 0
     if lengths.numel():  # on a GPU one wait
@@ -149,16 +141,10 @@ def _bags_with_holes(
 
 
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
-    """Checks and returns the weights of an input that `read_ids` accepted.
+    """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable.
 
     weights: in the shape of the ids, with the same bags if nested; for a JaggedTensor, which may contain
-    some, one per value; or None.
-
-    Returns:
-        [N] float32, differentiable; None if there are no weights.
-
-    Raises:
-        ValueError: if weights do not match the ids, or are passed twice.
+    weights itself, one per value; or None.
     """
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
@@ -172,13 +158,7 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         got = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
         raise ValueError(f"{where}: expected weights of a floating dtype, got {got}.")
-    if isinstance(source, JaggedTensor):
-        fits = weights.shape == source.values().shape
-    elif source.is_nested:
-        fits = weights.is_nested and _have_same_bags(source, weights)
-    else:
-        fits = weights.shape == source.shape
-    if not fits:
+    if not _fit(source, weights):
         shape = values_of(source).shape if isinstance(source, JaggedTensor) else source.shape
         raise ValueError(
             f"{where}: expected weights of the shape of the ids, {list(shape)}, got "
@@ -187,36 +167,27 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
     return values_of(weights).float()
 
 
+def _fit(source: Input, weights: Tensor) -> bool:
+    if isinstance(source, JaggedTensor):
+        return weights.shape == source.values().shape
+    if source.is_nested:
+        return weights.is_nested and _have_same_bags(source, weights)
+    return weights.shape == source.shape
+
+
 def _have_same_bags(ids: Tensor, weights: Tensor) -> bool:
     if weights.layout != torch.jagged or weights.values().shape != ids.values().shape:
         return False
-    (offsets, lengths), (other, of_weights) = nested_parts(ids), nested_parts(weights)
-    if lengths is None or of_weights is None:
-        return lengths is of_weights and torch.equal(offsets, other)
-    return torch.equal(offsets, other) and torch.equal(lengths, of_weights)
+    (offsets, lengths), (others, other_lengths) = nested_parts(ids), nested_parts(weights)
+    if lengths is None or other_lengths is None:
+        return lengths is other_lengths and torch.equal(offsets, others)
+    return torch.equal(offsets, others) and torch.equal(lengths, other_lengths)
 
 
-def shares(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Divides each weight by the sum of its bag, so that a weighted sum becomes a weighted mean.
-
-    weights: [K] float32; lengths: [B] int64, number of ids in each bag.
-
-    Returns:
-        [K] float32; zeros, with zero gradients, in a bag whose weights sum to 0.
-    """
-    bag = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()
-    )
-    total = _sums_by_bag(weights, bag, lengths)
-    is_zero = (total == 0)[bag]
-    # A divisor of zero would make the gradient NaN even where the quotient is not used.
-    return torch.where(is_zero, 0.0, weights / total.where(total != 0, 1.0)[bag])
-
-
-def _sums_by_bag(weights: Tensor, bag: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sum of the weights of each bag, [B] float32; the same bits on every device."""
-    if weights.is_cpu:
-        return weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
-    # On CUDA `index_add` adds in any order. Segments of rows are added in order, segments of numbers in
-    # another order than on the CPU; so each weight is a row of one column.
-    return pooled_rows(weights.unsqueeze(1), lengths, None, False).squeeze(1)
+def check_unscored(options: DynamicTableConfig, where: str) -> None:
+    """Raises ValueError if a table scores ids by weights, which its lookup does not get."""
+    if options.scores_weights:
+        raise ValueError(
+            f"{where}: expected an eviction that needs no weights, since this module looks up ids without "
+            "their weights, got LowestScore. Use LeastFrequentlyUsed, or a DynamicEmbeddingBagCollection."
+        )

@@ -26,8 +26,8 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Uniform
-from torchrec_dyn.layers.one_table import check_unscored
-from torchrec_dyn.layers.row_pooling import pooled_rows
+from torchrec_dyn.layers.bags import pooled_rows
+from torchrec_dyn.layers.inputs import check_unscored
 from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     FeatureReader,
@@ -109,8 +109,6 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
         chosen = _dynamic_configs(dynamic, pairs, where)
-        for options in chosen.values():
-            check_unscored(options, where)
         read = FeatureReader(
             [config.feature_names for config in self._configs],
             is_weighted,
@@ -120,13 +118,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         self.rows = nn.ModuleDict(
             {
                 group: _collection(
-                    [pair for pair in pairs if pair.group == group],
+                    members,
                     quotients,
                     chosen,
                     device,
                     fused_params,
                 )
-                for group in dict.fromkeys(pair.group for pair in pairs)
+                for group, members in _by_group(pairs).items()
             }
         )
         self.pooling = PooledPairs(pairs, read)
@@ -159,6 +157,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         return self._is_weighted
 
 
+def _by_group(pairs: Sequence[TablePair]) -> dict[str, list[TablePair]]:
+    groups: dict[str, list[TablePair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.group, []).append(pair)
+    return groups
+
+
 def _check_op(op: str, configs: Sequence[EmbeddingBagConfig], where: str) -> None:
     if op not in PAIR_OPS:
         raise ValueError(f"{where}: expected op among {list(PAIR_OPS)}, got {op!r}.")
@@ -176,6 +181,24 @@ def _dynamic_configs(
     where: str,
 ) -> dict[str, DynamicTableConfig]:
     """Returns the options of each dynamic table; the default initializer is that of the *user's* config."""
+    given = dynamic_config_by_table(dynamic, _all_names(pairs, where), where)
+    own = set(dynamic) if isinstance(dynamic, Mapping) else set()
+    chosen = {}
+    for pair in pairs:
+        quotient, _ = pair.tables
+        for table in pair.tables:
+            options = given[table] if table in own else given[pair.config.name]
+            is_factor = pair.op == "mult" and table == quotient
+            if is_factor and not (table in own and options.initializer):
+                options = replace(options, initializer=_FACTORS)
+            elif options.initializer is None:
+                options = replace(options, initializer=initializer_of(pair.config, options))
+            check_unscored(options, where)
+            chosen[table] = options
+    return chosen
+
+
+def _all_names(pairs: Sequence[TablePair], where: str) -> list[str]:
     names = [pair.config.name for pair in pairs]
     tables = [table for pair in pairs for table in pair.tables]
     if twice := sorted(set(names) & set(tables)):
@@ -183,18 +206,7 @@ def _dynamic_configs(
             f"{where}: expected table names that differ from the quotient and remainder tables "
             f"{listed(tables)}, got {twice}. Rename them."
         )
-    given = dynamic_config_by_table(dynamic, [*names, *tables], where)
-    own = set(dynamic) if isinstance(dynamic, Mapping) else set()
-    chosen = {}
-    for pair in pairs:
-        for table, of_quotients in zip(pair.tables, (True, False), strict=True):
-            options = given[table] if table in own else given[pair.config.name]
-            if of_quotients and pair.op == "mult" and not (table in own and options.initializer):
-                options = replace(options, initializer=_FACTORS)
-            elif options.initializer is None:
-                options = replace(options, initializer=initializer_of(pair.config, options))
-            chosen[table] = options
-    return chosen
+    return [*names, *tables]
 
 
 def _collection(
@@ -288,9 +300,6 @@ class QuotientRemainderIds(nn.Module):
         """Returns for each group the divided ids, all ids of a feature as *one* sequence.
 
         A lookup of rows needs no bags, so features may differ in their number of bags.
-
-        Raises:
-            ValueError: if a feature is missing, or the tensors do not match each other.
         """
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
@@ -328,13 +337,9 @@ class QuotientRemainderIds(nn.Module):
 
 
 def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
-    """Divides ids as unsigned numbers: -1 is 2^64 - 1.
+    """Divides ids [N] int64 as unsigned numbers, -1 as 2^64 - 1, by a divisor in [1, 2^63).
 
-    ids: [N] int64; `divisor` is in [1, 2^63).
-
-    Returns:
-        quotient: [N] int64, the bits of an unsigned number; 2^63 or more only with divisor 1.
-        remainder: [N] int64 in [0, divisor).
+    Returns quotients [N], the bits of unsigned numbers, and remainders [N] in [0, divisor).
     """
     # `half` is not negative, so int64 division is exact. With id = 2 half + bit and half = q m + r
     # the id is 2 q m + (2 r + bit), and 2 r + bit is below 2 m. 2 r + bit may not fit into int64, so it is
@@ -359,9 +364,9 @@ class PooledPairs(nn.Module):
         self._read = read
         # For each output: its pair, and the features of the two tables.
         self._outputs = [
-            (pair, *of_tables)
+            (pair, *features)
             for pair in pairs
-            for of_tables in zip(*(pair.features(table) for table in pair.tables), strict=True)
+            for features in zip(*(pair.features(table) for table in pair.tables), strict=True)
         ]
         self._features = [name for config in configs for name in config.feature_names]
         self._names = [name for names in get_embedding_names_by_table(configs) for name in names]
@@ -387,11 +392,11 @@ class PooledPairs(nn.Module):
                     rows[pair.group][remainder].values(),
                     pair.op,
                 ),
-                of_bags,
-                of_ids,
+                bag_lengths,
+                bag_weights,
                 pair.config.pooling == PoolingType.MEAN,
             )
-            for (pair, quotient, remainder), of_bags, of_ids in zip(
+            for (pair, quotient, remainder), bag_lengths, bag_weights in zip(
                 self._outputs, lengths, weights, strict=True
             )
         ]

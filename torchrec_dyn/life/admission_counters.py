@@ -43,11 +43,12 @@ def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int
 
 
 class Drop(NamedTuple):
-    """A prepared drop of counters: their ids [M] int64, their rows [M] int64, and the number left."""
+    """A prepared drop of counters: ids and rows [M] int64, blank scores, and the number left."""
 
     ids: Tensor
     rows: Tensor
     left: int
+    blank: tuple[Tensor, Tensor]
 
 
 class AdmissionCounters:
@@ -154,14 +155,18 @@ class AdmissionCounters:
     def forget(self, ids: Tensor) -> None:
         """Drops the counters of ids [M] int64, distinct; skips ids without a counter. Waits for a GPU."""
         if ids.numel() and len(self):
-            self.forget_found(*self.id_map.find(ids))
+            self.drop(self.drop_of(ids))
+
+    def drop_of(self, ids: Tensor) -> Drop:
+        """Returns the drop of the counters of ids [M] int64, distinct; skips ids without a counter."""
+        return self._drop_of(*self.id_map.find(ids))
 
     def forget_found(self, ids: Tensor, rows: Tensor) -> None:
         """Drops the counters of ids [M] int64, distinct, in rows [M] int64."""
         self.drop(self._drop_of(ids, rows))
 
     def _drop_of(self, ids: Tensor, rows: Tensor) -> Drop:
-        return Drop(ids, rows, len(self) - rows.numel())
+        return Drop(ids, rows, len(self) - rows.numel(), self._scores.blank(rows))
 
     def drop(self, prepared: Drop) -> None:
         """Drops counters; a second call directly after changes nothing."""
@@ -170,7 +175,7 @@ class AdmissionCounters:
 
         def commit(_: bool) -> None:
             self.id_map.remove(prepared.ids, prepared.left)
-            self._scores.forget(prepared.rows)
+            self._scores.write(prepared.rows, *prepared.blank)
             self._numbers.free(prepared.rows)
 
         run_to_end(commit)

@@ -5,7 +5,7 @@ Legend: M distinct ids, R rows in use, Q waiting ids, K times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import NamedTuple
 
@@ -175,27 +175,35 @@ class RowLife:
             return CountCandidates(self._device)
         return EvictionCandidates(self._device)
 
-    def add_rows(self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None) -> None:
-        """Writes the scores of fresh rows. Outside training drops the counters of their ids, too.
+    def prepare_rows(
+        self, ids: Tensor, rows: Tensor, step: int, counts: Tensor | None
+    ) -> Callable[[], None]:
+        """Returns the commit that writes the scores of fresh rows; outside training it drops counters, too.
 
         ids [M] int64; rows [M] int64; `step`, in training the present one, else the last; counts [M] int64,
         None for rows assigned outside training, which were never seen.
         """
-        if counts is None and self.waiting is not None:
-            self.waiting.forget(ids)
+        is_edit = counts is None and self.waiting is not None
+        drop = self.waiting.drop_of(ids) if is_edit and self.waiting is not None else None
         # A score is never older than the present time: a new time begins at the next step.
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
-        self.scores.write(rows, torch.full_like(rows, step), counts)
-        if isinstance(self._candidates, CountCandidates):
-            if self._decay is not None:
-                last_seen = torch.full_like(counts, step)
-                counts = self._decay.keys(last_seen, counts, self._decay.begins(step, self.clock))
-            self._candidates.add(ids, counts)
+        last_seen, keys = torch.full_like(rows, step), counts
+        if self._decay is not None and isinstance(self._candidates, CountCandidates):
+            keys = self._decay.keys(last_seen, counts, self._decay.begins(step, self.clock))
 
-    def forget_rows(self, rows: Tensor) -> None:
-        """Marks rows [M] int64 of removed ids as rows without an id."""
-        self.scores.forget(rows)
+        def add() -> None:
+            if self.waiting is not None and drop is not None:
+                self.waiting.drop(drop)
+            self.scores.write(rows, last_seen, counts)
+            if isinstance(self._candidates, CountCandidates):
+                self._candidates.add(ids, keys)
+
+        return add
+
+    def forget_rows(self, rows: Tensor, blank: tuple[Tensor, Tensor]) -> None:
+        """Marks rows [M] int64 of removed ids as rows without an id; `blank` are their `Scores.blank`."""
+        self.scores.write(rows, *blank)
         if isinstance(self._candidates, CountCandidates):
             self._candidates.forget(rows)
 

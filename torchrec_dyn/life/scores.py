@@ -39,7 +39,11 @@ class Scores:
 
     def forget(self, rows: Tensor) -> None:
         """Marks rows [M] int64 as rows without an id."""
-        self.write(rows, torch.full_like(rows, -1), torch.zeros_like(rows))
+        self.write(rows, *self.blank(rows))
+
+    def blank(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns last_seen and counts of rows [M] int64 without an id, [M] int64 each."""
+        return torch.full_like(rows, -1), torch.zeros_like(rows)
 
     def lowest(
         self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False

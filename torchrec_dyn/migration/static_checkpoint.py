@@ -2,26 +2,25 @@
 
 Each rank reads the files itself, 32 MiB at a time, and keeps the ids and columns of its shards.
 
-Legend: N rows, D columns of a static table, S its column shards.
+Legend: N rows, D columns of a static table, S its column shards, M rows of a chunk.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchrec_dyn.checkpoint_format import ChunkedTensor, mean_over_cuts, open_files
+from torchrec_dyn.checkpoint_format import ChunkedTensor, open_files
 from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
-from torchrec_dyn.migration.trained_collections import chunks, put_rows
+from torchrec_dyn.migration.static_rows import ReadRows, StaticRows
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
-from torchrec_dyn.table import TableShard
 from torchrec_dyn.whole_model import tables_in
 
 
@@ -59,7 +58,7 @@ def load_static(
     paths = fqn, fqn if optimizer_fqn is None else optimizer_fqn
     group = next(iter(tables.values())).group
 
-    def find() -> list[_StaticTable]:
+    def find() -> list[StaticRows]:
         files = _Files(Path(path), *paths)
         return [files.table(table, with_optimizer, step) for table in tables.values()]
 
@@ -67,8 +66,11 @@ def load_static(
 
     def fill() -> None:
         nonlocal is_filled
-        for table, of_table in zip(tables.values(), saved, strict=True):
-            _fill(table, of_table)
+        for table, rows in zip(tables.values(), saved, strict=True):
+            for shard in table.shards:
+                shard.reset(shard.dtype, shard.device)
+            if table.part is not None:
+                rows.fill(table.shards, table.part, table.layout.row_ranks)
         is_filled = True
         for one, contents in before:
             one.note_replaced(contents["id_map"])
@@ -86,27 +88,6 @@ def load_static(
         raise
 
 
-@dataclass(frozen=True)
-class _StaticTable:
-    """One table of the checkpoint."""
-
-    weight: ChunkedTensor  # [N, D]
-    cuts: list[int]  # first columns of its column shards, and D
-    # Optimizer state by FBGEMM's name: [N, D], [N, 1] or [N * S], column shard after column shard.
-    states: Mapping[str, ChunkedTensor]
-    step: int  # training steps so far
-
-    def state_rows(self, name: str, first: int, last: int, shard: TableShard) -> Tensor:
-        """Returns the optimizer state of rows [first, last) for the columns of a shard."""
-        saved, (rows, columns) = self.states[name], self.weight.shape
-        span = shard.first_column, shard.first_column + shard.columns
-        if saved.shape == (rows, columns) and not shard.optimizer.is_rowwise(name):
-            return saved.rows(first, last)[:, span[0] : span[1]]
-        shards = range(len(self.cuts) - 1)
-        parts = [saved.rows(n * rows + first, n * rows + last).reshape(-1, 1) for n in shards]
-        return mean_over_cuts(torch.cat(parts, 1), self.cuts, span)
-
-
 class _Files:
     """The tensors of a checkpoint, found by the ends of their keys."""
 
@@ -115,12 +96,8 @@ class _Files:
         self._reader, metadata = open_files(folder)
         self._saved = metadata.state_dict_metadata
 
-    def table(self, table: Table, with_optimizer: bool, step: int | None) -> _StaticTable:
-        """Returns the static table for a dynamic table, after checking that it fits this rank's shards.
-
-        Raises:
-            ValueError: if it is missing, or does not fit.
-        """
+    def table(self, table: Table, with_optimizer: bool, step: int | None) -> StaticRows:
+        """Returns the static table for a dynamic table, after checking that it fits this rank's shards."""
         where = f"{self._folder}: table '{table.name}'"
         tail = _tail(self._fqn, table)
         keys = [key for key in self._saved if f".{key}".endswith(f".{tail}")]
@@ -141,12 +118,23 @@ class _Files:
             )
         cuts = [*sorted({chunk.offsets[1] for chunk in metadata.chunks}), weight.shape[1]]
         states, steps = self._states(table) if with_optimizer else ({}, [])
-        last = max(steps, default=0) if step is None else step
-        found = _StaticTable(weight, cuts, states, last)
         if with_optimizer and shards:
             known = step is not None or bool(steps)
-            _check_states(found, shards[0].optimizer, known, where)
-        return found
+            _check_states(states, weight.shape, cuts, table.optimizer, known, where)
+        tensors: dict[str, ReadRows] = {"weight": weight.rows}
+        for name, state in states.items():
+            tensors[name] = partial(_state_rows, state, len(cuts) - 1)
+        trained_steps = max(steps, default=0) if step is None else step
+        return StaticRows(
+            where,
+            table.name,
+            weight.shape,
+            weight.dtype,
+            tensors,
+            table.optimizer,
+            trained_steps,
+            cuts,
+        )
 
     def _states(self, table: Table) -> tuple[dict[str, ChunkedTensor], list[int]]:
         """Returns the optimizer state of a table, and its saved steps.
@@ -187,20 +175,36 @@ def _tail(fqn: str, table: Table) -> str:
     return f"{fqn}.{table.key}.weight" if fqn else f"{table.key}.weight"
 
 
-def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, where: str) -> None:
+def _state_rows(saved: ChunkedTensor, shards: int, first: int, last: int) -> Tensor:
+    """Returns state of rows [first, last): [M, D], or [M, S] of saved [N * S], shard after shard."""
+    if len(saved.shape) == 2:
+        return saved.rows(first, last)
+    rows = saved.shape[0] // shards
+    parts = [saved.rows(n * rows + first, n * rows + last) for n in range(shards)]
+    return torch.stack(parts, 1)
+
+
+def _check_states(
+    states: Mapping[str, ChunkedTensor],
+    shape: Sequence[int],
+    cuts: Sequence[int],
+    optimizer: RowOptimizer,
+    known: bool,
+    where: str,
+) -> None:
     """Raises ValueError unless the optimizer state fits the optimizer here."""
-    if sorted(found.states) != sorted(optimizer.state_names):
+    if sorted(states) != sorted(optimizer.state_names):
         raise ValueError(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, "
-            f"got {sorted(found.states)}. Choose the optimizer that trained the table, pass `optimizer_fqn` "
+            f"got {sorted(states)}. Choose the optimizer that trained the table, pass `optimizer_fqn` "
             "if the saved optimizer names the table by another path than the saved model, or "
             "with_optimizer=False to start with fresh state."
         )
-    rows, columns = found.weight.shape
-    for name, state in found.states.items():
-        spread = (rows * (len(found.cuts) - 1),)
+    rows, columns = shape
+    for name, state in states.items():
+        spread = (rows * (len(cuts) - 1),)
         fits = [spread, (rows, 1)] if optimizer.is_rowwise(name) else [(rows, columns)]
-        if state.shape not in fits or (state.shape == (rows, 1) and len(found.cuts) > 2):
+        if state.shape not in fits or (state.shape == (rows, 1) and len(cuts) > 2):
             raise ValueError(
                 f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got "
                 f"{list(state.shape)}."
@@ -210,20 +214,3 @@ def _check_states(found: _StaticTable, optimizer: RowOptimizer, known: bool, whe
             f"{where}: expected the training steps of {optimizer.kind.name}, which TorchRec does not "
             "save, got none. Pass step=..."
         )
-
-
-def _fill(table: Table, saved: _StaticTable) -> None:
-    """Replaces the contents of this rank's shards."""
-    rows, columns = saved.weight.shape
-    for shard in table.shards:
-        shard.reset(shard.dtype, shard.device)
-        shard.step = saved.step
-        shard.reserve(rows // table.layout.row_ranks)
-    for first, last in chunks(rows, columns) if table.shards else ():
-        ids = torch.arange(first, last, device="cpu")
-        ids = ids[table.owns(ids)]
-        weight, at = saved.weight.rows(first, last), ids - first
-        for shard in table.shards:
-            span = slice(shard.first_column, shard.first_column + shard.columns)
-            states = {name: saved.state_rows(name, first, last, shard)[at] for name in saved.states}
-            put_rows(shard, ids, weight[at, span], states)

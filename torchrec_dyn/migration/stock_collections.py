@@ -70,66 +70,83 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
             a collection with a table that `tables` does not contain, or gets LowestScore in a
             feature-processed module. The model has not changed then.
     """
-    stock = {path: one for path, one in model.named_modules() if type(one) in STOCK}
+    stock = {path: module for path, module in model.named_modules() if type(module) in STOCK}
     if not stock:
         _raise_without_stock(model)
-    names = {path: [config.name for config in configs_of(one)] for path, one in stock.items()}
-    known = {name for group in names.values() for name in group}
-    _check_names(known, tables, dynamic)
-    managed = {
-        id(one._embedding_module): (path, type(one).__name__)
-        for path, one in model.named_modules()
-        if isinstance(one, BaseManagedCollisionEmbeddingCollection)
+    chosen = _chosen_names(stock, tables, dynamic)
+    _check_not_managed(model, {id(stock[path]): names for path, names in chosen.items()})
+    converted = {
+        path: _converted(stock[path], _options_of(names, dynamic)) for path, names in chosen.items()
     }
-    processed = {
-        id(one._embedding_bag_collection)
-        for one in model.modules()
-        if isinstance(one, FeatureProcessedEmbeddingBagCollection)
-    }
-    made: dict[int, UnshardedCollection] = {}
-    for path, one in stock.items():
-        chosen = [name for name in names[path] if tables is None or name in tables]
-        if chosen and len(chosen) < len(names[path]):
-            raise ValueError(
-                f"make_dynamic: expected all tables {listed(names[path])} of collection '{path}' or none "
-                "of them, "
-                f"got {listed(chosen)}. Move the other tables to a separate collection."
-            )
-        if chosen and id(one) in managed:
-            outer, kind = managed[id(one)]
-            raise ValueError(
-                f"make_dynamic: expected collections that receive raw ids, got tables {listed(chosen)} in "
-                f"the {kind} '{outer}', which remaps ids to row numbers first. Replace that "
-                "whole module by a dynamic collection, or name only the other tables in `tables`."
-            )
-        if chosen:
-            of_collection = (
-                {name: dynamic[name] for name in chosen if name in dynamic}
-                if isinstance(dynamic, Mapping)
-                else dynamic
-            )
-            made[id(one)] = _converted(one, of_collection)
-            if id(one) in processed:
-                check_unprocessed(made[id(one)].dynamic_configs(), f"make_dynamic('{path}')")
-    if not made:
-        raise ValueError(
-            f"make_dynamic.tables: expected names among {listed(sorted(known))}, or None for all, got none."
-        )
-    for path, one in stock.items():
-        if id(one) in made and _device_of(one).type != "meta":
+    for path in _processed(model, stock) & converted.keys():
+        check_unprocessed(converted[path].dynamic_configs(), f"make_dynamic('{path}')")
+    for path in converted:
+        if _device_of(stock[path]).type != "meta":
             _logger.info("make_dynamic: rows of collection '%s' are not carried over", path)
-    if id(model) in made:
-        return made[id(model)]
+    return _replaced(model, {id(stock[path]): converted[path] for path in converted})
+
+
+def _replaced(model: nn.Module, converted: Mapping[int, UnshardedCollection]) -> nn.Module:
+    """Puts the converted collections, by id of the stock collection, in place; returns the model."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
-    return model
+            if id(child) in converted:
+                setattr(parent, name, converted[id(child)])
+    return converted.get(id(model), model)
+
+
+def _chosen_names(
+    stock: Mapping[str, Any], tables: _Names, dynamic: _Options
+) -> dict[str, list[str]]:
+    """Returns by path the names of the tables of the chosen collections."""
+    names = {path: [config.name for config in configs_of(stock[path])] for path in stock}
+    _check_names({name for group in names.values() for name in group}, tables, dynamic)
+    return {path: group for path, group in names.items() if _is_chosen(path, group, tables)}
+
+
+def _is_chosen(path: str, names: Sequence[str], tables: _Names) -> bool:
+    """Returns True if `tables` has the tables of a collection; raises ValueError if it has some of them."""
+    chosen = [name for name in names if tables is None or name in tables]
+    if chosen and len(chosen) < len(names):
+        raise ValueError(
+            f"make_dynamic: expected all tables {listed(names)} of collection '{path}' or none of them, got "
+            f"{listed(chosen)}. Move the other tables to a separate collection."
+        )
+    return bool(chosen)
+
+
+def _check_not_managed(model: nn.Module, names: Mapping[int, Sequence[str]]) -> None:
+    """Raises ValueError if a managed collision module has a collection of these, by id."""
+    for path, module in model.named_modules():
+        is_managed = isinstance(module, BaseManagedCollisionEmbeddingCollection)
+        if is_managed and id(module._embedding_module) in names:
+            raise ValueError(
+                "make_dynamic: expected collections that receive raw ids, got tables "
+                f"{listed(names[id(module._embedding_module)])} in the {type(module).__name__} '{path}', "
+                "which remaps ids to row numbers first. Replace that whole module by a dynamic collection, "
+                "or name only the other tables in `tables`."
+            )
+
+
+def _processed(model: nn.Module, collections: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of the collections that are in a feature-processed module."""
+    inner = {
+        id(module._embedding_bag_collection)
+        for module in model.modules()
+        if isinstance(module, FeatureProcessedEmbeddingBagCollection)
+    }
+    return {path for path, collection in collections.items() if id(collection) in inner}
+
+
+def _options_of(names: Sequence[str], dynamic: _Options) -> _Options:
+    if not isinstance(dynamic, Mapping):
+        return dynamic
+    return {name: dynamic[name] for name in names if name in dynamic}
 
 
 def _raise_without_stock(model: nn.Module) -> NoReturn:
-    dynamic = [one for one in model.modules() if isinstance(one, UnshardedCollection)]
-    names = [name for one in dynamic for name in one.dynamic_configs()]
+    collections = [module for module in model.modules() if isinstance(module, UnshardedCollection)]
+    names = [name for collection in collections for name in collection.dynamic_configs()]
     got = f"one whose tables {listed(names)} are dynamic already. Call it once" if names else "none"
     raise ValueError(
         "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "
@@ -152,8 +169,8 @@ def tables_by_name(collection: Any) -> dict[str, Any]:
 
 def _device_of(collection: Any) -> torch.device:
     """Returns the device of the rows; `collection.device` stays that of the construction when they move."""
-    found: torch.device = next(iter(tables_by_name(collection).values())).weight.device
-    return found
+    device: torch.device = next(iter(tables_by_name(collection).values())).weight.device
+    return device
 
 
 def empty_counterpart(
@@ -175,6 +192,10 @@ def empty_counterpart(
 
 def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object) -> None:
     unknown = sorted(set(tables or ()) - known)
+    if tables is not None and not tables:
+        raise ValueError(
+            f"make_dynamic.tables: expected names among {listed(sorted(known))}, or None for all, got none."
+        )
     if isinstance(tables, str) or unknown:
         raise ValueError(
             f"make_dynamic.tables: expected names among {listed(sorted(known))}, got {tables!r}."
@@ -190,7 +211,7 @@ def _converted(
     stock: Any, dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None
 ) -> UnshardedCollection:
     stock_tables = tables_by_name(stock)
-    made = empty_counterpart(stock, configs_of(stock), _device_of(stock), dynamic)
-    for table in made.unsharded_lookup.tables:
+    collection = empty_counterpart(stock, configs_of(stock), _device_of(stock), dynamic)
+    for table in collection.unsharded_lookup.tables:
         table.copy_marks(stock_tables[table.config.name].weight)
-    return made.train(stock.training)
+    return collection.train(stock.training)

@@ -1,11 +1,11 @@
 """Converts trained static collections to dynamic collections: id i gets row i, with its optimizer state.
 
-Legend: N rows, D columns of a table, M rows of a chunk, C columns of a shard.
+Legend: N rows, D columns of a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, overload
 
@@ -23,6 +23,7 @@ from torchrec_dyn.migration.static_optimizer import (
     saved_moments,
     trainer_of,
 )
+from torchrec_dyn.migration.static_rows import ReadRows, StaticRows
 from torchrec_dyn.migration.stock_collections import (
     STOCK,
     configs_of,
@@ -36,10 +37,7 @@ from torchrec_dyn.modules import (
     checked_configs,
     with_row_dtype,
 )
-from torchrec_dyn.table import ROW_DTYPES, TableShard, named_states
-
-# Rows are copied in chunks of this size, so the extra memory is never more than a few chunks.
-CHUNK_BYTES = 32 << 20
+from torchrec_dyn.table import ROW_DTYPES, TableShard
 
 
 # mypy sees no classes in TorchRec (pyproject.toml): to it both take any collection.
@@ -107,28 +105,28 @@ def from_static(
         _check_weight(weights[config.name], config, device, f"{where}(table='{config.name}')")
     kind = EmbeddingBagConfig if isinstance(collection, EmbeddingBagCollection) else EmbeddingConfig
     configs = [
-        _config(one, limits[one.name], weights[one.name].dtype)
-        for one in checked_configs(configs_of(collection), kind, where, dynamic)
+        _config(config, limits[config.name], weights[config.name].dtype)
+        for config in checked_configs(configs_of(collection), kind, where, dynamic)
     ]
-    made = empty_counterpart(collection, configs, device, dynamic, fused_params)
-    tables: dict[str, UnshardedTable] = tables_by_name(made)
+    converted = empty_counterpart(collection, configs, device, dynamic, fused_params)
+    tables: dict[str, UnshardedTable] = tables_by_name(converted)
     whole_rule = "optimizer" in (fused_params or {})
-    filled: list[tuple[TableShard, Tensor, SavedMoments]] = []
+    filled: list[tuple[TableShard, StaticRows]] = []
     for name, weight in weights.items():
         table = tables[name]
         table.weight.requires_grad_(weight.requires_grad)
-        of_table = f"{where}(table='{name}')"
-        trainer = trainer_of(weight, optimizer, of_table)
+        call = f"{where}(table='{name}')"
+        trainer = trainer_of(weight, optimizer, call)
         if trainer is not None and not whole_rule:
-            _mark(table, trainer, weight, of_table)
+            _mark(table, trainer, weight, call)
         moments = SavedMoments({}, 0)
         if trainer is not None:
-            check_kind(trainer, table.rows().optimizer, of_table)
-            moments = saved_moments(trainer, weight, table.rows().optimizer, name, of_table)
-        filled.append((table.rows(), weight.detach(), moments))
-    for one in filled:  # rows are copied only after all checks
-        _fill(*one)
-    return made.train(collection.training)
+            check_kind(trainer, table.rows().optimizer, call)
+            moments = saved_moments(trainer, weight, table.rows().optimizer, name, call)
+        filled.append((table.rows(), _static_rows(table.rows(), weight.detach(), moments)))
+    for shard, rows in filled:  # rows are copied only after all checks
+        rows.fill([shard])
+    return converted.train(collection.training)
 
 
 def _checked_limits(collection: Any, wished: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -186,41 +184,14 @@ def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> N
         table.mark_optimizer([type(trainer.optimizer)], [rule])
 
 
-def _fill(table: TableShard, weight: Tensor, moments: SavedMoments) -> None:
-    """Inserts the ids 0 to N - 1 with their rows, weight [N, D], and their state, chunk by chunk."""
-    table.step = moments.step  # before the insertion: policies count the rows' age from this step
-    table.reserve(len(weight))
-    for first, last in chunks(len(weight), table.columns):
-        states = {name: state.detach()[first:last] for name, state in moments.states.items()}
-        ids = torch.arange(first, last, device="cpu")
-        put_rows(table, ids, weight[first:last], states)
+def _static_rows(table: TableShard, weight: Tensor, moments: SavedMoments) -> StaticRows:
+    """Returns the rows of a static module: weight [N, D], and the state of its optimizer."""
 
+    def reader(values: Tensor) -> ReadRows:
+        return lambda first, last: values[first:last].reshape(last - first, -1)
 
-def put_rows(table: TableShard, ids: Tensor, weight: Tensor, states: Mapping[str, Tensor]) -> None:
-    """Inserts rows into a table without checking its limit. Their scores start at the table's step.
-
-    ids [M] int64 are distinct and have no row; weight [M, C] are their rows. states: optimizer state by name,
-    [M, C] or one number per row; missing states are those of new rows. All may be on any device.
-    """
-    table.reserve(ids.numel())
-    if table.changes is not None:
-        table.changes.forget_sums()
-    rows = table.row_numbers.take(ids.numel())
-    ids = ids.to(table.device)
-    table.id_map.insert(ids, rows)
-    table.weights.write(rows, weight.to(table.device))
-    for one in named_states(table):
-        if one.name in states:
-            values = states[one.name].reshape(ids.numel(), one.store.columns)
-            one.store.write(rows, values.to(table.device))
-        else:
-            one.store.fill(rows, one.initial)
-    if table.life is not None:
-        table.life.add_rows(ids, rows, table.step, None)
-
-
-def chunks(count: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Yields chunks of `count` rows of `columns` columns: the first row and the row after the last row."""
-    size = max(1, CHUNK_BYTES // (4 * columns))
-    for first in range(0, count, size):
-        yield first, min(first + size, count)
+    states = {name: reader(state.detach()) for name, state in moments.states.items()}
+    return StaticRows(
+        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **states},
+        table.optimizer, moments.step,
+    )  # fmt: skip

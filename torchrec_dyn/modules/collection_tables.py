@@ -37,11 +37,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
         fused_params: Mapping[str, Any] | None,
     ) -> None:
-        """Makes tables of checked configs, as the attribute `holder`, and what reads and looks up their ids.
-
-        Raises:
-            ValueError: if an option or an optimizer is not valid.
-        """
+        """Makes tables of checked configs, as the attribute `holder`, and their reader and lookup."""
         where = type(self).__name__
         check_fused_params(fused_params, where)
         self.fused_params = None if fused_params is None else dict(fused_params)
@@ -51,7 +47,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
             UnshardedTable(config, options[config.name], self.fused_params, place, where)
             for config in configs
         ]
-        setattr(self, holder, nn.ModuleDict({table.name: table for table in tables}))
+        setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         self._lookup = UnshardedLookup(tables, poolings, holder)
         self._read = FeatureReader(
             [table.config.feature_names for table in tables],
@@ -88,7 +84,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
             raise ValueError(
                 f"{type(self).__name__}.table: expected a name among {list(tables)}, got {name!r}."
             )
-        return TableHandle(tables[name])
+        return tables[name].handle()
 
     @not_compiled
     def set_time(self, time: int) -> None:

@@ -109,8 +109,8 @@ class DynamicEmbeddingCollection(
         if self._need_indices:
             ids = torch.split(read.ids, read.counts)
         return {
-            name: JaggedTensor(values=values, lengths=of_bags, weights=as_weights)
-            for name, values, of_bags, as_weights in zip(
+            name: JaggedTensor(values=values, lengths=bag_lengths, weights=as_weights)
+            for name, values, bag_lengths, as_weights in zip(
                 self._output_names, outputs, lengths, ids, strict=True
             )
         }
@@ -133,12 +133,12 @@ class DynamicEmbeddingCollection(
 
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""
-        made = DynamicEmbeddingCollection(
+        collection = DynamicEmbeddingCollection(
             self.embedding_configs(),
             "meta",
             self._need_indices,
             self.dynamic_configs(),
             self.fused_params,
         )
-        made._copy_marks(self)
-        return made
+        collection._copy_marks(self)
+        return collection

@@ -116,15 +116,15 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
-        made = DynamicEmbeddingBagCollection(
+        collection = DynamicEmbeddingBagCollection(
             self.embedding_bag_configs(),
             self._is_weighted,
             "meta",
             self.dynamic_configs(),
             self.fused_params,
         )
-        made._copy_marks(self)
-        return made
+        collection._copy_marks(self)
+        return collection
 
 
 def outputs_by_sample(
@@ -137,24 +137,18 @@ def outputs_by_sample(
     pooled: [bags, columns] of each feature; names: the feature of each output. inverse_indices: feature
     names, and for each of them the bag of each sample, [features, B]; None if bag i belongs to sample i.
 
-    Returns:
-        [B, sum of columns].
+    Returns [B, sum of columns].
     """
     if inverse_indices is not None:
         bags = bags_of_samples(inverse_indices, names)
-        pooled = [repeat_rows(of_bags, one) for of_bags, one in zip(pooled, bags, strict=True)]
+        pooled = [repeat_rows(rows, bag) for rows, bag in zip(pooled, bags, strict=True)]
     return torch.cat(list(pooled), dim=1)
 
 
 def checked_inverse(
     features: KeyedJaggedTensor, names: Sequence[str], where: str
 ) -> tuple[list[str], Tensor]:
-    """Returns the inverse_indices of a batch, checked for the features `names`.
-
-    Raises:
-        ValueError: if a feature has none or several, or the batch has one number of bags for all features:
-            TorchRec's sharded collections ignore them there, and its unsharded ones read them.
-    """
+    """Returns the inverse_indices of a batch, checked for the features `names`."""
     given = features.inverse_indices_or_none()
     keys, bags = given if given is not None else ([], torch.empty(0, 0))
     if missing := sorted(set(names) - set(keys)):

@@ -49,11 +49,7 @@ class FeatureIds:
 
     @property
     def counts(self) -> list[int]:
-        """The number of ids of each feature, [F].
-
-        Raises:
-            ValueError: if they had to be read from a GPU, and a length is wrong.
-        """
+        """The number of ids of each feature, [F]."""
         given = self.given_counts
         return given.get() if isinstance(given, UnreadCounts) else given
 
@@ -129,27 +125,19 @@ class FeatureReader:
         self._collection = where[0].partition("(")[0]
         # Keys of the last batch and positions of our features among them; None: all features, in the order of
         # the batch. One attribute, because several threads may read batches.
-        self._found: tuple[list[str] | None, list[int] | None] = (None, None)
+        self._last: tuple[list[str] | None, list[int] | None] = (None, None)
 
     def __call__(self, features: KeyedJaggedTensor) -> FeatureIds:
-        """Checks a batch and returns the ids of the collection's features.
-
-        The lengths of a batch on a GPU are checked when the counts are read.
-
-        The batch of the user may have further features and any order of keys.
-
-        Raises:
-            ValueError: if a feature is missing or the tensors do not match each other.
-        """
+        """Checks a batch and returns its ids, in table order; it may have more features, in any order."""
         if not isinstance(features, KeyedJaggedTensor):
             if isinstance(features, LazyAwaitable):  # of a module that sends the batch
                 features = features.wait()
             check_keyed(features, self._collection)
         keys = features.keys()
-        known, positions = self._found
+        known, positions = self._last
         if keys != known:
             positions = self._find(keys)
-            self._found = (list(keys), positions)
+            self._last = (list(keys), positions)
         read = _read_features(features, self._weighted, self._collection, self._scored)
         return read if positions is None else read.select(positions)
 
@@ -202,9 +190,6 @@ def checked_features(
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
 
     With `weighted`, bags have weights; with `scored`, weights are checked also where bags have none.
-
-    Raises:
-        ValueError: if a dtype, a shape or a length is wrong.
     """
     read = _read_features(features, weighted, where, scored)
     if isinstance(read.given_counts, UnreadCounts):
@@ -219,10 +204,23 @@ def _read_features(
     ids = as_int64(features.values(), where)
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
-    given = _weights(features, weighted, where) if weighted or scored else None
-    weights = given if weighted else None
-    scores = given.detach() if given is not None and scored else None
-    stated = features.offsets_or_none()
+    weights, scores = _weights(features, weighted, scored, where)
+    lengths, batch_sizes = _lengths(features, where)
+    stated = features.offsets_or_none() if lengths.numel() else None
+    if stated is not None and stated.numel() != lengths.numel() + 1:
+        raise _offsets_that_differ(where)
+    counts: list[int] | UnreadCounts
+    bag, offsets = None, None
+    if lengths.numel() and not lengths.is_cpu:
+        offsets = complete_cumsum(lengths)
+        counts = _unread_counts(lengths, offsets, stated, batch_sizes, ids.numel(), where)
+    else:
+        counts, bag = _checked_counts(lengths, stated, batch_sizes, ids.numel(), where)
+    return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, offsets, scores)
+
+
+def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]]:
+    """Returns the number of ids of each bag, [bags of all features], and of bags of each feature, [F]."""
     lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
@@ -231,43 +229,43 @@ def _read_features(
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    if stated is not None and lengths.numel() and stated.numel() != lengths.numel() + 1:
-        raise _offsets_that_differ(where)
-    if lengths.numel() and not lengths.is_cpu:
-        offsets = complete_cumsum(lengths)
-        differ = [] if stated is None else [(stated != offsets).any()]
-        unread = _unread_counts(lengths, offsets, batch_sizes, where, ids.numel(), differ)
-        return FeatureIds(ids, lengths, weights, batch_sizes, unread, None, offsets, scores)
-    least, most = (int(bound) for bound in torch.aminmax(lengths)) if lengths.numel() else (0, 0)
-    if least == most:
-        counts = [most * bags for bags in batch_sizes]
+    return lengths, batch_sizes
+
+
+def _checked_counts(
+    lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
+) -> tuple[list[int], int | None]:
+    """Returns the number of ids of each feature, [F], and of every bag if it is the same for all.
+
+    lengths: [bags of all features]; stated: [bags + 1], the offsets of the batch, if it has them.
+    """
+    shortest = longest = 0
+    if lengths.numel():
+        shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
+    if shortest == longest:
+        counts = [longest * bags for bags in batch_sizes]
     elif len(set(batch_sizes)) == 1:
         counts = lengths.reshape(len(batch_sizes), -1).sum(1).tolist()
     else:
-        counts = [int(part.sum()) for part in torch.split(lengths, batch_sizes)]
-    _check_sums(where, ids.numel(), counts, (least, most))
-    bag = most if least == most else None
-    if stated is not None and lengths.numel():
-        own = stated.diff().to(lengths.dtype)
-        if int(stated[0]) or not torch.equal(own, lengths):
-            raise _offsets_that_differ(where)
-    return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, None, scores)
+        counts = [int(part.sum()) for part in torch.split(lengths, list(batch_sizes))]
+    _check_sums(where, ids, counts, (shortest, longest))
+    if stated is not None and not torch.equal(stated.long(), complete_cumsum(lengths)):
+        raise _offsets_that_differ(where)
+    return counts, longest if shortest == longest else None
 
 
-def _weights(features: KeyedJaggedTensor, weighted: bool, where: str) -> Tensor | None:
-    """Returns the weights of a batch, [N] float32; None without, which `weighted` bags need.
-
-    Raises:
-        ValueError: if there are none for weighted bags, or their dtype or shape is wrong.
-    """
-    weights = features.weights_or_none()
+def _weights(
+    features: KeyedJaggedTensor, weighted: bool, scored: bool, where: str
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the weights of a batch in its bags and as scores, [N] float32; None where they are not used."""
+    weights = features.weights_or_none() if weighted or scored else None
     if weights is None:
         if weighted:
             raise ValueError(
                 f"{where}: expected weights for weighted bags, got none. "
                 "Pass weights in the KeyedJaggedTensor, or create the collection with is_weighted=False."
             )
-        return None
+        return None, None
     if not weights.is_floating_point():
         raise ValueError(f"{where}: expected weights of a floating dtype, got {weights.dtype}.")
     ids = features.values()
@@ -275,19 +273,16 @@ def _weights(features: KeyedJaggedTensor, weighted: bool, where: str) -> Tensor 
         raise ValueError(
             f"{where}: expected one weight per id, got {weights.numel()} for {ids.numel()} ids."
         )
-    return weights.float()
+    weights = weights.float()
+    return weights if weighted else None, weights.detach() if scored else None
 
 
 def _batch_sizes(features: KeyedJaggedTensor, where: str) -> list[int]:
-    """Returns the number of bags of each feature, [F].
-
-    Raises:
-        ValueError: if the batch says it in two ways that differ.
-    """
+    """Returns the number of bags of each feature, [F]."""
     sizes, name = features.stride_per_key(), "stride"
     if features.variable_stride_per_key():
         name = "stride_per_key_per_rank"
-        others = [sum(of_ranks) for of_ranks in features.stride_per_key_per_rank()]
+        others = [sum(sizes_by_rank) for sizes_by_rank in features.stride_per_key_per_rank()]
     else:
         others = [features.stride()] * len(sizes)
     if sizes != others:
@@ -307,11 +302,7 @@ def _offsets_that_differ(where: str) -> ValueError:
 
 
 def as_int64(ids: Tensor, where: str) -> Tensor:
-    """Returns ids [N] of a batch as int64: themselves, int32 ids in a new tensor, or the bits of uint64 ids.
-
-    Raises:
-        ValueError: if they have another dtype.
-    """
+    """Returns ids [N] as int64: themselves, int32 ids in a new tensor, or the bits of uint64 ids."""
     if ids.dtype == torch.int64:
         return ids
     if ids.dtype == torch.int32:
@@ -343,17 +334,17 @@ def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[in
 def _unread_counts(
     lengths: Tensor,
     offsets: Tensor,
+    stated: Tensor | None,
     batch_sizes: list[int],
-    where: str,
     ids: int,
-    differ: Sequence[Tensor],
+    where: str,
 ) -> UnreadCounts:
-    """Returns the counts of a batch on a GPU, with the check of its lengths."""
-    features = len(batch_sizes)
+    """Returns the counts of a batch on a GPU, which check its lengths when they are read."""
     if len(set(batch_sizes)) == 1:
         begins = offsets[:: batch_sizes[0]]
     else:
         bags = torch.tensor([0, *accumulate(batch_sizes)], device="cpu")
         begins = offsets[bags.to(offsets.device, non_blocking=True)]
+    differ = [] if stated is None else [(stated != offsets).any()]
     words = torch.hstack([begins, *torch.aminmax(lengths), *differ])
-    return UnreadCounts(words, features, partial(_check_sums, where, ids))
+    return UnreadCounts(words, len(batch_sizes), partial(_check_sums, where, ids))

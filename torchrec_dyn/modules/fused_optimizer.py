@@ -55,16 +55,11 @@ class LearningRateGroup(dict[str, Any]):
 
 
 def write_updates(rates: Iterable[LearningRateGroup]) -> None:
-    """Writes learning rates and deferred updates to all tables.
-
-    Raises:
-        Exception: the first error of `TableGroup.write_updates`, which may be one of a rule in Python, after
-            the other groups have written.
-    """
+    """Writes learning rates and deferred updates to all tables."""
     faults: list[Exception] = []
-    for one in rates:
-        one.push()
-        for group in one.deferring():
+    for rate_group in rates:
+        rate_group.push()
+        for group in rate_group.deferring():
             try:
                 group.write_updates()
             except Exception as fault:
@@ -130,7 +125,7 @@ class DynamicOptimizer(FusedOptimizer):
             raise sharded_copy_error(name)
         lookup = self._lookup()
         present = [] if lookup is None else lookup.optimizers()
-        number = next((i for i, one in enumerate(present) if one is self), None)
+        number = next((i for i, other in enumerate(present) if other is self), None)
         if number is None:
             raise ValueError(
                 f"{_copy_rule(name)}, got one of before the tables were given another optimizer. Read "

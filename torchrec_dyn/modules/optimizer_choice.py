@@ -32,32 +32,19 @@ _TWICE = {"lr": ("learning_rate",), "betas": ("beta1", "beta2")}
 
 
 def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptimType | str:
-    """Returns the row optimizer of a torch class: TorchRec's mapping, and AdamW, which TorchRec lacks.
-
-    Raises:
-        ValueError: if the class has no row optimizer.
-    """
+    """Returns the row optimizer of a torch class: TorchRec's mapping, and AdamW, which TorchRec lacks."""
     if optimizer_class is torch.optim.AdamW:
         return OptimizerKind.ADAMW.name
-    found = optimizer_type_to_emb_opt_type(optimizer_class)
-    assert found is not None
-    return found
+    kind = optimizer_type_to_emb_opt_type(optimizer_class)
+    assert kind is not None
+    return kind
 
 
 def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the options of a torch optimizer under FBGEMM's names. TorchRec's classes already use them."""
-    spelled = {name: value for name, value in options.items() if name not in _WITHOUT_EFFECT}
-    for name in _UNSUPPORTED:
-        if spelled.pop(name, False):
-            raise ValueError(
-                f"{where}: expected {name}=False, got {options[name]!r}. Row optimizers lack it: remove it."
-            )
-    for name, others in _TWICE.items():
-        if name in spelled and (twice := [other for other in others if other in spelled]):
-            raise ValueError(
-                f"{where}: expected {name} or {' and '.join(others)} on the parameter, got {name} and "
-                f"{' and '.join(twice)}. Remove one of them."
-            )
+    _check_options(options, where)
+    unused = (*_WITHOUT_EFFECT, *_UNSUPPORTED)
+    spelled = {name: value for name, value in options.items() if name not in unused}
     if "betas" in spelled:
         try:
             spelled["beta1"], spelled["beta2"] = spelled.pop("betas")
@@ -68,15 +55,29 @@ def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     return spelled
 
 
+def _check_options(options: Mapping[str, Any], where: str) -> None:
+    for name in _UNSUPPORTED:
+        if options.get(name, False):
+            raise ValueError(
+                f"{where}: expected {name}=False, got {options[name]!r}. Row optimizers lack it: remove it."
+            )
+    for name, others in _TWICE.items():
+        if name in options and (twice := [other for other in others if other in options]):
+            raise ValueError(
+                f"{where}: expected {name} or {' and '.join(others)} on the parameter, got {name} and "
+                f"{' and '.join(twice)}. Remove one of them."
+            )
+
+
 def merged_fused_params(
-    of_sharder: Mapping[str, Any] | None, of_module: Mapping[str, Any] | None
+    sharder_params: Mapping[str, Any] | None, module_params: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Merges the sharder's `fused_params` over the module's.
 
     If the sharder sets an optimizer, the module's hyper-parameters are not used: they belong to another
     optimizer. The module's `output_dtype` is kept.
     """
-    sharder, module = dict(of_sharder or {}), dict(of_module or {})
+    sharder, module = dict(sharder_params or {}), dict(module_params or {})
     if "optimizer" in sharder:
         module = {key: value for key, value in module.items() if key == "output_dtype"}
     return {**module, **sharder}
@@ -90,12 +91,6 @@ def chosen_fused_params(
     TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
 
     weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
-
-    Returns:
-        The merged options; None if neither the parameter nor `fused_params` has any.
-
-    Raises:
-        ValueError: if the parameter has two optimizers, or an optimizer that is not supported.
     """
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
@@ -111,15 +106,19 @@ def chosen_fused_params(
                 f"{where}: expected one optimizer on the parameter, got {classes[0].__name__} and "
                 f"{on_parameter['optimizer']} among its options. Remove the latter."
             )
-        try:
-            on_parameter["optimizer"] = matching_optimizer(classes[0])
-        except ValueError:
-            raise ValueError(
-                f"{where}: expected an optimizer class that TorchRec can fuse, got "
-                f"{classes[0].__name__}. "
-                "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
-            ) from None
+        on_parameter["optimizer"] = _fusable(classes[0], where)
     return merge_fused_params(dict(fused_params or {}), on_parameter)
+
+
+def _fusable(optimizer_class: type[torch.optim.Optimizer], where: str) -> EmbOptimType | str:
+    try:
+        return matching_optimizer(optimizer_class)
+    except ValueError:
+        raise ValueError(
+            f"{where}: expected an optimizer class that TorchRec can fuse, got "
+            f"{optimizer_class.__name__}. "
+            "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
+        ) from None
 
 
 def chosen_optimizer(
@@ -128,9 +127,6 @@ def chosen_optimizer(
     """Returns the row optimizer of one table: of `chosen_fused_params`, else FBGEMM's default.
 
     weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
-
-    Raises:
-        ValueError: if the optimizer or an option is not supported.
     """
     chosen = chosen_fused_params(weight, fused_params, where)
     if chosen is None:
@@ -139,20 +135,12 @@ def chosen_optimizer(
 
 
 def chosen_output_dtype(fused_params: Mapping[str, Any] | None, where: str) -> torch.dtype:
-    """Returns the dtype of the outputs: `output_dtype`, else float32.
-
-    Raises:
-        ValueError: if `output_dtype` is not supported.
-    """
+    """Returns the dtype of the outputs: `output_dtype`, else float32."""
     return output_dtype_of((fused_params or {}).get("output_dtype"), where)
 
 
 def with_fbgemm_dtype(fused_params: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns a copy of `fused_params` with `output_dtype`, if it is set, as TorchRec reads it: a SparseType.
-
-    Raises:
-        ValueError: if `output_dtype` is not supported.
-    """
+    """Returns a copy of `fused_params` with `output_dtype`, if set, as TorchRec's SparseType."""
     copied = dict(fused_params)
     if copied.get("output_dtype") is not None:
         copied["output_dtype"] = SparseType.from_dtype(chosen_output_dtype(copied, where))

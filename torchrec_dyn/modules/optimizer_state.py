@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
@@ -23,17 +24,7 @@ from torchrec_dyn.storage import turn_of
 
 
 class SavedState:
-    """One state tensor of one table, in the canonical order of its rows. Collective if the table is sharded.
-
-    Args:
-        table: the table's name.
-        name: name of an optimizer state, or "step", "config", "checksum" or "cells".
-        save: function that returns all tensors of the tables that are saved together, by "{table}.{name}".
-        load: function that loads all tensors of the table.
-        made: exported tensors not returned yet, by thread and "{table}.{name}", because several threads may
-            save; all entries of these tables share this dict.
-        given: tensors to load, None where not given yet; all entries of a table share this dict.
-    """
+    """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded."""
 
     def __init__(
         self,
@@ -64,11 +55,7 @@ class SavedState:
         return saved
 
     def load_state_dict(self, saved: Tensor) -> None:
-        """Stores the tensor; the call for the last tensor of the table loads all.
-
-        Raises:
-            ValueError: if the tensors do not match the present rows of the table; nothing has changed then.
-        """
+        """Stores the tensor; the call for the last tensor of the table loads all."""
         self._given[self._name] = saved
         given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
         if len(given) == len(self._given):
@@ -83,16 +70,8 @@ def saved_states(
     load: Callable[[dict[str, Tensor]], None],
     made: dict[tuple[int, str], Tensor],
 ) -> dict[str, SavedState]:
-    """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does.
-
-    Args:
-        table: the table's name.
-        optimizer: the optimizer of its rows.
-        save: function that returns all tensors of the tables that are saved together, by "{table}.{name}".
-        load: function that loads all tensors of the table.
-        made: an empty dict, the same for these tables.
-    """
-    names = ("cells", *optimizer.state_names, "step", "config", "checksum")
+    """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does."""
+    names = ("optimizer_config", *optimizer.state_names, "step", OPTIMIZER_CHECKSUM)
     given: dict[str, Tensor | None] = dict.fromkeys(names)
     return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
 

@@ -69,9 +69,6 @@ def checked_configs(
 
     A config without feature names gets the table's name as its only feature, as in TorchRec. The initializer
     of a table replaces its init_fn, weight_init_min and weight_init_max, so the copy has no init_fn then.
-
-    Raises:
-        ValueError: if there is no list, no table in it, a config is not valid, or a table name is repeated.
     """
     if isinstance(tables, BaseEmbeddingConfig):
         raise ValueError(
@@ -85,10 +82,13 @@ def checked_configs(
                 f"{where}: expected tables of type {config_type.__name__}, got "
                 f"{type(config).__name__}."
             )
-        _check_config(config, where)
+        _check_name(config, where)
+        table = f"{where}(table='{config.name}')"
+        _check_config(config, table)
+        _check_features(config, table)
         if not _names_initializer(dynamic, config.name):
-            _check_initial_rows(config, f"{where}(table='{config.name}')")
-        _check_uses(config, dynamic, f"{where}(table='{config.name}')")
+            _check_initial_rows(config, table)
+        _check_uses(config, dynamic, table)
     _check_once((config.name for config in tables), "a table name", where)
     copies = [
         replace(
@@ -113,7 +113,7 @@ def _check_once(names: Iterable[str], what: str, where: str, remedy: str = "") -
             raise ValueError(f"{where}: expected {what} once, got '{name}' {times} times.{remedy}")
 
 
-def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
+def _check_name(config: BaseEmbeddingConfig, where: str) -> None:
     if not isinstance(config.name, str) or not config.name or "." in config.name:
         raise ValueError(
             f"{where}: expected a table name that is not empty and has no dot, got {config.name!r}."
@@ -123,7 +123,9 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
             f"{where}: expected a table name that torch.nn.ModuleDict does not use itself, got "
             f"'{config.name}'."
         )
-    where = f"{where}(table='{config.name}')"
+
+
+def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
     for field in ("num_embeddings", "embedding_dim"):
         check_size(getattr(config, field), field, where)
     most = min(_MOST_ROWS, _MOST_NUMBERS // config.embedding_dim)
@@ -141,6 +143,9 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
             raise ValueError(
                 f"{where}: expected {option}={unused}, got {getattr(config, option)!r}. {remedy}"
             )
+
+
+def _check_features(config: BaseEmbeddingConfig, where: str) -> None:
     if isinstance(config.feature_names, str):
         raise ValueError(
             f"{where}: expected feature_names as a list, got {config.feature_names!r}. Write "
@@ -170,21 +175,13 @@ def check_unprocessed(options: Mapping[str, DynamicTableConfig], where: str) -> 
 
 
 def check_size(value: int | None, name: str, where: str) -> None:
-    """Checks a number of rows or columns.
-
-    Raises:
-        ValueError: if the value is not an integer above 0.
-    """
+    """Checks a number of rows or columns."""
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{where}: expected {name} to be an integer above 0, got {value!r}.")
 
 
 def check_id(value: int | None, name: str, where: str) -> None:
-    """Checks an id in an argument of the user.
-
-    Raises:
-        ValueError: if the value is neither an int64 nor None.
-    """
+    """Checks an id in an argument of the user."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if value is not None and not (is_integer and -(2**63) <= value < 2**63):
         raise ValueError(f"{where}: expected {name} to be an int64 or None, got {value!r}.")
@@ -262,9 +259,6 @@ def dynamic_config_by_table(
 
     `dynamic` is one config for all tables, or a mapping by table name; other tables get the default, and
     so do all with None.
-
-    Raises:
-        ValueError: if a name is not a table of the collection, or a value is not a DynamicTableConfig.
     """
     if dynamic is None or isinstance(dynamic, DynamicTableConfig):
         chosen = dict.fromkeys(names, dynamic or DynamicTableConfig())
@@ -290,9 +284,6 @@ def number_by_table(
     """Returns an integer option, such as a dimension or a divisor, for each table.
 
     `given` is one number for all tables, or a mapping with a number for each. `where` names the option, too.
-
-    Raises:
-        ValueError: if a table has no number, a name is not a table, or a number is not in [1, most].
     """
     if isinstance(given, Mapping):
         if set(given) != set(names):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -49,6 +49,14 @@ class _Group:
     positions: list[int] | None
     columns: list[int]
 
+    def split(self, output: Tensor, batch_sizes: Sequence[int] | None) -> list[Tensor]:
+        """Returns the output of each feature, [bags, D]; batch_sizes: [F], if they differ."""
+        if batch_sizes is None:
+            return list(torch.split(output, self.columns, dim=1))
+        sizes = [bags * width for bags, width in zip(batch_sizes, self.columns, strict=True)]
+        flat = zip(torch.split(output, sizes), self.columns, strict=True)
+        return [part.view(-1, width) for part, width in flat]
+
 
 class UnshardedLookup:
     """Groups tables of equal pooling, dtype and optimizer, and looks up their features.
@@ -87,13 +95,10 @@ class UnshardedLookup:
         return self.tables[0].lock
 
     def pooled(self, features: FeatureIds, training: bool) -> list[Tensor]:
-        """Looks up and pools.
+        """Returns the pooled rows of features in table order, [B, D] each; in training unseen ids get rows.
 
-        `features` are the ids of the features of all tables, in table order. In training unseen ids get rows.
-
-        Returns:
-            One tensor [B, D] per feature. If all features are in one group and have the same number of bags,
-            a single tensor [B, sum of D]: then no copy is needed to join the outputs.
+        If all features are in one group and have the same number of bags, they are a single tensor
+        [B, sum of D]: then no copy is needed to join the outputs.
         """
         check_taken(self.lock, self._where)
         varies = features.varies
@@ -109,17 +114,9 @@ class UnshardedLookup:
                 counts=chosen.given_counts,
                 scores=chosen.scores,
             )
-            if varies:
-                sizes = [
-                    size * width
-                    for size, width in zip(chosen.batch_sizes, group.columns, strict=True)
-                ]
-                flat = zip(torch.split(output, sizes), group.columns, strict=True)
-                parts = [part.view(-1, width) for part, width in flat]
-            elif group.positions is None:
+            if group.positions is None and not varies:
                 return [output]
-            else:
-                parts = list(torch.split(output, group.columns, dim=1))
+            parts = group.split(output, chosen.batch_sizes if varies else None)
             if group.positions is None:
                 return parts
             for position, part in zip(group.positions, parts, strict=True):
@@ -194,10 +191,10 @@ class UnshardedLookup:
 
     def _current_groups(self) -> list[_Group]:
         now = TABLES.now
-        made = [table.rows() for table in self.tables]
+        shards = [table.rows() for table in self.tables]
         if now is self._grouped_at and now is TABLES.now:  # `rows` may have changed a table
             return self._groups
-        state = [(rows, rows.dtype, rows.optimizer) for rows in made]
+        state = [(shard, shard.dtype, shard.optimizer) for shard in shards]
         if state != self._grouped_for:
             with self.lock:
                 if state != self._grouped_for:
@@ -212,60 +209,63 @@ class UnshardedLookup:
         members: dict[Any, list[int]] = {}
         for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((*kind, pooling), []).append(number)
-        counts = [len(table.config.feature_names) for table in self.tables]
-        first = list(accumulate(counts, initial=0))
         groups: list[_Group] = []
         driven: dict[RowOptimizer, list[TableGroup]] = {}
         for (_, optimizer, pooling), numbers in members.items():
-            tables = TableGroup(
-                [state[number][0] for number in numbers],
-                [counts[number] for number in numbers],
-                pooling,
-                chosen_output_dtype(self.tables[0].fused_params, self.tables[0].where),
-                uses_of(
-                    [
-                        (state[number][0].config, self.tables[number].config.feature_names)
-                        for number in numbers
-                    ]
-                ),
-            )
-            positions = [first[number] + i for number in numbers for i in range(counts[number])]
-            columns = [
-                self.tables[number].config.embedding_dim
-                for number in numbers
-                for _ in range(counts[number])
-            ]
-            groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
-            driven.setdefault(optimizer, []).append(tables)
+            group = self._new_group([state[number][0] for number in numbers], numbers, pooling)
+            groups.append(group if len(members) > 1 else replace(group, positions=None))
+            driven.setdefault(optimizer, []).append(group.tables)
         optimizers = [optimizer for _, _, optimizer in state]
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
-        for optimizer, tables_of in driven.items():
-            _rates(self._optimizers[optimizer]).drive(tables_of)
+        for optimizer, tables in driven.items():
+            _rates(self._optimizers[optimizer]).drive(tables)
         return groups
+
+    def _new_group(
+        self, rows: Sequence[TableShard], numbers: Sequence[int], pooling: Any
+    ) -> _Group:
+        """Returns the group of the tables of some numbers; `rows` are theirs."""
+        configs = [self.tables[number].config for number in numbers]
+        counts = [len(table.config.feature_names) for table in self.tables]
+        begins = list(accumulate(counts, initial=0))
+        tables = TableGroup(
+            rows,
+            [counts[number] for number in numbers],
+            pooling,
+            chosen_output_dtype(self.tables[0].fused_params, self.tables[0].where),
+            uses_of(
+                [
+                    (shard.config, config.feature_names)
+                    for shard, config in zip(rows, configs, strict=True)
+                ]
+            ),
+        )
+        positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
+        columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        return _Group(tables, positions, columns)
 
     def _make_optimizers(self, optimizers: list[RowOptimizer]) -> None:
         self._kept_rates.update(self._current_rates())
-        all_made: dict[RowOptimizer, DynamicOptimizer] = {}
-        for optimizer in dict.fromkeys(optimizers):
+        built: dict[RowOptimizer, DynamicOptimizer] = {}
+        for kind in dict.fromkeys(optimizers):
             tables = [
-                table
-                for table, other in zip(self.tables, optimizers, strict=True)
-                if other == optimizer
+                table for table, other in zip(self.tables, optimizers, strict=True) if other == kind
             ]
-            made = DynamicOptimizer(
+            built[kind] = DynamicOptimizer(
                 [],
                 {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
-                self._kept_rates.get(optimizer, optimizer.learning_rate),
+                self._kept_rates.get(kind, kind.learning_rate),
                 self,
             )
             for table in tables:
-                made.state[table.weight].update(unsharded_states(table))
-            all_made[optimizer] = made
-        self._optimizers, self._combined, self._optimized_for = all_made, None, optimizers
+                built[kind].state[table.weight].update(unsharded_states(table))
+        self._optimizers, self._combined, self._optimized_for = built, None, optimizers
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {kind: float(_rates(made)["lr"]) for kind, made in self._optimizers.items()}
+        return {
+            kind: float(_rates(optimizer)["lr"]) for kind, optimizer in self._optimizers.items()
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
@@ -283,7 +283,7 @@ class UnshardedLookup:
 
 
 class _AllOptimizers(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer of the tables of one collection: an error of some holds back no others."""
+    """TorchRec's CombinedOptimizer of a collection; it steps all optimizers even if one fails."""
 
     def step(self, closure: Any = None) -> None:
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
@@ -296,9 +296,9 @@ class _AllOptimizers(CombinedOptimizer):
 
 def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _AllOptimizers:
     """Returns the copy that has these parts."""
-    made = _AllOptimizers(list(optimizers))
-    made.defaults.update(defaults)
-    return made
+    combined = _AllOptimizers(list(optimizers))
+    combined.defaults.update(defaults)
+    return combined
 
 
 def _rates(optimizer: DynamicOptimizer) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torchrec_dyn.modules.wrapper_checks import (
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import ModelEntry, check_is_not_static, save_tables, stage_table
+from torchrec_dyn.ranks import Piece, Table, TableLayout
+from torchrec_dyn.state_dict import TableLoad, check_is_not_static, save_tables, stage_table
 from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
@@ -70,9 +70,6 @@ class UnshardedTable(nn.Module):
 
         If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
         only hyper-parameters differ, else it starts from zero.
-
-        Raises:
-            ValueError: if the collection is on the meta device, or a tensor is in place of the placeholder.
         """
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
@@ -108,26 +105,6 @@ class UnshardedTable(nn.Module):
         weight = self._parameters["weight"]
         return weight is not None and not weight.requires_grad
 
-    # With `is_frozen` and `as_table`, what a handle asks of the table (ranks/table_handle.py).
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.config.name
-
-    @property
-    def features(self) -> tuple[str, ...]:
-        """The names of the features that read the table."""
-        return tuple(self.config.feature_names)
-
-    def set_frozen(self, is_frozen: bool) -> None:
-        """Freezes or unfreezes the table."""
-        self.weight.requires_grad_(not is_frozen)
-
-    def editing(self) -> TableLock:
-        """Returns the lock: the rows of another optimizer do not replace the rows while it is held."""
-        return self.lock
-
     def _rows_of(self, before: TableShard | None) -> TableShard:
         """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
         if self.device == _META:
@@ -144,16 +121,7 @@ class UnshardedTable(nn.Module):
         table = self._new_rows(optimizer, self.device)
         self.device = table.device  # with the number of the GPU, which its name may lack
         if before is not None:
-            table.start_as(before.initializer)  # a loaded checkpoint may have set it
-        if before is not None and (before.num_rows or before.life is not None):
-            state = state_for_copy(before, on_host=True)
-            table.load_state(without_optimizer(state, before.optimizer))
-        if before is not None and before.changes is not None:
-            table.changes = before.changes  # earlier markers stay valid
-            table.note_replaced(before.id_map)
-        if before is not None:
-            # The backward of an earlier forward would update rows that are gone.
-            before.generation += 1
+            _copy_contents(before, table)
         return table
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:
@@ -199,11 +167,7 @@ class UnshardedTable(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then.
-
-        Raises:
-            ValueError: if DistributedDataParallel is being built around the table on several ranks.
-        """
+        """Yields the table; the constructor of DistributedDataParallel skips its placeholder then."""
         skip_in_ddp(self.where, f"{prefix}.weight" if prefix else "weight", self.weight)
         yield from super().named_modules(memo, prefix, remove_duplicate)
 
@@ -273,6 +237,25 @@ class UnshardedTable(nn.Module):
         """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    def handle(self) -> Table:
+        """Returns the table that users hold: it makes the rows at their first use, and finds them anew."""
+        layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
+        return Table(
+            name=self.config.name,
+            where=self.where,
+            layout=layout,
+            shards=_PresentRows(self),
+            rank=0,
+            group=None,
+            lock=self.lock,
+            device=self.device,
+            config=self.saved_config(),
+            options=self.dynamic,
+            optimizer=chosen_optimizer(self.weight, self.fused_params, self.where),
+            features=tuple(self.config.feature_names),
+            placeholder=self.weight,
+        )
+
     @not_compiled
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -283,13 +266,10 @@ class UnshardedTable(nn.Module):
             table = Table.of_one(rows, self.where, self.saved_config())
             save_tables(destination, {prefix: table}, self.where)
 
-    def staged(self, state_dict: Mapping[str, Any], prefix: str) -> ModelEntry | None:
+    def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows.
 
         Nothing changes before its `commit`.
-
-        Raises:
-            ValueError: if the saved rows are damaged, do not match this table, or are those of a static one.
         """
         check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
@@ -320,7 +300,7 @@ class UnshardedTable(nn.Module):
         loaded = state_dict.get(prefix + "weight")  # staged by the collection, if it is loaded
         with turn_of(self, also_torn=True):
             try:
-                if not isinstance(loaded, ModelEntry):
+                if not isinstance(loaded, TableLoad):
                     loaded = self.staged(state_dict, prefix)
             except ValueError as fault:
                 error_msgs.append(str(fault))
@@ -339,6 +319,31 @@ class UnshardedTable(nn.Module):
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"
 
 
+class _PresentRows(Sequence[TableShard]):
+    """The only shard of an unsharded table, as it is when it is read."""
+
+    def __init__(self, table: UnshardedTable) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return [self._table.rows()][index]
+
+
+def _copy_contents(before: TableShard, table: TableShard) -> None:
+    """Gives a new table the contents of one with another kind of optimizer, without optimizer state."""
+    table.start_as(before.initializer)  # a loaded checkpoint may have set it
+    if before.num_rows or before.life is not None:
+        state = state_for_copy(before, on_host=True)
+        table.load_state(without_optimizer(state, before.optimizer))
+    if before.changes is not None:
+        table.changes = before.changes  # earlier markers stay valid
+        table.note_replaced(before.id_map)
+    before.generation += 1  # the backward of an earlier forward would update rows that are gone
+
+
 class _Placeholder(nn.Parameter):
     """The parameter `weight` of a table. Copies of those that hold it, too, as optimizers, have the copy's.
 
@@ -354,8 +359,8 @@ class _Placeholder(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
         make, arguments = self.__reduce_ex__(4)
-        made: _Placeholder = make(*copy.deepcopy(arguments, memo))
-        return made
+        placeholder: _Placeholder = make(*copy.deepcopy(arguments, memo))
+        return placeholder
 
 
 @lasting
@@ -367,10 +372,10 @@ def _placeholder(
     kwargs: list[dict[str, Any]],
 ) -> _Placeholder:
     data = torch.empty(shape, dtype=dtype, device=_META)
-    made = _Placeholder(data, requires_grad=requires_grad)
+    placeholder = _Placeholder(data, requires_grad=requires_grad)
     if classes:
-        _mark(made, classes, kwargs)
-    return made
+        _mark(placeholder, classes, kwargs)
+    return placeholder
 
 
 def _mark(weight: Any, classes: list[Any], kwargs: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Errors that an ordinary module would not need: wrappers, TorchRec's sharders, activation checkpointing.
 
-Three mistakes would train or save wrong rows in silence: several ranks use an unsharded collection as one
+These mistakes would train or save wrong rows in silence: several ranks use an unsharded collection as one
 model, TorchRec's sharder turns dynamic tables into static ones, or torch gathers a state dict from the rows
 of one rank. Nothing but the caller tells these calls from harmless ones, so `_running` looks for the caller
 on the stack (docs/decisions/0025). A lookup in a checkpointed function would count two steps.
@@ -20,6 +20,7 @@ from torch import nn
 from torch._C import _autograd
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.checkpoint import state_dict as dcp_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -28,6 +29,16 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from torchrec_dyn.name_lists import listed
 
+
+def _codes(*functions: Callable[..., Any]) -> set[int]:
+    return {id(inspect.unwrap(function).__code__) for function in functions}
+
+
+_DDP_BUILT = _codes(DistributedDataParallel.__init__)
+_WRAPPED = _codes(DistributedDataParallel.forward, DistributedModelParallel.forward)
+_STATIC_BUILT = _codes(ShardedEmbeddingBagCollection.__init__, ShardedEmbeddingCollection.__init__)
+_FULLY_SHARD = _codes(fully_shard)
+_SAVED = _codes(dcp_state_dict._get_model_state_dict)
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
     "the planner if you call it"
@@ -36,7 +47,7 @@ _WHAT_TO_DO = (
 
 def check_not_wrapped(where: str) -> None:
     """Raises ValueError in a forward of a DDP or DMP of several ranks: no sharder got the collection."""
-    wrapper = _running("self", DistributedDataParallel.forward, DistributedModelParallel.forward)
+    wrapper = _running("self", _WRAPPED)
     if isinstance(wrapper, DistributedDataParallel):
         _check_one_rank(where, "DistributedDataParallel", wrapper.process_group.size())
     elif wrapper is not None:
@@ -51,7 +62,7 @@ def check_is_no_dmp(where: str, model: nn.Module) -> None:
 
 def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
     """Makes the DDP that is being built, if any, skip a placeholder; ValueError if it has several ranks."""
-    ddp = _running("self", DistributedDataParallel.__init__)
+    ddp = _running("self", _DDP_BUILT)
     if ddp is None:
         return
     _check_one_rank(where, "DistributedDataParallel", ddp.process_group.size())
@@ -64,12 +75,15 @@ def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
 def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
     """Makes `fully_shard` skip modules of a class on one rank; on several ranks it raises ValueError.
 
-    `fully_shard` alone asks for the registry of composable APIs, and skips modules with "replicate".
+    It asks for the registry of composable APIs, as torch's functions for state dicts do, and skips modules
+    with "replicate".
     """
 
-    def registry(self: Any) -> dict[str, None]:
-        if dist.is_initialized():
-            _check_one_rank(self.where, "fully_shard", dist.get_world_size())
+    def registry(self: Any) -> dict[str, None] | None:
+        mesh = _running("mesh", _FULLY_SHARD)
+        if mesh is None:
+            return None
+        _check_one_rank(self.where, "fully_shard", mesh.size())
         return {"replicate": None}
 
     setattr(kind, REGISTRY_KEY, property(registry))
@@ -78,8 +92,7 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
 
 def check_not_made_static(where: str, collection: nn.Module) -> None:
     """Raises ValueError while TorchRec builds a static sharded collection from an unsharded one."""
-    built = (ShardedEmbeddingBagCollection.__init__, ShardedEmbeddingCollection.__init__)
-    if _running("module", *built) is collection:
+    if _running("module", _STATIC_BUILT) is collection:
         raise ValueError(
             f"{where}: expected a sharder of torchrec_dyn, got TorchRec's, which makes static tables. "
             f"{_WHAT_TO_DO}. A managed-collision module cannot contain dynamic tables."
@@ -88,7 +101,7 @@ def check_not_made_static(where: str, collection: nn.Module) -> None:
 
 def check_not_gathered(where: str) -> None:
     """Raises ValueError if torch makes a state dict of a sharded collection with `full_state_dict=True`."""
-    options = _running("info", dcp_state_dict._get_model_state_dict)
+    options = _running("info", _SAVED)
     if options is not None and options.full_state_dict:
         raise ValueError(
             f"{where}.state_dict: expected full_state_dict=False, got True: the rows stay on their ranks. "
@@ -119,13 +132,12 @@ def _runs_again() -> bool:
     )
 
 
-def _running(name: str, *functions: Callable[..., Any]) -> Any:
+def _running(name: str, codes: set[int]) -> Any:
     """Returns a local variable of the innermost running call of some functions; None if none is running."""
     # Without a process group nothing is wrapped or sharded. A compiler cannot trace frames.
     if torch.compiler.is_compiling() or not dist.is_initialized():
         return None
     frame: FrameType | None = sys._getframe(1)
-    codes = {id(inspect.unwrap(function).__code__) for function in functions}
     while frame is not None and id(frame.f_code) not in codes:
         frame = frame.f_back
     return None if frame is None else frame.f_locals.get(name)

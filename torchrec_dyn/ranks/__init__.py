@@ -2,9 +2,9 @@
 
 Imports `table`, `storage` and the ground; this is the lowest room that imports TorchRec. Start with
 `layout`: the traits of the sharding types, and the rows and columns of each table on each rank. The file
-`table` has the table itself: this rank's shards, and the calls by id on all ranks; `table_handle` has what
-collections return of it. `routing` computes the owner of an id, `agreement` raises an error of one rank on
-all ranks, also before it sends tensors. `host_group` returns the group for tensors of the CPU.
+`table` has the table itself, which collections return: this rank's shards, and the calls by id on all ranks.
+`routing` computes the owner of an id, `agreement` is where ranks meet: an error of one is raised on all.
+`host_group` returns the group for tensors of the CPU.
 """
 
 from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
@@ -18,6 +18,13 @@ from torchrec_dyn.ranks.layout import (
     checked_plan,
     table_layouts,
 )
-from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
+from torchrec_dyn.ranks.routing import (
+    config_of_share,
+    ids_per_rank,
+    mixed_ranges,
+    owners,
+    row_limit,
+)
 from torchrec_dyn.ranks.table import OF_EVERY_SHARD, Stats, Table
-from torchrec_dyn.ranks.table_handle import TableHandle
+
+TableHandle = Table  # the name in the documentation of what collections return

@@ -1,9 +1,10 @@
-"""Agreement between ranks in a collective call: an error of one rank is raised on all.
+"""Meetings of ranks in a collective call: an error of one rank is raised on all.
 
-If one rank raised alone, the other ranks would wait in the next collective. So all work between two
-collectives, down to the memory that it allocates, runs in a function here.
+A collective call meets twice, beside its exchange of data: where the ranks compare their arguments, and once
+each of them has prepared its change, before any of them commits. An error between two meetings is an error of
+its rank alone: the others end by the time-out of their group (docs/failures.md).
 
-An agreement sends 24 bytes a rank: a number of the call, whether the rank has a fault, and the size of its
+A meeting sends 24 bytes a rank: a number of the call, whether the rank has an error, and the size of its
 value. Values and errors follow only where there are any.
 
 In all functions `group` has the ranks, or is None for one process, and `call` names table and method, the
@@ -29,44 +30,80 @@ from torchrec_dyn.storage import lacks_memory
 T = TypeVar("T")
 
 
-def agree(
-    group: dist.ProcessGroup | None, call: str, fault: Exception | None = None, value: Any = None
-) -> list[Any]:
-    """Waits until all ranks are at the same point of the same call. Collective.
+def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
+    """Runs this rank's part of a call, then meets: returns the results of all ranks, by rank. Collective.
 
-    Returns the value of each rank, by rank; a value is small and picklable, without tensors. `fault` is the
-    error that stops this rank; without a group it is raised as it is.
+    A result is small and picklable, without tensors.
 
     Raises:
-        ValueError: on every rank, if the fault of the lowest faulty rank is a ValueError, or if no rank has
-            a fault but the ranks are in different calls.
-        OSError: on every rank, with its number and file, if the fault is an error of the system.
-        RuntimeError: on every rank, if the fault of the lowest faulty rank is any other exception; if it
-            lacks memory, torch's OutOfMemoryError.
+        ValueError: on every rank, if `work` of the lowest faulty rank raises one, or if no rank has an error
+            but the ranks are in different calls.
+        OSError: on every rank, with its number and file, if it is an error of the system.
+        RuntimeError: on every rank, if it is any other exception; if it lacks memory, torch's
+            OutOfMemoryError.
     """
     if group is None:
-        try:
-            if fault is not None:
-                raise fault
-        finally:
-            del fault  # an error whose frames refer to it would keep their tensors
-        return [value]
+        return [work()]
     try:
-        sent = b"" if value is None else _bytes_of(value)
+        sent = _bytes_of(work())
     except Exception as error:
-        sent, fault = b"", fault or error
-    heads = _gather_heads(group, [_number_of(call), int(fault is not None), len(sent)])
-    if any(has_fault or number != heads[0][0] for number, has_fault, _ in heads):
-        raise _fault_of_ranks(group, call, fault) from fault
-    sizes = [size for *_, size in heads]
-    if not any(sizes):
-        return [None] * len(sizes)
-    of_ranks = _gather_bytes(group, sent, sizes)
-    return [pickle.loads(words) if words else None for words in of_ranks]
+        if getattr(error, "agreed_by", None) is group or getattr(error, "is_agreed", False):
+            raise  # `work` met, too: all ranks have the error already
+        _gather_numbers(group, [_number_of(call), 1, 0])
+        raise _error_of_ranks(group, call, error) from error
+    calls, errors, sizes = zip(
+        *_gather_numbers(group, [_number_of(call), 0, len(sent)]), strict=True
+    )
+    if any(errors) or len(set(calls)) > 1:
+        raise _error_of_ranks(group, call, None)
+    words = _gather_bytes(group, sent, sizes) if any(sizes) else [b""] * len(sizes)
+    return [_value_of(of_rank) for of_rank in words]
+
+
+def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
+    """Runs this rank's part of a call, then meets: returns its own result, which is not sent. Collective.
+
+    `work` may be collective itself. Errors are those of `gather_results`.
+    """
+    done: list[T] = []
+    gather_results(group, call, lambda: done.append(work()))
+    return done[0]
+
+
+settle = run_together
+
+
+def agree(group: dist.ProcessGroup | None, call: str, value: Any) -> list[Any]:
+    """Meets: returns the value of each rank, by rank. Collective. As `gather_results`."""
+    return gather_results(group, call, lambda: value)
+
+
+def exchange(
+    group: dist.ProcessGroup,
+    sent: Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+) -> Tensor:
+    """Sends numbers to all ranks, without a meeting; returns those received, by sender. Collective.
+
+    `sent` [n], on the CPU, by receiver; of one dtype on all ranks. The sizes [ranks] count the numbers for
+    and from each rank.
+    """
+    received = torch.empty(sum(receive_sizes), dtype=sent.dtype, device="cpu")
+    size = sent.element_size()
+    dist.all_to_all_single(
+        # As bytes: backends differ in the dtypes that they can send.
+        received.view(torch.uint8),
+        sent.contiguous().view(torch.uint8),
+        [count * size for count in receive_sizes],
+        [count * size for count in send_sizes],
+        group=group,
+    )
+    return received
 
 
 class _Values(pickle.Pickler):
-    """Pickles values without tensors: if a rank had no memory for one it gets, the others would wait."""
+    """Pickles values without tensors, which are no part of a meeting."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -77,57 +114,57 @@ class _Values(pickle.Pickler):
 
 
 def _bytes_of(value: Any) -> bytes:
+    if value is None:
+        return b""
     written = io.BytesIO()
     _Values(written, pickle.HIGHEST_PROTOCOL).dump(value)
     return written.getvalue()
 
 
-class _Word(NamedTuple):
-    """The words of a rank to the others if some rank has a fault, or is in another call.
+def _value_of(words: bytes) -> Any:
+    return pickle.loads(words) if words else None
 
-    Attributes:
-        call: its call.
-        kind: type of the error that all ranks raise for its fault; None: it has no fault.
-        text: the error's text.
-        number: number of an OSError.
-        file: file of an OSError.
-    """
+
+class _Report(NamedTuple):
+    """The call and the error of a rank, for the others."""
 
     call: str
-    kind: type[Exception] | None = None
+    kind: type[Exception] | None = (
+        None  # of the error that all ranks raise; None: this rank has none
+    )
     text: str = ""
-    number: int = 0
+    number: int = 0  # of an OSError, with its file
     file: Any = None
 
 
-def _word_of(call: str, fault: Exception | None) -> _Word:
-    if fault is None:
-        return _Word(call)
-    if isinstance(fault, OSError) and fault.errno is not None:
+def _report_of(call: str, error: Exception | None) -> _Report:
+    if error is None:
+        return _Report(call)
+    if isinstance(error, OSError) and error.errno is not None:
         # A full disk must look so on all ranks: who saves tries again.
-        return _Word(call, OSError, str(fault.strerror), fault.errno, fault.filename)
-    kind: type[Exception] = ValueError if isinstance(fault, ValueError) else RuntimeError
-    if fault is not None and lacks_memory(fault):
+        return _Report(call, OSError, str(error.strerror), error.errno, error.filename)
+    kind: type[Exception] = ValueError if isinstance(error, ValueError) else RuntimeError
+    if error is not None and lacks_memory(error):
         kind = torch.OutOfMemoryError
-    return _Word(call, kind, str(fault) or type(fault).__name__)
+    return _Report(call, kind, str(error) or type(error).__name__)
 
 
-def _fault_of_ranks(group: dist.ProcessGroup, call: str, fault: Exception | None) -> Exception:
-    """Returns the error that all ranks raise. Collective, on ranks with a fault or in different calls."""
-    mine = pickle.dumps(_word_of(call, fault))
-    sizes = [size for (size,) in _gather_heads(group, [len(mine)])]
-    words: list[_Word] = [pickle.loads(told) for told in _gather_bytes(group, mine, sizes)]
-    made: Any
-    for rank, word in enumerate(words):
-        if word.kind is not None:
-            text = f"{word.call}(rank={rank}): {word.text}"
-            is_of_system = word.kind is OSError
-            made = OSError(word.number, text, word.file) if is_of_system else word.kind(text)
-            made.is_agreed = True  # read by `settle`
-            return cast(Exception, made)
-    rank = next(rank for rank, word in enumerate(words) if word.call != words[0].call)
+def _error_of_ranks(group: dist.ProcessGroup, call: str, error: Exception | None) -> Exception:
+    """Returns the error that all ranks raise, some with an error or in another call. Collective."""
+    sent = pickle.dumps(_report_of(call, error))
+    sizes = [size for (size,) in _gather_numbers(group, [len(sent)])]
+    reports: list[_Report] = [pickle.loads(words) for words in _gather_bytes(group, sent, sizes)]
+    for rank, report in enumerate(reports):
+        if report.kind is not None:
+            text = f"{report.call}(rank={rank}): {report.text}"
+            agreed: Any = report.kind(text)
+            if report.kind is OSError:
+                agreed = OSError(report.number, text, report.file)
+            agreed.agreed_by = group
+            return cast(Exception, agreed)
+    rank = next(rank for rank, report in enumerate(reports) if report.call != reports[0].call)
     return ValueError(
-        f"{words[0].call}: expected the same call on every rank, got {words[rank].call} on rank {rank}."
+        f"{reports[0].call}: expected the same call on every rank, got {reports[rank].call} on rank {rank}."
     )
 
 
@@ -136,113 +173,26 @@ def _number_of(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _gather_heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[tuple[int, ...]]:
+def _gather_numbers(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns the numbers of all ranks, by rank; each rank gives as many. Collective."""
-    layout = struct.Struct(f"{len(head)}q")
-    return [layout.unpack(told) for told in _gather(group, layout.pack(*head))]
+    layout = struct.Struct(f"{len(numbers)}q")
+    return [layout.unpack(words) for words in _gather(group, layout.pack(*numbers))]
 
 
-def _gather_bytes(group: dist.ProcessGroup, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
+def _gather_bytes(group: dist.ProcessGroup, sent: bytes, sizes: Sequence[int]) -> list[bytes]:
     """Returns the bytes of all ranks, by rank. Collective. `sizes` are their numbers of bytes."""
-    told = _gather(group, mine.ljust(max(sizes), b"\0"))
-    return [words[:size] for words, size in zip(told, sizes, strict=True)]
+    received = _gather(group, sent.ljust(max(sizes), b"\0"))
+    return [words[:size] for words, size in zip(received, sizes, strict=True)]
 
 
-def _gather(group: dist.ProcessGroup, mine: bytes) -> list[bytes]:
-    """Returns the bytes of all ranks, by rank; each rank gives as many. Collective.
-
-    No op of torch runs between the ranks' meetings: if it had no memory on one rank, the others would wait.
-    """
-    size, ranks = len(mine), dist.get_world_size(group)
-    told = bytearray(size * ranks)
+def _gather(group: dist.ProcessGroup, sent: bytes) -> list[bytes]:
+    """Returns the bytes of all ranks, by rank; each rank gives as many. Collective."""
+    size, ranks = len(sent), dist.get_world_size(group)
+    received = bytearray(size * ranks)
     parts = [
-        torch.frombuffer(told, dtype=torch.uint8, count=size, offset=size * rank)
+        torch.frombuffer(received, dtype=torch.uint8, count=size, offset=size * rank)
         for rank in range(ranks)
     ]
-    dist.all_gather(
-        parts, torch.frombuffer(bytearray(mine), dtype=torch.uint8), group=host_group(group)
-    )
-    return [bytes(told[begin : begin + size]) for begin in range(0, len(told), size)]
-
-
-def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
-    """Runs this rank's part of a call and returns the results of all ranks, by rank. Collective.
-
-    A result is small and picklable, without tensors. If `work` fails on some rank, every rank raises, as in
-    `agree`.
-    """
-    fault: Exception | None = None
-    done: Any = None
-    try:
-        done = work()
-    except Exception as error:
-        fault = error
-    try:
-        return agree(group, call, fault, done)
-    finally:
-        del fault  # an error whose frames refer to it would keep their tensors
-
-
-def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Runs this rank's part of a call and returns its result, which is not sent. Collective.
-
-    Errors are those of `gather_results`.
-    """
-    done: list[T] = []
-    gather_results(group, call, lambda: done.append(work()))
-    return done[0]
-
-
-def settle(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Runs a part of a call that is collective itself, and returns its result. Collective.
-
-    An error that `work` raises on one rank only is raised on the others where they meet next: in an agreement
-    inside `work`, or at its end. Errors are those of `gather_results`.
-    """
-    fault: Exception | None = None
-    done: list[T] = []
-    try:
-        done.append(work())
-    except Exception as error:
-        if getattr(error, "is_agreed", False):
-            raise  # on all ranks already
-        fault = error
-    try:
-        agree(group, call, fault)
-    finally:
-        del fault
-    return done[0]
-
-
-def exchange(
-    group: dist.ProcessGroup,
-    call: str,
-    make: Callable[[], Tensor],
-    send_sizes: Sequence[int],
-    receive_sizes: Sequence[int],
-) -> Tensor:
-    """Sends numbers to all ranks after every rank has made its numbers; returns those received, by sender.
-
-    Collective. The group sends tensors of the CPU. make: returns the numbers to send, one-dimensional, on the
-    CPU, by receiver; of one dtype on all ranks. The sizes [ranks] count the numbers for and from each rank.
-
-    Raises:
-        ValueError, RuntimeError: on every rank, if `make` fails on some rank, or a rank has no memory for
-            the numbers that it receives; see `agree`. Nothing was sent then.
-    """
-
-    def prepare() -> tuple[Tensor, Tensor, Tensor, int]:
-        sent = make().contiguous()
-        received = torch.empty(sum(receive_sizes), dtype=sent.dtype, device="cpu")
-        # As bytes: backends differ in the dtypes that they can send.
-        return received, received.view(torch.uint8), sent.view(torch.uint8), sent.element_size()
-
-    received, into, sent, size = run_together(group, call, prepare)
-    dist.all_to_all_single(
-        into,
-        sent,
-        [count * size for count in receive_sizes],
-        [count * size for count in send_sizes],
-        group=group,
-    )
-    return received
+    own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    dist.all_gather(parts, own, group=host_group(group))
+    return [bytes(received[begin : begin + size]) for begin in range(0, len(received), size)]

@@ -23,6 +23,16 @@ def ids_per_rank(ranks: int) -> int:
     return 0 if ranks == 1 else (2**64 - 1) // ranks
 
 
+def mixed_ranges(part: int, ranks: int) -> list[range]:
+    """Returns the mixed ids, unsigned, that one of `ranks` ranks owns."""
+    if ranks == 1:
+        return [range(1 << 64)]
+    block = ids_per_rank(ranks)
+    last = range(ranks * block, 1 << 64)
+    own = [range(mixed, mixed + 1) for mixed in last if mixed % ranks == part]
+    return [range(part * block, (part + 1) * block), *own]
+
+
 def row_limit(num_embeddings: int, ranks: int) -> int:
     """Returns the row limit of one of `ranks` ranks that share `num_embeddings` rows.
 

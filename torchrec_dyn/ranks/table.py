@@ -1,28 +1,31 @@
-"""Table: one table over all ranks that have it, and its column shards on this rank.
+"""Table: one table over all ranks that have it, which is what `collection.table(name)` returns.
 
-Saving, loading, moves to another plan and calls by id take this object. The calls by id, specified in
-whole_model/by_id.py, are collective: all ranks call them, each with any ids, perhaps none. A fault on one
-rank is raised on all ranks. The calls of an unsharded table, a group of one rank, are those of its shard.
+It reads this rank's column shards, and reads and edits the whole table; saving, loading and moves to another
+plan take it, too. Calls on the whole table are collective: all ranks call them, each with any ids, perhaps
+none. An unsharded table is that of a group of one rank.
 
-Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows of the table, D columns of
-the table.
+A collective call meets once, with its arguments, and a change a second time, before it is committed
+(`agreement`).
+
+Legend: M ids of this rank, K ids sent to this rank, C columns on this rank, R rows, D columns of the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, wraps
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks.agreement import exchange, gather_results, run_together
+from torchrec_dyn.ranks.agreement import exchange, gather_results
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import Piece, TableLayout
 from torchrec_dyn.ranks.routing import ids_per_rank, owners
@@ -31,9 +34,8 @@ from torchrec_dyn.storage import (
     IdMap,
     TableLock,
     canonical_order,
-    changes,
+    commit,
     locked,
-    run_to_end,
     to_host,
     turn_of,
 )
@@ -46,61 +48,49 @@ from torchrec_dyn.table import (
     stamp_of,
 )
 
-_P = ParamSpec("_P")
 _T = TypeVar("_T")
 Stats = dict[str, int | float]
 OF_EVERY_SHARD = ("step", "forwards")  # counters that are the same in every shard: not summed
 
 
-def collective(
-    method: Callable[Concatenate[Table, _P], _T],
-) -> Callable[Concatenate[Table, _P], _T]:
-    """Returns a call on the whole table; of an unsharded table the call of this name on its shard."""
-
-    @wraps(method)
-    def on_all_ranks(self: Table, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if self.group is not None:
-            return method(self, *args, **kwargs)
-        on_shard: Callable[..., _T] = getattr(self.shards[0], method.__name__)
-        return on_shard(*args, **kwargs)
-
-    return on_all_ranks
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Table:
-    """One table over all ranks that have it.
+    """One table over all ranks that have it. It stays valid when the table is converted, loaded or moved.
+
+    Reading inserts nothing. No call counts as a training step or takes part in autograd.
+
+    Of a sharded table these calls read this rank's shard; `assign`, `erase`, `freeze` and `unfreeze` are
+    collective: every rank calls them, with any ids, perhaps none. An unsharded table is here as a whole.
 
     Attributes:
         name: the table's name.
-        where: the collection and the table, for messages.
-        layout: the pieces of the table and their ranks.
-        shards: this rank's column shards in column order; may be empty.
-        rank: number of this rank.
-        group: the ranks; it sends tensors of the CPU. None: the table is not sharded.
-        lock: lock of the collection on this rank, which stays the same when tables move.
-        device: device of the rows and of the tensors that methods return; arguments may be on any device.
-        config: `saved_config.table_config` of the table.
-        options: the table's options.
-        optimizer: the optimizer of the rows.
-        key: key of the table in the model's state dict, e.g. "sparse.ebc.embedding_bags.user"; "" if the
-            model is not known.
-        maps: chosen ids and rows of each shard, for deltas (checkpoint/delta_export.py); None: all rows.
+        initializers: the initializers that loads have set, by table of the collection.
+        features: the names of the features that read the table.
     """
 
     name: str
-    where: str
+    where: str  # the collection and the table, for messages
     layout: TableLayout
-    shards: Sequence[TableShard]
+    shards: Sequence[TableShard]  # this rank's column shards in column order; may be empty
     rank: int
-    group: dist.ProcessGroup | None
-    lock: TableLock
-    device: torch.device
-    config: dict[str, Any]
+    group: dist.ProcessGroup | None  # sends tensors of the CPU; None: the table is not sharded
+    lock: TableLock  # of the collection on this rank; it stays the same when tables move
+    device: torch.device  # of rows and results; arguments may be on any device
+    config: dict[str, Any]  # `saved_config.table_config` of the table
     options: DynamicTableConfig
     optimizer: RowOptimizer
-    key: str = ""
-    maps: tuple[IdMap, ...] | None = None
+    key: str = ""  # in the model's state dict, e.g. "sparse.ebc.embedding_bags.user"; "": not known
+    maps: tuple[IdMap, ...] | None = (
+        None  # chosen ids and rows of each shard, for deltas; None: all
+    )
+    features: tuple[str, ...] = ()
+    frozen: set[str] = field(
+        default_factory=set
+    )  # names of the frozen tables of a sharded collection
+    placeholder: nn.Parameter | None = (
+        None  # of an unsharded table: frozen if it requires no gradient
+    )
+    initializers: dict[str, Initializer] = field(default_factory=dict)
 
     @classmethod
     def of_one(cls, shard: TableShard, where: str, config: dict[str, Any]) -> Table:
@@ -112,8 +102,12 @@ class Table:
         )  # fmt: skip
 
     def follow(self, other: Table) -> None:
-        """Sets this object to another, after the table has moved: handles and users hold it."""
+        """Sets this object to another, after the table has moved: users hold it."""
         self.__dict__.update(other.__dict__)
+
+    def __repr__(self) -> str:
+        where = "" if self.group is None else " on this rank"
+        return f"TableHandle(name='{self.name}', num_rows={self.num_rows}{where})"
 
     # This rank's part of the table.
 
@@ -136,9 +130,14 @@ class Table:
         return [*(piece.first_column for piece in self.layout.pieces), self.embedding_dim]
 
     @property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of columns on this rank, as (first column, number of columns)."""
+        return tuple((shard.first_column, shard.columns) for shard in self.shards)
+
+    @property
     def column_ranges(self) -> list[tuple[int, int]]:
         """The first column of each shard on this rank, and the column after its last."""
-        return [(one.first_column, one.first_column + one.columns) for one in self.shards]
+        return [(first, first + columns) for first, columns in self.columns]
 
     @property
     def embedding_dim(self) -> int:
@@ -178,24 +177,260 @@ class Table:
         id_map = shard.id_map if self.maps is None else self.maps[list(self.shards).index(shard)]
         return CanonicalRows(id_map, self.where, lambda: stamp_of(shard))
 
-    @locked  # all column shards at one moment
-    def rows_here(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by ids [K] int64 from this rank's shards and changes nothing. Not collective.
+    # Reads of this rank's part; not collective.
 
-        Returns:
-            rows: [K, C] in column order; zeros for an id without a row.
-            found: [K] bool, True if the id has a row here.
-        """
-        if not self.shards:
+    @property
+    @not_compiled
+    def num_rows(self) -> int:
+        """Rows in use on this rank; several column shards count once."""
+        return sum(shard.num_rows for shard in self.shards[:1])
+
+    @not_compiled
+    def ids(self) -> Tensor:
+        """Returns the ids on this rank, [R] int64 in canonical order: by mixed id, unsigned."""
+        for shard in self.shards:
+            return shard.ids()
+        return torch.empty(0, dtype=torch.int64, device=self.device)
+
+    @not_compiled
+    @locked  # all column shards at one moment
+    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`, for this rank's shard: rows are [M, C]."""
+        shards = list(self.shards)
+        if not shards:
             ids = check_ids(f"{self.where}.lookup", ids)
             not_found = torch.zeros(ids.numel(), dtype=torch.bool, device=self.device)
             return torch.empty(ids.numel(), 0, dtype=self.dtype, device=self.device), not_found
-        read = [shard.lookup(ids) for shard in self.shards]
+        read = [shard.lookup(ids) for shard in shards]
         if len(read) == 1:
             return read[0]
         return torch.cat([rows for rows, _ in read], dim=1), read[0][1]
 
-    # The whole table. All of these are collective.
+    @not_compiled
+    def last_seen(self, ids: Tensor) -> Tensor:
+        """Returns the step or time of each id's last occurrence in training.
+
+        As `torchrec_dyn.read_last_seen`, for this rank's shard.
+        """
+        for shard in self.shards:
+            return shard.last_seen(ids)
+        return torch.full_like(check_ids(f"{self.where}.last_seen", ids), -1, device=self.device)
+
+    @not_compiled
+    def count(self, ids: Tensor) -> Tensor:
+        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`, for this rank's shard."""
+        for shard in self.shards:
+            return shard.count(ids)
+        return torch.zeros_like(check_ids(f"{self.where}.count", ids), device=self.device)
+
+    @not_compiled
+    def stats(self) -> Stats:
+        """Returns the counts of this rank's shard; if there are several column shards, of the first.
+
+        As `torchrec_dyn.read_stats`; a rank without a shard has rows and limit 0 only.
+        """
+        for shard in self.shards:
+            return shard.stats()
+        return {"rows": 0, "limit": 0}
+
+    # Changes of the whole table; collective if it is sharded.
+
+    @not_compiled
+    def assign(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes rows by id, on all ranks. As `torchrec_dyn.assign_rows`."""
+        if self.group is None:
+            with self.lock:  # the rows of another optimizer do not replace these rows meanwhile
+                self.shards[0].assign(ids, rows)
+            return
+        exchange = self._send("assign", ids, lambda: _check_rows(rows, ids, self.embedding_dim))
+        arrived = exchange.send_rows(to_host(rows.detach().to(self.dtype)))
+        parts = arrived.split([shard.columns for shard in self.shards], 1)
+
+        def prepare() -> tuple[None, list[Callable[[], None]]]:
+            both = zip(self.shards, parts, strict=True)
+            return None, [
+                shard.prepare_assign(exchange.arrived, part.contiguous()) for shard, part in both
+            ]
+
+        self._change("assign", prepare)
+
+    @not_compiled
+    def erase(self, ids: Tensor) -> int:
+        """Removes ids, on all ranks, and returns how many had a row. As `torchrec_dyn.erase_rows`."""
+        if self.group is None:
+            with self.lock:
+                return self.shards[0].erase(ids)
+        exchange = self._send("erase", ids)
+
+        def prepare() -> tuple[int, list[Callable[[], None]]]:
+            prepared = [shard.prepare_erase(exchange.arrived) for shard in self.shards]
+            erased = [count for count, _ in prepared] if self.has_first_column else []
+            return sum(erased[:1]), [remove for _, remove in prepared]
+
+        return sum(self._change("erase", prepare))
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the table is frozen: training reads it as evaluation does. The same on every rank."""
+        if self.placeholder is not None:
+            return not self.placeholder.requires_grad
+        return self.name in self.frozen
+
+    @not_compiled
+    def freeze(self) -> None:
+        """Freezes the table: until `unfreeze`, training reads it as evaluation does.
+
+        From the next forward on no id is added, removed or counted, and the step, rows, scores and optimizer
+        state do not change. Weights of bags still get gradients. The backward of an earlier forward
+        still updates rows. `assign`, `erase`, loading and `set_time` work as before. Copies of the table are
+        frozen too; checkpoints do not record that a table is frozen. On an unsharded table `freeze` is
+        equivalent to `requires_grad_(False)` on the table's parameter.
+
+        Raises:
+            ValueError: on every rank, if some rank makes another call, or the ranks have trained the table
+                for different numbers of forwards; nothing has changed then.
+        """
+        self._set_frozen(True)
+
+    @not_compiled
+    def unfreeze(self) -> None:
+        """Unfreezes the table: from the next training forward on, training updates it again.
+
+        Step, scores and optimizer state continue from their present values.
+
+        Raises:
+            ValueError: as `freeze`.
+        """
+        self._set_frozen(False)
+
+    def _set_frozen(self, is_frozen: bool) -> None:
+        if self.placeholder is not None:
+            self.placeholder.requires_grad_(not is_frozen)
+            return
+        verb = "freeze" if is_frozen else "unfreeze"
+        of_ranks = self._gather(verb, lambda: [shard.step for shard in self.shards])
+        steps = {rank: of_shards for rank, of_shards in enumerate(of_ranks) if of_shards}
+        if len({step for of_shards in of_ranks for step in of_shards}) > 1:
+            raise ValueError(
+                f"{self.where}.{verb}: expected every shard at the same training step, got "
+                f"{steps} by rank. Call it on all ranks between the same two batches; if an interrupt came "
+                "into a batch, load a checkpoint first."
+            )
+        with turn_of(self), commit(self):
+            for shard in self.shards:
+                shard.is_frozen = is_frozen
+            (self.frozen.add if is_frozen else self.frozen.discard)(self.name)
+
+    def _change(
+        self, verb: str, prepare: Callable[[], tuple[_T, list[Callable[[], None]]]]
+    ) -> list[_T]:
+        """Prepares a change of the shards, meets, and commits it. Returns the results of all ranks."""
+        stamps: list[Any] = []
+        commits: list[Callable[[], None]] = []
+
+        def prepared() -> _T:
+            result, commits[:] = prepare()
+            stamps.extend(map(_stamp, self.shards))
+            return result
+
+        results = self._gather(verb, prepared)
+        with turn_of(self), commit(self):
+            if stamps != [*map(_stamp, self.shards)]:
+                _, commits = prepare()  # another thread has changed the shards meanwhile
+            for commit_shard in commits:
+                commit_shard()
+        return results
+
+    # Reads of the whole table: of an unsharded one as above, else collective.
+
+    def read_num_rows(self) -> int:
+        """Rows in use on all ranks. As `torchrec_dyn.read_num_rows`."""
+        return sum(
+            self._gather("num_rows", lambda: sum(shard.num_rows for shard in self._first_shards))
+        )
+
+    def read_ids(self) -> Tensor:
+        """Returns all ids of the table, [R] int64, on every rank. As `torchrec_dyn.read_ids`."""
+        if self.group is None:
+            return self.ids()
+        held: list[Tensor] = []
+
+        def read() -> int:
+            held.extend(to_host(shard.ids()) for shard in self._first_shards)
+            return sum(ids.numel() for ids in held)
+
+        counts = self._gather("ids", read)
+        parts = torch.empty(sum(counts), dtype=torch.int64, device="cpu").split(counts)
+        for ids in held:
+            parts[self.rank].copy_(ids)
+        for rank, part in enumerate(parts):
+            if counts[rank]:
+                dist.broadcast(part, dist.get_global_rank(self.group, rank), group=self.group)
+        together = torch.cat(tuple(parts))
+        return together[canonical_order(together)].to(self.device)
+
+    def sample_ids(self, n: int, seed: int) -> Tensor:
+        """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
+        if self.group is None:
+            return self.shards[0].sample_ids(n, seed)
+        first = self._first.ranks
+        of_ranks = self._gather("sample_ids", lambda: (n, seed, *self._counted_for_draws()))
+        asked = [of_rank[:2] for of_rank in of_ranks]
+        if any(other != asked[0] for other in asked):
+            raise ValueError(
+                f"{self.where}.sample_ids: expected the same n and seed on every rank, got {asked} by rank."
+            )
+        # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
+        begins = [0, *accumulate(of_ranks[rank][2] for rank in first)]
+        after = [number for rank in first for number in of_ranks[rank][3]]
+        last = torch.tensor(after, dtype=torch.int64, device="cpu")
+        rows = begins[-1] + last.numel()
+        check_draw(f"{self.where}.sample_ids", n, seed, rows)
+        places = draw_places(rows, n, seed)
+        part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
+        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
+        sizes = [0] * len(of_ranks)
+        for rank, count in zip(first, drawn, strict=True):
+            sizes[rank] = count
+        sent = places[:0]
+        if self.has_first_column:
+            part = first.index(self.rank)
+            with turn_of(self):
+                sent = to_host(ids_at(self.shards[0], places[part_of == part] - begins[part]))
+            sent = sent.repeat(len(sizes))
+        received = exchange(self.group, sent, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
+        ids = torch.empty_like(places)
+        for part, rank in enumerate(first):
+            ids[part_of == part] = received[rank]
+        is_last = part_of == len(first)
+        ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
+        return ids.to(self.device)
+
+    def lookup_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
+        if self.group is None:
+            return self.lookup(ids)
+        exchange = self._send("lookup", ids)
+        rows, mask = self.lookup(exchange.arrived)
+        return exchange.return_rows(to_host(rows)), exchange.return_numbers(to_host(mask))
+
+    def read_last_seen(self, ids: Tensor) -> Tensor:
+        """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
+        return self._first_numbers("last_seen", ids, self.last_seen)
+
+    def read_counts(self, ids: Tensor) -> Tensor:
+        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
+        return self._first_numbers("count", ids, self.count)
+
+    def read_stats(self) -> Stats:
+        """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
+        if self.group is None:
+            return self.stats()
+        of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
+        return _whole_stats(
+            [of_ranks[rank][0] for rank in self._first.ranks],
+            [shard for of_rank in of_ranks for shard in of_rank],
+        )
 
     @property
     def _first(self) -> Piece:
@@ -204,89 +439,6 @@ class Table:
     @property
     def _first_shards(self) -> Sequence[TableShard]:
         return self.shards[:1] if self.has_first_column else []
-
-    @property
-    def _sharded_over(self) -> dist.ProcessGroup:
-        assert self.group is not None
-        return self.group
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in use on all ranks. Collective."""
-        counts = self._gather("num_rows", lambda: sum(one.num_rows for one in self._first_shards))
-        return sum(counts)
-
-    @collective
-    def ids(self) -> Tensor:
-        """Returns all ids of the table, [R] int64 in unsigned order of mix64(id), on every rank."""
-        call, group = f"{self.where}.ids", self._sharded_over
-        held: list[Tensor] = []
-
-        def read() -> int:
-            held.extend(to_host(shard.ids()) for shard in self._first_shards)
-            return sum(ids.numel() for ids in held)
-
-        counts = gather_results(group, call, read)
-
-        def place() -> Sequence[Tensor]:
-            parts = torch.empty(sum(counts), dtype=torch.int64, device="cpu").split(counts)
-            for ids in held:
-                parts[self.rank].copy_(ids)
-            return parts
-
-        parts = run_together(group, call, place)
-        for rank, part in enumerate(parts):
-            if counts[rank]:
-                dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
-
-        def join() -> Tensor:
-            together = torch.cat(tuple(parts))
-            return together[canonical_order(together)].to(self.device)
-
-        return run_together(group, call, join)
-
-    @collective
-    def sample_ids(self, n: int, seed: int) -> Tensor:
-        """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
-        call, first, group = f"{self.where}.sample_ids", self._first.ranks, self._sharded_over
-        of_ranks = self._gather("sample_ids", lambda: (n, seed, *self._counted_for_draws()))
-        asked = [of_rank[:2] for of_rank in of_ranks]
-        if any(other != asked[0] for other in asked):
-            raise ValueError(
-                f"{call}: expected the same n and seed on every rank, got {asked} by rank."
-            )
-        # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
-        begins = [0, *accumulate(of_ranks[rank][2] for rank in first)]
-        after = [number for rank in first for number in of_ranks[rank][3]]
-        last = torch.tensor(after, dtype=torch.int64, device="cpu")
-        rows = begins[-1] + last.numel()
-        check_draw(call, n, seed, rows)
-        places = draw_places(rows, n, seed)
-        part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
-        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
-        sizes = [0] * len(of_ranks)
-        for rank, count in zip(first, drawn, strict=True):
-            sizes[rank] = count
-
-        def mine() -> Tensor:
-            if not self.has_first_column:
-                return places[:0]
-            part = first.index(self.rank)
-            with turn_of(self):
-                ids = to_host(ids_at(self.shards[0], places[part_of == part] - begins[part]))
-            return ids.repeat(len(sizes))
-
-        found = exchange(group, call, mine, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
-
-        def placed() -> Tensor:
-            ids = torch.empty_like(places)
-            for part, rank in enumerate(first):
-                ids[part_of == part] = found[rank]
-            is_last = part_of == len(first)
-            ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
-            return ids.to(self.device)
-
-        return run_together(group, call, placed)
 
     def _counted_for_draws(self) -> tuple[int, list[int]]:
         """Returns the number of ids here in the range of this rank, and its ids after all ranges."""
@@ -298,127 +450,39 @@ class Table:
         after = to_host(self.canonical(shard).from_mixed(ids_per_rank(ranks) * ranks)).tolist()
         return shard.num_rows - len(after), after
 
-    @collective
-    def lookup(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Reads rows by id. As `torchrec_dyn.lookup_rows`."""
-        exchange = self._send("lookup", ids)
-        found: list[Tensor] = []
-
-        def read() -> Tensor:
-            rows, mask = self.rows_here(exchange.arrived)
-            found.append(to_host(mask))
-            return to_host(rows)
-
-        return exchange.return_rows(read), exchange.return_numbers(found.pop)
-
-    @collective
-    def last_seen(self, ids: Tensor) -> Tensor:
-        """Returns each id's last occurrence in training. As `torchrec_dyn.read_last_seen`."""
-        return self._first_numbers("last_seen", ids, TableShard.last_seen)
-
-    @collective
-    def count(self, ids: Tensor) -> Tensor:
-        """Returns each id's number of occurrences. As `torchrec_dyn.read_counts`."""
-        return self._first_numbers("count", ids, TableShard.count)
-
-    @collective
-    def assign(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes rows by id, on all column shards. As `torchrec_dyn.assign_rows`."""
-        exchange = self._send("assign", ids, rows)
-        arrived = exchange.send_rows(lambda: to_host(rows.detach().to(self.dtype)))
-
-        def write() -> None:
-            parts = arrived.split([shard.columns for shard in self.shards], 1)
-            edits = [partial(shard.assign, exchange.arrived) for shard in self.shards]
-            of_shards = zip(edits, parts, strict=True)
-            _edit_all([partial(edit, part.contiguous()) for edit, part in of_shards])
-
-        self._gather("assign", write)
-
-    @collective
-    def erase(self, ids: Tensor) -> int:
-        """Removes ids, on all column shards. As `torchrec_dyn.erase_rows`."""
-        exchange = self._send("erase", ids)
-        edits = [partial(shard.erase, exchange.arrived) for shard in self.shards]
-        counted = len(self._first_shards)
-        return sum(self._gather("erase", lambda: sum(_edit_all(edits)[:counted])))
-
-    def set_frozen(self, is_frozen: bool, frozen: set[str]) -> None:
-        """Freezes or unfreezes all shards at the same training step, or no shard.
-
-        `frozen` are the names of the frozen tables of the collection; it gets or loses this name.
-
-        Raises:
-            ValueError: on every rank, if some rank makes another call, or the training steps of the shards
-                differ; nothing has changed then.
-        """
-        verb = "freeze" if is_frozen else "unfreeze"
-        of_ranks = self._gather(verb, lambda: [shard.step for shard in self.shards])
-        steps = {rank: of_shards for rank, of_shards in enumerate(of_ranks) if of_shards}
-        if len({step for of_shards in of_ranks for step in of_shards}) > 1:
-            raise ValueError(
-                f"{self.where}.{verb}: expected every shard at the same training step, got "
-                f"{steps} by rank. Call it on all ranks between the same two batches; if an interrupt came "
-                "into a batch, load a checkpoint first."
-            )
-        self._mark_frozen(is_frozen, frozen)
-
-    @locked
-    @changes
-    def _mark_frozen(self, is_frozen: bool, frozen: set[str]) -> None:
-        def mark(_: bool) -> None:
-            for shard in self.shards:
-                shard.is_frozen = is_frozen
-            (frozen.add if is_frozen else frozen.discard)(self.name)
-
-        run_to_end(mark)
-
-    @collective
-    def stats(self) -> Stats:
-        """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
-        of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
-        return _whole_stats(
-            [of_ranks[rank][0] for rank in self._first.ranks],
-            [shard for of_rank in of_ranks for shard in of_rank],
-        )
-
     def _send(
         self,
         verb: str,
         ids: Tensor,
-        rows: Tensor | None = None,
+        check: Callable[[], object] = lambda: None,
         pieces: Sequence[Piece] | None = None,
     ) -> IdExchange:
-        """Checks the arguments of every rank, then sends the ids to the ranks that hold them."""
+        """Meets with checked arguments, then sends the ids to the ranks that hold them."""
 
         def checked() -> Tensor:
-            fault = _fault_of_ids(ids)
-            if rows is not None:
-                fault = fault or _fault_of_rows(rows, ids.numel(), self.embedding_dim)
-            if fault:
-                raise ValueError(fault)
+            self.lock.check_at_rest()
+            _check_ids(ids)
+            check()
             return to_host(ids.detach().contiguous())
 
+        assert self.group is not None
         call = f"{self.where}.{verb}"
-        return IdExchange(call, checked, self.layout, self._sharded_over, self.device, pieces)
+        return IdExchange(call, checked, self.layout, self.group, self.device, pieces)
 
-    def _first_numbers(
-        self, verb: str, ids: Tensor, read: Callable[[TableShard, Tensor], Tensor]
-    ) -> Tensor:
+    def _first_numbers(self, verb: str, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns one number for each id, read from the shards with the first columns."""
-        exchange = self._send(verb, ids, pieces=[self._first])
+        if self.group is None:
+            return read(ids)
 
-        def numbers() -> Tensor:
-            here = [to_host(read(shard, exchange.arrived)) for shard in self._first_shards]
-            return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *here])
+        def check() -> None:
+            for shard in self.shards:
+                shard.life_for(verb)
 
-        return exchange.return_numbers(numbers)
+        exchange = self._send(verb, ids, check, [self._first])
+        return exchange.return_numbers(to_host(read(exchange.arrived)))
 
     def _gather(self, verb: str, work: Callable[[], _T]) -> list[_T]:
-        """Runs this rank's part of a call, locked, and returns the results of all ranks.
-
-        An exception of any rank is raised on every rank.
-        """
+        """Runs this rank's part of a call, locked, then meets; returns the results of all ranks."""
 
         def locked_work() -> _T:
             with turn_of(self):
@@ -427,18 +491,9 @@ class Table:
         return gather_results(self.group, f"{self.where}.{verb}", locked_work)
 
 
-def _edit_all(edits: Sequence[Callable[[], _T]]) -> list[_T]:
-    """Runs the same edit of each column shard: after an interrupt (Ctrl-C) all shards have the same ids.
-
-    An edit has the same effect if it runs twice.
-    """
-    results: dict[int, _T] = {}
-
-    def action(number: int, _: bool) -> None:
-        results[number] = edits[number]()
-
-    run_to_end(*(partial(action, number) for number in range(len(edits))))
-    return [results[number] for number in range(len(edits))]
+def _stamp(shard: TableShard) -> tuple[int, ...]:
+    """Returns numbers that change with what an edit has prepared: also where free rows are released."""
+    return *stamp_of(shard), shard.row_numbers.num_free
 
 
 def _whole_stats(row_shards: Sequence[Stats], shards: Sequence[Stats]) -> Stats:
@@ -462,21 +517,23 @@ def _whole_stats(row_shards: Sequence[Stats], shards: Sequence[Stats]) -> Stats:
     return whole
 
 
-def _fault_of_ids(ids: Tensor) -> str:
+def _check_ids(ids: Tensor) -> None:
     if not isinstance(ids, Tensor):
-        return f"expected ids as a tensor, got {type(ids).__name__}."
+        raise ValueError(f"expected ids as a tensor, got {type(ids).__name__}.")
     if ids.dtype != torch.int64:
-        return f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long()."
+        raise ValueError(f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long().")
     if ids.is_meta:
-        return "expected ids with values, got ids on the meta device."
-    return "" if ids.dim() == 1 else f"expected ids [M], got {list(ids.shape)}."
+        raise ValueError("expected ids with values, got ids on the meta device.")
+    if ids.dim() != 1:
+        raise ValueError(f"expected ids [M], got {list(ids.shape)}.")
 
 
-def _fault_of_rows(rows: Tensor, count: int, embedding_dim: int) -> str:
+def _check_rows(rows: Tensor, ids: Tensor, embedding_dim: int) -> None:
     if not isinstance(rows, Tensor):
-        return f"expected rows as a tensor, got {type(rows).__name__}."
-    if tuple(rows.shape) != (count, embedding_dim):
-        return f"expected rows [{count}, {embedding_dim}], got {list(rows.shape)}."
+        raise ValueError(f"expected rows as a tensor, got {type(rows).__name__}.")
+    if tuple(rows.shape) != (ids.numel(), embedding_dim):
+        raise ValueError(f"expected rows [{ids.numel()}, {embedding_dim}], got {list(rows.shape)}.")
     if rows.is_meta:
-        return "expected rows with values, got rows on the meta device."
-    return "" if rows.is_floating_point() else f"expected floating point rows, got {rows.dtype}."
+        raise ValueError("expected rows with values, got rows on the meta device.")
+    if not rows.is_floating_point():
+        raise ValueError(f"expected floating point rows, got {rows.dtype}.")

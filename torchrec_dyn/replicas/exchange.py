@@ -39,43 +39,38 @@ def run_over(
     Returns:
         The result, and the number of bytes that this rank has sent to other replicas.
     """
-    place = ranks.index(dist.get_rank(group))
+    place, total = ranks.index(dist.get_rank(group)), 0
     arrived: list[Tensor] = []
     results: list[_T] = []
-    total = 0
     while True:
         parts: list[Tensor] = []
-
-        def go_on() -> list[int] | None:
-            """Runs to the next send, and returns its sizes; None at the end."""
-            if results:
-                return None
-            try:
-                parts.extend(work.send(arrived) if arrived else next(work))  # noqa: B023
-            except StopIteration as end:
-                results.append(end.value)
-                return None
-            return [part.numel() for part in parts]  # noqa: B023
-
-        sizes = gather_results(group, call, go_on)
+        sizes = gather_results(group, call, lambda: _next_sizes(work, arrived, parts, results))  # noqa: B023
         if all(of_rank is None for of_rank in sizes):
             return results[0], total
         sent, received = [0] * len(sizes), [0] * len(sizes)
-        for part, rank in zip(parts, ranks, strict=False):
+        by_rank = dict(zip(ranks, parts, strict=False))
+        for rank, part in by_rank.items():
             of_other = sizes[rank]
             assert of_other is not None, "generators of a replica group send equally often"
             sent[rank], received[rank] = part.numel(), of_other[place]
         total += sum(sent) - sent[ranks[place]]
-        if any(any(of_rank or ()) for of_rank in sizes):
+        whole = torch.cat([_NO_BYTES, *(by_rank[rank] for rank in sorted(by_rank))])
+        of_ranks = exchange(group, whole, sent, received).split(received)
+        arrived = [of_ranks[rank] for rank in ranks]
 
-            def whole() -> Tensor:
-                by_rank = sorted(zip(ranks, parts, strict=False), key=lambda one: one[0])  # noqa: B023
-                return torch.cat([_NO_BYTES, *(part for _, part in by_rank)])
 
-            got = exchange(group, call, whole, sent, received).split(received)
-            arrived = [got[rank] for rank in ranks]
-        else:
-            arrived = [_NO_BYTES for _ in ranks]
+def _next_sizes(
+    work: Sends[_T], arrived: list[Tensor], parts: list[Tensor], results: list[_T]
+) -> list[int] | None:
+    """Runs a generator to its next send: adds its parts, and returns their sizes; None at its end."""
+    if results:
+        return None
+    try:
+        parts.extend(work.send(arrived) if arrived else next(work))
+    except StopIteration as end:
+        results.append(end.value)
+        return None
+    return [part.numel() for part in parts]
 
 
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -86,14 +81,15 @@ def digest_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the bytes of tensors [...] of the CPU, of any dtype, [n] uint8."""
-    return torch.cat([_NO_BYTES, *(one.contiguous().view(-1).view(torch.uint8) for one in tensors)])
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat([_NO_BYTES, *parts])
 
 
 def lists_joined(lists: Sequence[Tensor]) -> Tensor:
     """Returns lists [K] int64 of different lengths as bytes, [n] uint8, for `Cursor.lists`; none if empty."""
-    if not any(one.numel() for one in lists):
+    if not any(ids.numel() for ids in lists):
         return _NO_BYTES
-    sizes = torch.tensor([one.numel() for one in lists], dtype=torch.int64, device="cpu")
+    sizes = torch.tensor([ids.numel() for ids in lists], dtype=torch.int64, device="cpu")
     return joined([sizes, *lists])
 
 

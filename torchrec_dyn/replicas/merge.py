@@ -1,6 +1,7 @@
-"""The merge of what several replicas have of the same ids: who keeps an id, its score, and the mean of rows.
+"""The rules of a merge of replicas by id: who keeps an id, its score, and the mean of rows.
 
-Pure functions of what the sides tell, in the order of the replicas; docs/decisions/0044 has the reasons.
+Pure functions of the states of ids on the sides, in the order of the replicas; docs/decisions/0044 has the
+reasons.
 
 Legend: R sides, one for each replica, K ids, M rows.
 """
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from torchrec_dyn.policies import MOST_COUNT
 
-# What a side tells of an id: bits.
+# The state of an id on a side: bits.
 HAS_ROW = 1
 WAITS = 2
 ERASED = 4  # the user erased it on this side since the last sync
@@ -38,44 +39,32 @@ def unpacked(words: Tensor) -> tuple[Tensor, Tensor]:
     return words >> 32 & MOST_COUNT, words & MOST_COUNT
 
 
-class Told(NamedTuple):
-    """K ids as the sides describe them.
+class IdStates(NamedTuple):
+    """The states of K ids on the sides."""
 
-    Attributes:
-        flags: [R, K] uint8.
-        words: [R, K] int64, the score of its row or of its counter; 0 without one.
-        earlier: [R, K] int64, the score that this row or counter had at the last sync; 0 if there was none.
-    """
-
-    flags: Tensor
-    words: Tensor
-    earlier: Tensor
+    flags: Tensor  # [R, K] uint8
+    words: Tensor  # [R, K] int64, the score of its row or of its counter; 0 without one
+    earlier: Tensor  # [R, K] int64, this score at the last sync; 0 if there was none
 
 
 class Verdict(NamedTuple):
-    """The decision on K ids.
+    """The decision on K ids."""
 
-    Attributes:
-        kinds: [K] uint8.
-        words: [K] int64, the merged scores.
-        gives: [R, K] bool, True if the row of the side is in the mean.
-        takes_part: [R, K] bool, True if the side counts in the mean: with its row, or as one that has not
-            seen the id.
-    """
-
-    kinds: Tensor
-    words: Tensor
-    gives: Tensor
-    takes_part: Tensor
+    kinds: Tensor  # [K] uint8
+    words: Tensor  # [K] int64, the merged scores
+    gives: Tensor  # [R, K] bool, True if the row of the side is in the mean
+    takes_part: (
+        Tensor  # [R, K] bool, True if the side counts in the mean, also as one without the id
+    )
 
 
-def decide(told: Told, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
+def decide(id_states: IdStates, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
     """Returns the verdict on ids.
 
     With `adds_waiting` the occurrences of a waiting id are added to the count of its row on another side:
     rows count occurrences, not weights.
     """
-    flags = told.flags
+    flags = id_states.flags
     has_erased = (flags & ERASED) != 0
     is_erased = has_erased.any(0)
     # What a side still has of an id that was erased elsewhere does not count any more.
@@ -86,8 +75,8 @@ def decide(told: Told, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
     gets_counter = waits.any(0) & ~gets_row
     kinds = torch.where(gets_row, ROW, torch.where(gets_counter, COUNTER, NOTHING))
     is_counted = has_row | waits if adds_waiting else torch.where(gets_row, has_row, waits)
-    earlier = torch.where(is_counted & ~is_erased, told.earlier, 0)
-    words = _merged_scores(torch.where(is_counted, told.words, 0), earlier, is_counted, as_of)
+    earlier = torch.where(is_counted & ~is_erased, id_states.earlier, 0)
+    words = _merged_scores(torch.where(is_counted, id_states.words, 0), earlier, is_counted, as_of)
     is_lost = ((flags & LOST) != 0) & ~is_void
     return Verdict(kinds.to(torch.uint8), words, has_row, has_row | ~is_lost)
 
@@ -105,13 +94,12 @@ def _merged_scores(words: Tensor, earlier: Tensor, is_counted: Tensor, as_of: Co
 def mean_of(rows: Sequence[Tensor], initial: Tensor, gives: Tensor, takes_part: Tensor) -> Tensor:
     """Returns the mean of the rows of the sides, [M, C] in their dtype, rounded once.
 
-    rows: [M, C] of each side, any numbers where it gives no row. initial [M, C] has the row that a side
-    counts with that has not seen the id. gives [R, M] and takes_part [R, M] are bool; at least one side takes
-    part in each row.
+    rows: [M, C] of each side, any numbers where it gives no row; initial [M, C], the row of a side that has
+    not seen the id; gives and takes_part [R, M] bool, at least one side takes part in each row.
     """
     # -0.0 is what can be added to any number without a change of its bits.
     total = torch.full(initial.shape, -0.0, dtype=torch.float64, device=initial.device)
-    for of_side, given, takes in zip(rows, gives, takes_part, strict=True):
-        one = torch.where(given.unsqueeze(1), of_side, initial).double()
-        total += torch.where(takes.unsqueeze(1), one, -0.0)
+    for side_rows, given, takes in zip(rows, gives, takes_part, strict=True):
+        summand = torch.where(given.unsqueeze(1), side_rows, initial).double()
+        total += torch.where(takes.unsqueeze(1), summand, -0.0)
     return total.div_(takes_part.sum(0).unsqueeze(1)).to(initial.dtype)

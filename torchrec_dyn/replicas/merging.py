@@ -1,8 +1,8 @@
 """One sync on one rank, from what has changed here to the merged contents of all tables here. Writes nothing.
 
-Every replica tells which ids have changed. Ids are cut into parts, one a replica. The replica of a part
-decides on its ids by what all tell of them. Then the rows of ids that stay are sent to it, and their means
-from it to all.
+Every replica sends the ids that have changed. Ids are cut into parts, one a replica. The replica of a part
+decides on its ids by their states on all replicas. Then the rows of ids that stay are sent to it, and their
+means from it to all.
 
 Legend: K ids, M rows, R replicas, P parts (as many), S sides.
 """
@@ -25,7 +25,7 @@ from torchrec_dyn.replicas.exchange import (
     joined,
     lists_joined,
 )
-from torchrec_dyn.replicas.merge import HAS_ROW, ROW, Told, Verdict
+from torchrec_dyn.replicas.merge import HAS_ROW, ROW, IdStates, Verdict
 from torchrec_dyn.replicas.side import Changes, Merged, Side
 from torchrec_dyn.storage import canonical_order
 
@@ -66,6 +66,12 @@ def part_of(ids: Tensor, parts: int) -> Tensor:
     return (ops.mix64(ids) & 0xFFFFFFFF) % parts
 
 
+def _cut(ids: Tensor, parts: int) -> list[Tensor]:
+    """Returns ids [K] int64 by their parts."""
+    part = part_of(ids, parts)
+    return [ids[part == number] for number in range(parts)]
+
+
 class Merging:
     """One sync of the sides of this rank.
 
@@ -87,24 +93,26 @@ class Merging:
         """
         changes = [side.find_changes() for side in self._sides]
         unions = yield from self._unions(changes)
-        mine = [
+        own_states = [
             [
-                side.tell(of_side, change)
+                side.states_of(of_side, change)
                 for side, of_side, change in zip(self._sides, ids, changes, strict=True)
             ]
             for ids in unions
         ]
-        told = yield from self._told(unions[self._place], mine)
+        id_states = yield from self._gather_states(unions[self._place], own_states)
         verdicts = [
-            side.decide(of_side, clock)
-            for side, clock, *of_side in zip(self._sides, self.clocks, *told, strict=True)
+            side.decide(side_states, clock)
+            for side, clock, *side_states in zip(self._sides, self.clocks, *id_states, strict=True)
         ]
         kinds, words = yield from self._decided(unions, verdicts)
-        whole = [_joined_parts(of_parts) for of_parts in (unions, kinds, words)]
+        whole = [_joined_parts(parts) for parts in (unions, kinds, words)]
         for side, ids, kinds_of_ids, _ in zip(self._sides, *whole, strict=True):
             side.check_limit(ids, kinds_of_ids)
-        rows = _Rows(self._sides, self._place, unions, kinds, mine, told, verdicts)
-        return [Merged(*one) for one in zip(*whole, (yield from rows.exchange()), strict=True)]
+        rows = _Rows(self._sides, self._place, unions, kinds, own_states, id_states, verdicts)
+        return [
+            Merged(*fields) for fields in zip(*whole, (yield from rows.exchange()), strict=True)
+        ]
 
     def _unions(self, changes: Sequence[Changes]) -> Sends[list[list[Tensor]]]:
         """Returns the ids that changed on some replica, by part and side, in canonical order, [P][S].
@@ -113,63 +121,63 @@ class Merging:
         """
         clocks = [side.clock for side in self._sides]
         digest = digest_of(clocks)
-        parts = [part_of(change.ids, self._parts) for change in changes]
-        both = [*zip(changes, parts, strict=True)]
-        arrived = yield [
-            joined([digest, lists_joined([one.ids[part == number] for one, part in both])])
-            for number in range(self._parts)
-        ]
+        by_part = zip(*(_cut(change.ids, self._parts) for change in changes), strict=True)
+        arrived = yield [joined([digest, lists_joined(ids)]) for ids in by_part]
         cursors = [Cursor(sent) for sent in arrived]
         digests = [cursor.take(torch.uint8, DIGEST_BYTES) for cursor in cursors]
         of_replicas = [cursor.lists(len(self._sides)) for cursor in cursors]
-        if not all(one.equal(digest) for one in digests):
-            told = yield [lists_joined([one.flatten() for one in clocks])] * self._parts
-            of_clocks = [Cursor(sent).lists(len(self._sides)) for sent in told]
-            self.clocks = [
-                Clock.latest([one.view(2, -1) for one in of_side])
-                for of_side in zip(*of_clocks, strict=True)
-            ]
+        if any(not other.equal(digest) for other in digests):
+            self.clocks = yield from self._merged_clocks(clocks)
         unions = [torch.unique(torch.cat(ids)) for ids in zip(*of_replicas, strict=True)]
         union = lists_joined([ids[canonical_order(ids)] for ids in unions])
         arrived = yield [union] * self._parts
         return [Cursor(sent).lists(len(self._sides)) for sent in arrived]
 
-    def _told(
-        self, ids: Sequence[Tensor], mine: Sequence[Sequence[Told]]
-    ) -> Sends[list[list[Told]]]:
-        """Returns what the replicas have of the ids of this rank's part, [R][S]; sends what is here."""
+    def _merged_clocks(self, clocks: Sequence[Tensor]) -> Sends[list[Clock | None]]:
+        """Returns the merged clock of each side, from clocks [2, K] int64 of all replicas."""
+        arrived = yield [lists_joined([clock.flatten() for clock in clocks])] * self._parts
+        of_replicas = [Cursor(sent).lists(len(self._sides)) for sent in arrived]
+        return [
+            Clock.latest([clock.view(2, -1) for clock in of_side])
+            for of_side in zip(*of_replicas, strict=True)
+        ]
+
+    def _gather_states(
+        self, ids: Sequence[Tensor], own_states: Sequence[Sequence[IdStates]]
+    ) -> Sends[list[list[IdStates]]]:
+        """Returns the states of the ids of this rank's part on the replicas, [R][S]; sends its own."""
         arrived = yield [
             joined(
                 [
                     tensor
-                    for side, one in zip(self._sides, of_part, strict=True)
-                    for tensor in (one if side.has_life else one[:1])
+                    for side, states in zip(self._sides, part, strict=True)
+                    for tensor in (states if side.has_life else states[:1])
                 ]
             )
-            for of_part in mine
+            for part in own_states
         ]
-        told: list[list[Told]] = []
+        id_states: list[list[IdStates]] = []
         for cursor in map(Cursor, arrived):
-            told.append([])
+            id_states.append([])
             for side, of_side in zip(self._sides, ids, strict=True):
                 count = of_side.numel()
                 flags = cursor.take(torch.uint8, count)
                 scores = [_words(cursor, side, count) for _ in range(2)]
-                told[-1].append(Told(flags, *scores))
-        return told
+                id_states[-1].append(IdStates(flags, *scores))
+        return id_states
 
     def _decided(
         self, unions: Sequence[Sequence[Tensor]], verdicts: Sequence[Verdict]
     ) -> Sends[tuple[list[list[Tensor]], list[list[Tensor]]]]:
         """Returns kinds and words of the verdicts on all ids, by part and side, [P][S]."""
-        mine = joined(
+        own_verdicts = joined(
             [
                 tensor
-                for side, one in zip(self._sides, verdicts, strict=True)
-                for tensor in ((one.kinds, one.words) if side.has_life else (one.kinds,))
+                for side, verdict in zip(self._sides, verdicts, strict=True)
+                for tensor in verdict[: 2 if side.has_life else 1]
             ]
         )
-        arrived = yield [mine] * self._parts
+        arrived = yield [own_verdicts] * self._parts
         kinds: list[list[Tensor]] = []
         words: list[list[Tensor]] = []
         for cursor, ids in zip(map(Cursor, arrived), unions, strict=True):
@@ -184,14 +192,8 @@ class Merging:
 class _Rows:
     """The rows of the ids that get one, which are merged by the replicas of their parts.
 
-    Args:
-        sides: the tables of this rank.
-        place: number of this rank's replica.
-        unions: the ids, [P][S].
-        kinds: the verdicts on them, [P][S].
-        mine: what this rank has told of them, [P][S].
-        told: what the replicas have told of the ids of this rank's part, [R][S].
-        verdicts: the whole verdicts on these, [S].
+    `unions` are the ids, with `kinds` and the states on this rank, all [P][S]; `id_states` [R][S] are the
+    states of the ids of this rank's part on the replicas, with the `verdicts` on these, [S].
     """
 
     def __init__(
@@ -200,26 +202,26 @@ class _Rows:
         place: int,
         unions: Sequence[Sequence[Tensor]],
         kinds: Sequence[Sequence[Tensor]],
-        mine: Sequence[Sequence[Told]],
-        told: Sequence[Sequence[Told]],
+        own_states: Sequence[Sequence[IdStates]],
+        id_states: Sequence[Sequence[IdStates]],
         verdicts: Sequence[Verdict],
     ) -> None:
         self._sides, self._place = sides, place
-        self._told, self._verdicts = told, verdicts
+        self._id_states, self._verdicts = id_states, verdicts
         self._sizes = [side.record_bytes for side in sides]
         # The ids with a row, and which of them have one here, [P][S].
         self._chosen = [
             [
-                (ids[kind == ROW], (one.flags[kind == ROW] & HAS_ROW) != 0)
-                for ids, kind, one in zip(*of_part, strict=True)
+                (ids[kind == ROW], (states.flags[kind == ROW] & HAS_ROW) != 0)
+                for ids, kind, states in zip(*part, strict=True)
             ]
-            for of_part in zip(unions, kinds, mine, strict=True)
+            for part in zip(unions, kinds, own_states, strict=True)
         ]
         # Their places in the part of this rank, [S].
         self._places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
         self._rounds = [
-            rounds_of([ids.numel() for ids, _ in of_part], self._sizes, _ROUND_BYTES)
-            for of_part in self._chosen
+            rounds_of([ids.numel() for ids, _ in part], self._sizes, _ROUND_BYTES)
+            for part in self._chosen
         ]
 
     def exchange(self) -> Sends[list[list[Tensor]]]:
@@ -234,7 +236,7 @@ class _Rows:
                     shape = run.end - run.begin, self._sizes[run.side]
                     records[part][run.side].append(cursor.take(torch.uint8, *shape))
         return [
-            [piece for of_part in records for piece in of_part[side]]
+            [piece for part_records in records for piece in part_records[side]]
             for side in range(len(self._sides))
         ]
 
@@ -244,12 +246,11 @@ class _Rows:
 
     def _read(self, part: int, number: int) -> Tensor:
         """Returns the records of a round of a part that are here."""
-        found = []
+        records = []
         for run in self._runs(part, number):
-            ids, is_here = (one[run.begin : run.end] for one in self._chosen[part][run.side])
-            side = self._sides[run.side]
-            found.append(side.records(ids[is_here]))
-        return joined(found)
+            ids, is_here = (values[run.begin : run.end] for values in self._chosen[part][run.side])
+            records.append(self._sides[run.side].records(ids[is_here]))
+        return joined(records)
 
     def _merge(self, arrived: Sequence[Tensor], number: int) -> Tensor:
         """Returns the means of a round of this rank's part, of the records of the replicas."""
@@ -258,11 +259,11 @@ class _Rows:
             side, size = self._sides[run.side], self._sizes[run.side]
             at = self._places[run.side][run.begin : run.end]
             records = []
-            for cursor, told in zip(cursors, self._told, strict=True):
-                has_row = (told[run.side].flags[at] & HAS_ROW) != 0
-                of_replica = torch.zeros(at.numel(), size, dtype=torch.uint8, device="cpu")
-                of_replica[has_row] = cursor.take(torch.uint8, int(has_row.sum()), size)
-                records.append(of_replica)
+            for cursor, id_states in zip(cursors, self._id_states, strict=True):
+                has_row = (id_states[run.side].flags[at] & HAS_ROW) != 0
+                arrived_records = torch.zeros(at.numel(), size, dtype=torch.uint8, device="cpu")
+                arrived_records[has_row] = cursor.take(torch.uint8, int(has_row.sum()), size)
+                records.append(arrived_records)
             ids = self._chosen[self._place][run.side][0][run.begin : run.end]
             verdict = self._verdicts[run.side]
             gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
@@ -270,9 +271,9 @@ class _Rows:
         return joined(means)
 
 
-def _joined_parts(of_parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _joined_parts(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Returns the tensors of each side, part after part, of tensors [P][S]."""
-    return [torch.cat(of_side) for of_side in zip(*of_parts, strict=True)]
+    return [torch.cat(side) for side in zip(*parts, strict=True)]
 
 
 def _words(cursor: Cursor, side: Side, count: int) -> Tensor:

@@ -23,21 +23,15 @@ CALL = "Replicas"
 
 
 class Described(NamedTuple):
-    """A rank as it describes itself to the others.
+    """A rank as it describes itself to the others."""
 
-    Attributes:
-        ranks: the ranks of its sharding group, as ranks of the job.
-        place: its place there.
-        tables: a description of each table, by name; the same on the ranks of a replica group.
-    """
-
-    ranks: tuple[int, ...]
-    place: int
-    tables: dict[str, str]
+    ranks: tuple[int, ...]  # of its sharding group, as ranks of the job
+    place: int  # its place there
+    tables: dict[str, str]  # a description of each table, the same on the ranks of a replica group
 
 
 def describe(model: nn.Module, group: dist.ProcessGroup) -> tuple[list[Table], Described]:
-    """Returns the dynamic tables of a model, and what this rank tells of itself to the job, `group`.
+    """Returns the dynamic tables of a model, and this rank's description for the job, `group`.
 
     Raises:
         ValueError: if the model has no dynamic tables, or has tables that nobody would merge.
@@ -71,7 +65,8 @@ def _ranks_of(table: Table, group: dist.ProcessGroup) -> tuple[int, ...]:
 def _described(table: Table) -> str:
     options = replace(table.options, storage=None)  # each rank may have a directory of its own
     limits = [
-        (one.first_column, one.columns, one.row_limit, one.num_embeddings) for one in table.shards
+        (shard.first_column, shard.columns, shard.row_limit, shard.num_embeddings)
+        for shard in table.shards
     ]
     optimizer = optimizer_config(table.optimizer, table.cuts)
     return f"{table.layout}, {table.config}, {options}, {optimizer}, shards here {limits}"
@@ -80,9 +75,8 @@ def _described(table: Table) -> str:
 def _check_no_static_tables(model: nn.Module) -> None:
     ours = {id(module) for _, module in collections_of(model, CALL)}
     for path, module in model.named_modules():
-        if not isinstance(module, ShardedModule) or any(
-            id(one) in ours for one in module.modules()
-        ):
+        has_ours = any(id(inner) in ours for inner in module.modules())
+        if not isinstance(module, ShardedModule) or has_ours:
             continue
         plan = getattr(module, "module_sharding_plan", None) or {}
         sharded = [
@@ -105,36 +99,36 @@ def replica_groups(described: Sequence[Described]) -> list[list[int]]:
     Raises:
         ValueError: if the sharding groups are not alike, or some rank is in none.
     """
-    groups = sorted({one.ranks for one in described}, key=min)
-    if sorted(rank for ranks in groups for rank in ranks) != list(range(len(described))) or any(
-        described[rank].ranks != ranks or described[rank].place != place
-        for ranks in groups
-        for place, rank in enumerate(ranks)
-    ):
+    groups = sorted({rank.ranks for rank in described}, key=min)
+    places = [(rank, ranks, place) for ranks in groups for place, rank in enumerate(ranks)]
+    expected = [
+        (rank, described[rank].ranks, described[rank].place) for rank in range(len(described))
+    ]
+    if sorted(places) != expected:
         raise ValueError(
             f"{CALL}: expected sharding groups that have each rank of the job once, got {groups} of "
             f"{len(described)} ranks."
         )
     if len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"{CALL}: expected sharding groups of the same size, got {groups}.")
-    found = [list(ranks) for ranks in zip(*groups, strict=True)]
-    for first, *others in found:
+    by_place = [list(ranks) for ranks in zip(*groups, strict=True)]
+    for first, *others in by_place:
         for other in others:
             _check_alike(described, first, other)
-    return found
+    return by_place
 
 
 def _check_alike(described: Sequence[Described], first: int, other: int) -> None:
-    one, two = described[first].tables, described[other].tables
-    if list(one) != list(two):
+    tables, others = described[first].tables, described[other].tables
+    if list(tables) != list(others):
         raise ValueError(
-            f"{CALL}: expected the same tables in the same order in all replicas, got {listed(list(one))} on "
-            f"rank {first} and {listed(list(two))} on rank {other}."
+            f"{CALL}: expected the same tables in the same order in all replicas, got "
+            f"{listed(list(tables))} on rank {first} and {listed(list(others))} on rank {other}."
         )
-    for name in one:
-        if one[name] != two[name]:
+    for name in tables:
+        if tables[name] != others[name]:
             raise ValueError(
                 f"{CALL}(table='{name}'): expected the same plan, options and optimizer in all replicas, "
-                f"got {one[name]} on rank {first} and {two[name]} on rank {other}. Give all sharding groups "
-                "one plan."
+                f"got {tables[name]} on rank {first} and {others[name]} on rank {other}. Give all sharding "
+                "groups one plan."
             )

@@ -1,7 +1,7 @@
-"""Side: one table on one rank as a replica, and what is to be known of the table as it was at the last sync.
+"""Side: one table on one rank as a replica, with what a sync needs of the contents at the last sync.
 
 Nothing here sends anything; tensors that are returned are on the CPU. The column shards of a rank have the
-same ids and scores, so the first shard tells them.
+same ids and scores, so those of the first shard are read.
 
 Legend: K ids, M ids with a row, R sides, B bytes of a record.
 """
@@ -25,7 +25,7 @@ from torchrec_dyn.replicas.merge import (
     NOTHING,
     ROW,
     WAITS,
-    Told,
+    IdStates,
     Verdict,
     decide,
     mean_of,
@@ -40,33 +40,22 @@ _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
 
 
 class Changes(NamedTuple):
-    """The changes of a side since the last sync, as ids on the device of the table.
+    """The changes of a side since the last sync, as ids on the device of the table."""
 
-    Attributes:
-        ids: [K] int64 on the CPU, all ids that changed in any way.
-        removed: those that had a row and have none now.
-        erased: those that the user erased.
-    """
-
-    ids: Tensor
-    removed: Tensor
-    erased: Tensor
+    ids: Tensor  # [K] int64 on the CPU, all ids that changed in any way
+    removed: Tensor  # those that had a row and have none now
+    erased: Tensor  # those that the user erased
 
 
 class Merged(NamedTuple):
-    """The merged contents of the ids that changed on some side, the same on all sides.
+    """The merged contents of the ids that changed on some side, the same on all sides."""
 
-    Attributes:
-        ids: [K] int64.
-        kinds: [K] uint8, the verdicts.
-        words: [K] int64, the scores.
-        records: the records [M, B] uint8 of the ids with the verdict ROW, in their order, in parts.
-    """
-
-    ids: Tensor
-    kinds: Tensor
-    words: Tensor
-    records: Sequence[Tensor]
+    ids: Tensor  # [K] int64
+    kinds: Tensor  # [K] uint8, the verdicts
+    words: Tensor  # [K] int64, the scores
+    records: Sequence[
+        Tensor
+    ]  # [M, B] uint8, of the ids with the verdict ROW, in their order, in parts
 
 
 class Side:
@@ -163,7 +152,7 @@ class Side:
         """True if the table keeps scores."""
         return self._first.life is not None
 
-    # What this side tells.
+    # Reads for a sync.
 
     @locked
     def find_changes(self) -> Changes:
@@ -196,13 +185,13 @@ class Side:
         return torch.where(is_known, last_seen[places], 0), torch.where(is_known, counts[places], 0)
 
     @locked
-    def tell(self, ids: Tensor, found: Changes) -> Told:
-        """Returns what this side has of ids [K] int64: tensors [K], as those of one side in `Told`."""
+    def states_of(self, ids: Tensor, changes: Changes) -> IdStates:
+        """Returns the states of ids [K] int64 on this side, tensors [K]."""
         first = self._first
         ids = ids.to(first.device)
         rows = first.id_map.lookup(ids)
-        has_row, is_erased = rows >= 0, torch.isin(ids, found.erased)
-        is_lost = torch.isin(ids, found.removed) & ~is_erased
+        has_row, is_erased = rows >= 0, torch.isin(ids, changes.erased)
+        is_lost = torch.isin(ids, changes.removed) & ~is_erased
         flags = HAS_ROW * has_row + ERASED * is_erased + LOST * is_lost
         words = earlier = torch.zeros_like(ids)
         if first.life is not None and self._scores is not None:
@@ -221,15 +210,15 @@ class Side:
                 before = self._counters_before(ids)
                 goes_on = begins & ~is_erased & (before[1] <= unpacked(words)[1])
                 earlier = torch.where(goes_on, packed(*before), earlier)
-        return Told(to_host(flags.to(torch.uint8)), to_host(words), to_host(earlier))
+        return IdStates(to_host(flags.to(torch.uint8)), to_host(words), to_host(earlier))
 
     @locked
-    def decide(self, told: Sequence[Told], clock: Clock | None) -> Verdict:
-        """Returns the verdict on K ids that all sides, in their order, have told of.
+    def decide(self, id_states: Sequence[IdStates], clock: Clock | None) -> Verdict:
+        """Returns the verdict on K ids from their states on all sides, in their order.
 
         `clock` is the merged one; None if all replicas have the same.
         """
-        together = Told(*(torch.stack(parts) for parts in zip(*told, strict=True)))
+        together = IdStates(*(torch.stack(parts) for parts in zip(*id_states, strict=True)))
         life, step = self._first.life, self.step
 
         def as_of(steps: Tensor, last_seen: Tensor, counts: Tensor) -> Tensor:
@@ -277,7 +266,7 @@ class Side:
         parts, begin = [], 0
         for shard, store, number in self._stores():
             end = begin + store.row_bytes
-            of_sides = [one[:, begin:end].contiguous().view(store.dtype) for one in records]
+            of_sides = [side[:, begin:end].contiguous().view(store.dtype) for side in records]
             initial = _initial(shard, store, number, ids)
             parts.append(mean_of(of_sides, initial, gives, takes_part).view(torch.uint8))
             begin = end
@@ -317,10 +306,7 @@ class Side:
 
     @locked
     def write(self, merged: Merged, clock: Clock | None) -> None:
-        """Writes merged contents, for which room is reserved; a second call directly after changes nothing.
-
-        `clock` is the merged one; None if all replicas have the same.
-        """
+        """Writes merged contents, with room reserved; `clock` is None if all replicas have the same."""
         begin = 0
         for shard in self.table.shards:
             _write(shard, merged, begin, clock)
@@ -337,12 +323,12 @@ def _initial(shard: TableShard, store: RowStore, number: float | None, ids: Tens
     shape = len(ids), store.columns
     if number is not None:
         return torch.full(shape, number, dtype=store.dtype, device="cpu")
-    made = RowStore(store.columns, store.shift, store.dtype, store.device)
-    made.reserve(len(ids))
+    initial = RowStore(store.columns, store.shift, store.dtype, store.device)
+    initial.reserve(len(ids))
     rows = torch.arange(len(ids), device=store.device)
     if len(ids):
-        shard.initial_rows.write(ids.to(store.device), rows, made)
-    return to_host(made.read(rows)).reshape(shape)
+        shard.initial_rows.write(ids.to(store.device), rows, initial)
+    return to_host(initial.read(rows)).reshape(shape)
 
 
 def _write(shard: TableShard, merged: Merged, first_byte: int, clock: Clock | None) -> None:
@@ -351,7 +337,7 @@ def _write(shard: TableShard, merged: Merged, first_byte: int, clock: Clock | No
     ids, words = merged.ids.to(shard.device), merged.words.to(shard.device)
     shard.count_edit()
     if life is not None:
-        life.forget_listed()  # before the first score: an interrupt may come in between
+        life.forget_listed()
         if clock is not None and life.is_timed:
             life.clock = Clock.load(clock.export())
     shard.remove(*shard.id_map.find(ids[kinds != ROW]), "erased")
@@ -359,15 +345,15 @@ def _write(shard: TableShard, merged: Merged, first_byte: int, clock: Clock | No
         life.waiting.forget(ids[kinds == NOTHING])
         waits = kinds == COUNTER
         life.waiting.write(ids[waits], *unpacked(words[waits]))
-    with_row, of_rows = ids[kinds == ROW], words[kinds == ROW]
+    with_row, row_words = ids[kinds == ROW], words[kinds == ROW]
     is_new = shard.id_map.lookup(with_row) < 0
     insert_rows([Addition(shard, with_row[is_new])])
     begin = 0
     for part in merged.records:
         for records in part.split(_WRITTEN_AT_ONCE):
-            some = slice(begin, begin + len(records))
-            _write_rows(shard, with_row[some], of_rows[some], records, first_byte)
-            begin = some.stop
+            chunk = slice(begin, begin + len(records))
+            _write_rows(shard, with_row[chunk], row_words[chunk], records, first_byte)
+            begin = chunk.stop
     _cut(shard)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_dyn.life import Clock
+from torchrec_dyn.checkpoint_format import as_words
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
 from torchrec_dyn.replicas.exchange import digest_of, run_over
 from torchrec_dyn.replicas.merge import ROW
@@ -17,7 +16,7 @@ from torchrec_dyn.replicas.merging import Merging
 from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
 from torchrec_dyn.replicas.side import Merged, Side
 from torchrec_dyn.state_dict import saved_sums
-from torchrec_dyn.storage import run_to_end
+from torchrec_dyn.storage import commit
 from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import tables_of
 
@@ -73,20 +72,20 @@ class Replicas:
         self._model, self._group = model, host_group(job)
         tables: list[Table] = []
 
-        def tell() -> Described:
-            found, told = describe(model, job)
-            tables.extend(found)
-            return told
+        def described() -> Described:
+            tables[:], description = describe(model, job)
+            return description
 
-        self._groups = replica_groups(gather_results(self._group, CALL, tell))
-        sums = run_together(self._group, CALL, lambda: saved_sums(tables, CALL))
-        digests = [bytes(digest_of(words).tolist()) for words in sums]
-        self._check_same_contents(tables, gather_results(self._group, CALL, lambda: digests))
+        self._groups = replica_groups(gather_results(self._group, CALL, described))
+
+        def prepare() -> list[bytes]:
+            sums = saved_sums(tables, CALL)
+            self._sides = [Side(table) for table in tables if table.shards]
+            return [bytes(digest_of([as_words(table_sums)]).tolist()) for table_sums in sums]
+
+        self._check_same_contents(tables, gather_results(self._group, CALL, prepare))
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
-        self._sides = run_together(
-            self._group, CALL, lambda: [Side(one) for one in tables if one.shards]
-        )
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._ranks)} of {len(self._groups)} ranks)"
@@ -109,7 +108,8 @@ class Replicas:
                 a table was loaded, converted or moved since the last sync. Nothing has changed then.
             RuntimeError: on every rank, if the union of the replicas is over the limit of a table without a
                 policy that replaces rows, or a rank fails in another way, as without memory. Nothing has
-                changed then, unless it failed while it wrote: then load the replicas again.
+                changed then. A rank that fails while it writes raises alone, and its tables are torn: load
+                the replicas again.
         """
         heads = gather_results(self._group, _SYNC, self._head)
         self._check_steps(heads)
@@ -118,19 +118,23 @@ class Replicas:
         stamps = self._stamps()
         merged, sent_bytes = run_over(self._group, self._ranks, _SYNC, merging.run())
         run_together(self._group, _SYNC, lambda: self._reserve(stamps, merged))
-        run_together(self._group, _SYNC, lambda: self._write(merged, merging.clocks))
-        rows = sum(int((one.kinds == ROW).sum()) for one in merged)
-        return Synced(sum(one.ids.numel() for one in merged), rows, sent_bytes)
+        with commit(*(side.table for side in self._sides)):
+            for side, contents, clock in zip(self._sides, merged, merging.clocks, strict=True):
+                if contents.ids.numel() or clock is not None:
+                    side.write(contents, clock)
+        rows = sum(int((contents.kinds == ROW).sum()) for contents in merged)
+        return Synced(sum(contents.ids.numel() for contents in merged), rows, sent_bytes)
 
-    # Checks; what they read of other ranks is the same on all ranks, so all raise or none.
+    # Checks. All ranks see the same inputs, so either all raise or none does.
 
     def _check_same_contents(
         self, tables: Sequence[Table], digests: Sequence[Sequence[bytes]]
     ) -> None:
         for first, *others in self._groups:
             for other in others:
-                for table, one, two in zip(tables, digests[first], digests[other], strict=True):
-                    if one != two:
+                pairs = zip(tables, digests[first], digests[other], strict=True)
+                for table, digest, other_digest in pairs:
+                    if digest != other_digest:
                         raise ValueError(
                             f"{CALL}(table='{table.name}'): expected the same contents in all replicas, got "
                             f"others on rank {other} than on rank {first}. Load the same checkpoint into all "
@@ -150,12 +154,13 @@ class Replicas:
     def _check_steps(self, heads: Sequence[Sequence[tuple[str, int]]]) -> None:
         for first, *others in self._groups:
             for other in others:
-                for (name, step), (_, got) in zip(heads[first], heads[other], strict=True):
-                    if step != got:
+                pairs = zip(heads[first], heads[other], strict=True)
+                for (name, step), (_, other_step) in pairs:
+                    if step != other_step:
                         raise ValueError(
                             f"{_SYNC}(table='{name}'): expected replicas after the same number of training "
-                            f"steps, got {step} on rank {first} and {got} on rank {other}. Call sync on all "
-                            "ranks after the same number of batches."
+                            f"steps, got {step} on rank {first} and {other_step} on rank {other}. Call "
+                            "sync on all ranks after the same number of batches."
                         )
 
     def _stamps(self) -> list[list[tuple[int, ...]]]:
@@ -172,18 +177,3 @@ class Replicas:
             )
         for side, contents in zip(self._sides, merged, strict=True):
             side.reserve(contents)
-
-    def _write(self, merged: Sequence[Merged], clocks: Sequence[Clock | None]) -> None:
-        """Writes all tables, to the end of an interrupt."""
-        run_to_end(
-            *(
-                partial(write_side, side, contents, clock)
-                for side, contents, clock in zip(self._sides, merged, clocks, strict=True)
-                if contents.ids.numel() or clock is not None
-            )
-        )
-
-
-def write_side(side: Side, merged: Merged, clock: Clock | None, _: bool) -> None:
-    """Writes the merged contents of one table, as an action of `run_to_end`."""
-    side.write(merged, clock)

@@ -15,17 +15,15 @@ Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table
 with `modules`; `manifest` describes the directory, and `follower` keeps it at the newest checkpoint.
 """
 
-from torchrec_dyn.serving.builder import build
-from torchrec_dyn.serving.chain_ways import ForkedChain
+from torchrec_dyn.serving.builder import build, build_again
 from torchrec_dyn.serving.compiled import compile_program
 from torchrec_dyn.serving.export import export_program
 from torchrec_dyn.serving.files import SecondWriter
-from torchrec_dyn.serving.follow_loop import follow
-from torchrec_dyn.serving.follower import Followed, Follower
+from torchrec_dyn.serving.follower import Followed, Follower, ForkedChain, follow
+from torchrec_dyn.serving.generation import verify
 from torchrec_dyn.serving.modules import ServingEmbeddingBagCollection, ServingEmbeddingCollection
 from torchrec_dyn.serving.row_format import ROW_DTYPES
-from torchrec_dyn.serving.update import apply_delta, build_again
-from torchrec_dyn.serving.verification import add_checksums, verify
+from torchrec_dyn.serving.update import apply_delta
 
 __all__ = [
     "Followed",
@@ -34,7 +32,6 @@ __all__ = [
     "SecondWriter",
     "ServingEmbeddingBagCollection",
     "ServingEmbeddingCollection",
-    "add_checksums",
     "apply_delta",
     "build",
     "build_again",

@@ -1,4 +1,4 @@
-"""Builds a directory of served tables from a checkpoint, with one chunk of rows in memory at a time."""
+"""Builds served tables from a full checkpoint and the deltas after it, a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -8,51 +8,41 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import (
-    FileSums,
-    RunningSums,
-    SavedTable,
-    commit,
-    open_checkpoint,
-    replace_file,
-)
-from torchrec_dyn.serving.checksums import write_checksums
-from torchrec_dyn.serving.files import (
-    LOCK,
-    Appender,
-    SecondWriter,
-    extend,
-    new_mapped,
-    only_writer,
-)
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
+from torchrec_dyn.checkpoint_format import SavedTable, commit, open_checkpoint
+from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, only_writer
+from torchrec_dyn.serving.id_maps import maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
-    CURRENT,
-    MANIFEST,
-    SLOTS,
     Manifest,
     ServedEntry,
     ServedTable,
     laid_out,
     new_generation,
     new_rows_file,
+    served_manifest,
 )
-from torchrec_dyn.serving.row_format import RowFormat
-from torchrec_dyn.serving.tensor_index import write_index
-from torchrec_dyn.storage import new_key
+from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
+from torchrec_dyn.serving.update import write_changes
+from torchrec_dyn.serving.writing import (
+    CHUNK_BYTES,
+    chosen_tables,
+    complete,
+    new_slots,
+    replacing,
+    switch,
+)
+from torchrec_dyn.storage import new_key, unsigned
 
-# Bytes of rows that are encoded at once; a few copies of these rows are in memory.
-CHUNK_BYTES = 8 << 20
+Folder = str | os.PathLike[str]
 
 
 def build(
-    checkpoint: str | os.PathLike[str],
-    out: str | os.PathLike[str],
+    checkpoint: Folder,
+    out: Folder,
     rows: torch.dtype = torch.float32,
     tables: Sequence[str] | None = None,
 ) -> None:
@@ -68,21 +58,21 @@ def build(
         tables: names of the tables to serve; None: all dynamic tables of the checkpoint.
 
     Raises:
-        ValueError: if `out` exists, is a link to nothing or has a zero byte, the checkpoint is a delta, is
-            damaged or lacks a table, or rows do not fit the dtype. No new directory is left then.
+        ValueError: if `out` exists or is a link to nothing, the checkpoint is a delta, is damaged or lacks a
+            table, or rows do not fit the dtype. No new directory is left then.
         OSError: if the disk is full, or fails. No new directory is left then.
     """
-    build_from(checkpoint, Path(out), rows, tables)
+    build_new([checkpoint], Path(out), rows, tables)
 
 
-def build_from(
-    checkpoint: str | os.PathLike[str],
+def build_new(
+    checkpoints: Sequence[Folder],
     target: Path,
     rows: torch.dtype,
     tables: Sequence[str] | None,
     entry: ServedEntry | None = None,
 ) -> str:
-    """Builds as `build` does, and returns the generation; `entry` is the entry of the checkpoint."""
+    """Builds a directory from a full checkpoint and the deltas after it; returns its generation."""
     row_format = RowFormat(rows)
     check_target(target)
     if target.exists():
@@ -90,22 +80,14 @@ def build_from(
             f"serving.build: expected nothing at {target}, got something. "
             f"Build at a path that does not exist, such as {target / 'tables'}, or remove it first."
         )
-    saved = chosen_tables(
-        open_checkpoint(checkpoint).tables, tables, f"serving.build({checkpoint})"
-    )
-    for name, table in saved.items():
-        if table.is_delta:
-            raise ValueError(
-                f"serving.build: expected a checkpoint, got a delta of table '{name}' in {checkpoint}. "
-                "Build from the full checkpoint, then call serving.apply_delta."
-            )
+    saved = _full_tables(checkpoints[0], tables, f"serving.build({checkpoints[0]})")
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         beside.chmod(0o755)
         with only_writer(beside):  # so that `remove_unfinished` sees that the folder is in use
-            generation = write_tables(beside, saved, row_format, entry=entry)
+            generation = _write_chain(beside, saved, row_format, checkpoints[1:], entry)
             os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -114,25 +96,115 @@ def build_from(
     return generation
 
 
-def check_target(target: Path) -> None:
-    """Raises ValueError for a zero byte or a link to nothing: no directory can be renamed to such a path.
+def build_again(folder: Folder, checkpoint: Folder) -> None:
+    """Replaces served tables by those of a checkpoint, in a new generation.
 
-    A link that leads to itself is one to nothing.
+    The files of all other generations are removed. Processes that have mapped these can still read them.
+
+    Args:
+        folder: directory that `build` made; dtype and names of its tables stay.
+        checkpoint: directory of a full checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is a delta, is damaged or lacks a table, or another process writes, or
+            the manifest is damaged, which has dtype and names. What was served still is.
+        OSError: if the disk is full, or fails. What was served still is.
     """
-    if "\0" in str(target):
-        raise ValueError(
-            f"{str(target)!r}: expected the path of a directory of served tables or of nothing, got one with "
-            "a zero byte. Give a path without it."
-        )
+    path = Path(folder)
+    before, manifest = served_manifest(path)
+    build_instead([checkpoint], path, manifest.row_format.dtype, tuple(manifest.tables), before)
+
+
+def build_instead(
+    checkpoints: Sequence[Folder],
+    path: Path,
+    rows: torch.dtype,
+    tables: Sequence[str] | None,
+    before: str | None,
+    entry: ServedEntry | None = None,
+) -> str:
+    """Replaces generation `before` by a full checkpoint and the deltas after it; returns the new one."""
+    saved = _full_tables(checkpoints[0], tables, f"serving.build_again({checkpoints[0]})")
+    with replacing(path, before):
+        return _write_chain(path, saved, RowFormat(rows), checkpoints[1:], entry)
+
+
+def _full_tables(
+    checkpoint: Folder, names: Sequence[str] | None, where: str
+) -> dict[str, SavedTable]:
+    saved = chosen_tables(open_checkpoint(checkpoint).tables, names, where)
+    for name, table in saved.items():
+        if table.is_delta:
+            raise ValueError(
+                f"{where}: expected a checkpoint, got a delta of table '{name}'. Build from the full "
+                "checkpoint, then call serving.apply_delta."
+            )
+    return saved
+
+
+def _write_chain(
+    folder: Path,
+    saved: Mapping[str, SavedTable],
+    row_format: RowFormat,
+    deltas: Sequence[Folder],
+    entry: ServedEntry | None,
+) -> str:
+    """Writes the tables of a full checkpoint with the deltas after it, and serves them."""
+    generation = write_tables(folder, saved, row_format, entry)
+    if deltas:
+        generation = write_changes(folder, generation, deltas, entry)
+    # The files of before go at once, too: some of their rows may have been forgotten.
+    switch(folder, generation)
+    return generation
+
+
+def write_tables(
+    folder: Path,
+    saved: Mapping[str, SavedTable],
+    row_format: RowFormat,
+    entry: ServedEntry | None,
+) -> str:
+    """Writes a generation with these tables, and returns its name: it is complete, but not served yet."""
+    tables = laid_out({name: _new_table(table) for name, table in saved.items()})
+    generation, rows_file = new_generation(folder), new_rows_file()
+    maps = maps_of(new_slots(folder / generation, tables), tables)
+    appender = Appender(folder / rows_file)
+    try:
+        for name, table in saved.items():
+            row_sum = 0
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+                written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
+                maps[name].put(chunk["ids"], appender.append(written))
+                row_sum += sum_of_rows(name, chunk["ids"], written)
+            tables[name] = replace(tables[name], row_sum=unsigned(row_sum))
+        dtype = str(row_format.dtype).removeprefix("torch.")
+        manifest = Manifest(dtype, rows_file, appender.used, tables, entry)
+        appender.finish(manifest.file_bytes())
+    finally:
+        appender.close()
+    complete(folder, generation, manifest)
+    return generation
+
+
+def _new_table(table: SavedTable) -> ServedTable:
+    return ServedTable(
+        embedding_dim=table.embedding_dim,
+        trained_as=str(table.config["rows"]),
+        initializer=dict(table.config["initializer"]),
+        seed=int(table.config["seed"]),
+        num_rows=table.num_rows,
+        capacity=slots_for(table.num_rows),
+        key=new_key(),
+        sums={name: table.sums[name] for name in ("ids", "weight")},
+    )
+
+
+def check_target(target: Path) -> None:
+    """Raises ValueError for a link to nothing, or to itself: no directory can be renamed to such a path."""
     if target.is_symlink() and not target.exists():
-        end = os.path.realpath(target)
-        got = (
-            "that leads to itself. Remove it, or give another path."
-            if os.path.islink(end)
-            else f"to {end}, where nothing is. Give that path instead: the build makes the directory."
-        )
         raise ValueError(
-            f"{target}: expected a directory of served tables or nothing, got a link {got}"
+            f"{target}: expected a directory of served tables or nothing, got a link to "
+            f"{os.path.realpath(target)}, where nothing is. Give that path instead, or remove the link."
         )
 
 
@@ -143,101 +215,10 @@ def remove_unfinished(target: Path) -> None:
     begun.
     """
     name = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}")
-    found: list[Path] = []
+    folders: list[Path] = []
     with suppress(OSError):  # there is no parent yet, or it cannot be listed
-        found += [one for one in target.parent.iterdir() if name.fullmatch(one.name)]
-    for one in found:
-        if (one / LOCK).is_file():
-            with suppress(SecondWriter, OSError), only_writer(one):
-                shutil.rmtree(one, ignore_errors=True)
-
-
-def chosen_tables(
-    found: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
-) -> dict[str, SavedTable]:
-    """Returns the named tables (None: all tables) by name, in the order of their names.
-
-    Raises:
-        ValueError: if a table is missing, or two have the same name.
-    """
-    chosen: dict[str, SavedTable] = {}
-    for key, table in found.items():
-        if names is not None and table.name not in names:
-            continue
-        if table.name in chosen:
-            raise ValueError(
-                f"{where}: expected one table named '{table.name}', got '{chosen[table.name].key}' and "
-                f"'{key}'. Save one of the two collections alone."
-            )
-        chosen[table.name] = table
-    missing = [name for name in names or () if name not in chosen]
-    if missing or not chosen:
-        known = sorted(table.name for table in found.values())
-        raise ValueError(f"{where}: expected tables among {known}, got {missing or 'none'}.")
-    return dict(sorted(chosen.items()))
-
-
-def write_tables(
-    folder: Path,
-    saved: Mapping[str, SavedTable],
-    row_format: RowFormat,
-    after: str | None = None,
-    entry: ServedEntry | None = None,
-) -> str:
-    """Writes a generation with these tables, publishes and returns it; `after` is the generation before."""
-    tables = laid_out(
-        {
-            name: ServedTable(
-                embedding_dim=table.embedding_dim,
-                trained_as=str(table.config["rows"]),
-                initializer=dict(table.config["initializer"]),
-                seed=int(table.config["seed"]),
-                num_rows=table.num_rows,
-                first_slot=0,
-                capacity=slots_for(table.num_rows),
-                key=new_key(),
-                sums={one: table.sums[one] for one in ("ids", "weight")},
-            )
-            for name, table in saved.items()
-        }
-    )
-    generation, rows_file = new_generation(after), new_rows_file()
-    slots = new_slots(folder / generation, tables)
-    maps = maps_of(slots, tables)
-    rows_sums = RunningSums(FileSums())
-    appender = Appender(folder / rows_file, 0, rows_sums)
-    try:
-        for name, table in saved.items():
-            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
-                written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
-                maps[name].put(chunk["ids"], appender.append(written))
-        appender.flush()
-    finally:
-        appender.close()
-    dtype = str(row_format.dtype).removeprefix("torch.")
-    manifest = Manifest(dtype, rows_file, appender.used, tables, entry)
-    extend(folder / rows_file, manifest.file_bytes())
-    write_checksums(folder / generation, manifest.to_json(), slots, rows_file, rows_sums.sums())
-    publish(folder, generation, manifest)
-    return generation
-
-
-def new_slots(
-    generation: Path, tables: Mapping[str, ServedTable], copied: Tensor | None = None
-) -> Tensor:
-    """Creates the directory of a generation and its file of id maps, [bytes] uint8, writable.
-
-    copied: [bytes] uint8, id maps of the same ranges of slots as those of `tables`; None: the maps are empty.
-    """
-    generation.mkdir()
-    size = SLOT_BYTES * sum(table.capacity for table in tables.values())
-    return new_mapped(generation / SLOTS, size, copied)
-
-
-def publish(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Commits a generation to the disk, then writes its name to `current`; from then on it is served."""
-    commit(folder / generation / SLOTS)
-    write_index(folder, generation, manifest)
-    replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
-    commit(folder)
-    replace_file(folder / CURRENT, f"{generation}\n".encode())
+        folders += [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
+    for folder in folders:
+        if (folder / LOCK).is_file():
+            with suppress(SecondWriter, OSError), only_writer(folder):
+                shutil.rmtree(folder, ignore_errors=True)

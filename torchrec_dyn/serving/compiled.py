@@ -48,7 +48,7 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
 
     Raises:
         ValueError: if the module has no serving collection, collections of several directories, or one with
-            unseen="initial", or the directory has no index, or features have a batch size per feature (VBE).
+            unseen="initial", or features have a batch size per feature (VBE).
     """
     path = Path(out)
     if path.suffix != ".pt2":
@@ -58,12 +58,12 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
         tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as beside,
         any_size(),
     ):
-        made = torch._inductor.aoti_compile_and_package(
+        package = torch._inductor.aoti_compile_and_package(
             program,
             package_path=os.path.join(beside, path.name),
             inductor_configs={"aot_inductor.metadata": {TABLES: " ".join(names)}},
         )
-        os.replace(made, path)
+        os.replace(package, path)
 
 
 def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, list[str]]:
@@ -72,18 +72,7 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
     Returns:
         The program, and the names of the tensors of the second list in the index of a generation.
     """
-    lookups = [one for one in module.modules() if isinstance(one, ServedLookup)]
-    folders = sorted({str(one.folder) for one in lookups})
-    if len(folders) != 1:
-        raise ValueError(
-            f"{_WHERE}: expected a module with serving collections of one directory, got "
-            f"{folders or 'a module without any'}."
-        )
-    if any(one.serves_initial for one in lookups):
-        raise ValueError(
-            f'{_WHERE}: expected collections with unseen="zeros", got unseen="initial", whose op is written '
-            "in Python."
-        )
+    lookups = _lookups_of(module)
     flat = _Flat(module, inputs, lookups)
     folder = lookups[0].folder
     # Of the current generation: the served one may have been removed.
@@ -94,13 +83,29 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
     tables = [tensors[name] for name in names]
     example = flat.tensors_of(inputs)
     shapes = [
-        [_any_length(one) for one in example],
+        [_any_length(tensor) for tensor in example],
         # A key is always [1, 2].
         [None if is_key(name) else _any_length(tensors[name]) for name in names],
     ]
     with flat.exporting(), any_size():
         program = torch.export.export(flat, (example, tables), dynamic_shapes=shapes, strict=False)
     return program, names
+
+
+def _lookups_of(module: nn.Module) -> list[ServedLookup]:
+    lookups = [child for child in module.modules() if isinstance(child, ServedLookup)]
+    folders = sorted({str(lookup.folder) for lookup in lookups})
+    if len(folders) != 1:
+        raise ValueError(
+            f"{_WHERE}: expected a module with serving collections of one directory, got "
+            f"{folders or 'a module without any'}."
+        )
+    if any(lookup.serves_initial for lookup in lookups):
+        raise ValueError(
+            f'{_WHERE}: expected collections with unseen="zeros", got unseen="initial", whose op is written '
+            "in Python."
+        )
+    return lookups
 
 
 def _any_length(tensor: Tensor) -> Any:
@@ -114,34 +119,34 @@ class _Flat(nn.Module):
         super().__init__()
         self._module = module
         self._lookups = lookups
-        self._tables = [one.given_tables() for one in lookups]
+        self._tables = [lookup.given_tables() for lookup in lookups]
         self._features: list[tuple[list[str], bool] | None] = []
-        for one in inputs:
-            if isinstance(one, KeyedJaggedTensor):
-                check_one_batch_size(one, _WHERE)
-                self._features.append((one.keys(), one.weights_or_none() is not None))
-            elif isinstance(one, Tensor):
+        for value in inputs:
+            if isinstance(value, KeyedJaggedTensor):
+                check_one_batch_size(value, _WHERE)
+                self._features.append((value.keys(), value.weights_or_none() is not None))
+            elif isinstance(value, Tensor):
                 self._features.append(None)
             else:
                 raise ValueError(
                     f"{_WHERE}: expected inputs that are tensors or KeyedJaggedTensors, got "
-                    f"{type(one).__name__}."
+                    f"{type(value).__name__}."
                 )
 
     def tensor_names(self) -> list[str]:
         """Returns the names of the tensors of all tables, each once."""
-        return list(dict.fromkeys(name for one in self._tables for name in one.tensor_names()))
+        return list(dict.fromkeys(name for given in self._tables for name in given.tensor_names()))
 
     @staticmethod
     def tensors_of(inputs: Inputs) -> list[Tensor]:
         """Returns the plain tensors of inputs, in the order of the program."""
         tensors: list[Tensor] = []
-        for one in inputs:
-            if isinstance(one, Tensor):
-                tensors.append(one)
+        for value in inputs:
+            if isinstance(value, Tensor):
+                tensors.append(value)
                 continue
-            tensors += [one.values(), one.lengths().reshape(-1)]
-            weights = one.weights_or_none()
+            tensors += [value.values(), value.lengths().reshape(-1)]
+            weights = value.weights_or_none()
             tensors += [] if weights is None else [weights]
         return tensors
 

@@ -110,8 +110,8 @@ def traced_features(
     count, batch = ids.shape[0], lengths.shape[0] // len(keys)
     # As in FeatureReader. Sizes are compared as tensors: a compiled program would not compare them.
     is_right = ((lengths >= 0) & (lengths <= count)).all() & (lengths.sum() == count)
-    of_weights = count if weights is None else weights.shape[0]
-    for difference in (lengths.shape[0] - batch * len(keys), of_weights - count):
+    num_weights = count if weights is None else weights.shape[0]
+    for difference in (lengths.shape[0] - batch * len(keys), num_weights - count):
         is_right &= torch.full((), difference, device="cpu") == 0
     torch._assert_async(
         is_right,
@@ -141,7 +141,9 @@ def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
 
     bounds: [F + 1] int64, the begin of each feature in ids [N] int64, and N.
     """
-    counts = [cast(int, one.item()) for one in bounds.diff().unbind()]  # int() would fix the sizes
+    counts = [
+        cast(int, count.item()) for count in bounds.diff().unbind()
+    ]  # int() would fix the sizes
     for count in counts:
         torch._check(count >= 0)
     torch._check(sum(counts) == ids.shape[0])

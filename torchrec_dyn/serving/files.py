@@ -12,12 +12,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import FileWriter, RunningSums, naming
+from torchrec_dyn.checkpoint_format import FileWriter, naming
 
 LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
@@ -28,42 +27,29 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 HUGE_PAGE = 2 << 20
 
 
-def mapped(path: Path, size: int, is_whole: bool = False, readable: int = 0) -> Tensor:
+class DamagedTables(ValueError):
+    """A file of served tables is damaged or missing: they must be built again."""
+
+
+def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
     """Maps the first bytes of a file, [size] uint8: pages are read at first use, and processes share them.
 
-    Writes change this process's own copy of the page. Memory behind the tensor can be read up to byte
-    `readable`; if the file has no page for it, the file is read into memory.
-
-    Raises:
-        ValueError: if the file is shorter than `size`, or longer and `is_whole`.
+    Writes change this process's own copy of the page. A file that is shorter than `size`, or longer and
+    `is_whole`, is damaged.
     """
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
         if length < size or (is_whole and length > size):
             what = "truncated" if length < size else "too long"
-            raise ValueError(
+            raise DamagedTables(
                 f"{path}: expected {size} bytes, got {length}: it is {what}. Build it again."
             )
-        end = min(length, max(size, readable))
-        if readable - end <= -end % mmap.PAGESIZE:
-            return _map(file.fileno(), end, mmap.MAP_PRIVATE | _NO_RESERVE, size)
-        memory = bytearray(readable)
-        with naming(path):
-            file.readinto(memoryview(memory)[:end])
-        return _tensor(memory, size)
+        return _map(file.fileno(), size, mmap.MAP_PRIVATE | _NO_RESERVE)
 
 
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
-    """Creates a file and maps it, [size] uint8; writes change the file.
-
-    The bytes have room on the disk before they are mapped: a write to a page without room would end the
-    process.
-
-    copied: [size] uint8, its bytes; None: zeros.
-
-    Raises:
-        OSError: if the disk has no room for the file.
-    """
+    """Creates a file and maps it, [size] uint8; writes change the file. copied: [size] uint8; None: zeros."""
+    # All bytes get their room first: a write to a page without room would end the process.
     file = FileWriter(path)
     try:
         if copied is None:
@@ -77,18 +63,13 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     finally:
         file.close()
     with open(path, "r+b") as opened:
-        return _map(opened.fileno(), size, mmap.MAP_SHARED, size)
+        return _map(opened.fileno(), size, mmap.MAP_SHARED)
 
 
-def _map(file: int, end: int, flags: int, size: int) -> Tensor:
-    return _tensor(mmap.mmap(file, end, flags=flags) if end else b"", size)
-
-
-def _tensor(memory: Any, size: int) -> Tensor:
-    """Returns the first bytes of a buffer, [size] uint8."""
+def _map(file: int, size: int, flags: int) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size)
+    return torch.frombuffer(mmap.mmap(file, size, flags=flags), dtype=torch.uint8)
 
 
 class SecondWriter(ValueError):
@@ -96,21 +77,15 @@ class SecondWriter(ValueError):
 
 
 class Appender:
-    """A writer that appends rows to a file, after the bytes in use. The bytes in use do not change.
-
-    Rows reach the file in whole huge pages, the last by `flush`.
+    """A writer that appends rows to a file, after the `used` bytes in use, which do not change.
 
     Row r of a table is at byte r * row_bytes of the file. All tables share the file, and the rows of a table
-    begin at multiples of the table's row_bytes; zeros are between the tables.
-
-    The file is created if it does not exist. The first `used` bytes are in use. Bytes after them are from a
-    writer that did not finish, and are overwritten. `sums` are the sums of the bytes in use and get
-    the bytes that are appended; None: nothing is summed.
+    begin at multiples of the table's row_bytes; zeros are between the tables. Rows reach the file in whole
+    huge pages, the last by `flush`. Bytes behind those in use are from a writer that did not finish.
     """
 
-    def __init__(self, path: Path, used: int, sums: RunningSums | None) -> None:
+    def __init__(self, path: Path, used: int = 0) -> None:
         self._file = FileWriter(path)
-        self._sums = sums
         self._waiting: list[Tensor] = []
         self._written = used
         self.used = used
@@ -127,8 +102,6 @@ class Appender:
     def _add(self, data: Tensor) -> None:
         self._waiting.append(data)
         self.used += data.numel()
-        if self._sums is not None:
-            self._sums.add(data)
         end = self.used // HUGE_PAGE * HUGE_PAGE
         if end > self._written:
             self._write_until(end)
@@ -143,30 +116,21 @@ class Appender:
         if self.used > self._written:
             self._write_until(self.used)
 
+    def finish(self, size: int) -> None:
+        """Writes the rows that wait, extends the file to `size` bytes by a hole, and commits it."""
+        self.flush()
+        if self._file.length() < size:
+            self._file.resize(size)
+        self._file.commit()
+
     def close(self) -> None:
-        """Closes the file. Its bytes may not be on the disk yet."""
+        """Closes the file. Without `finish` its bytes may not be on the disk yet."""
         self._file.close()
-
-
-def extend(path: Path, size: int) -> None:
-    """Extends a file to `size` bytes by a hole, and commits it; a longer file keeps its length."""
-    file = FileWriter(path)
-    try:
-        if file.length() < size:
-            file.resize(size)
-        file.commit()
-    finally:
-        file.close()
 
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Holds the lock of a directory. The end of the process frees it, even if the process is killed.
-
-    Raises:
-        SecondWriter: if another process, or another thread, holds the lock.
-        OSError: if the file system has no locks.
-    """
+    """Holds the lock of a directory. The end of the process frees it, even if the process is killed."""
     with open(folder / LOCK, "a") as file:
         try:
             with naming(folder / LOCK):

@@ -1,10 +1,9 @@
 """Keeps a directory of served tables at the newest entry of a directory of `Checkpoints`.
 
 What is served is known by its manifest, which names the entry: a follower that is started again, or another
-one, goes on where the files are. Where the manifest is lost, the tables are built anew from a full save, with
-dtype and names that the follower was given, or those of the last manifest that it read. If an entry up to
-that manifest's is damaged, nothing is built; the rows are those of the full save until the deltas after it
-are applied.
+one, goes on where the files are. Deltas are applied to what is served. Where that cannot be (the manifest is
+lost, a file is damaged, entries between are gone, a full save came after), the newest full save and the
+deltas after it are built aside, and served if they are not older.
 """
 
 from __future__ import annotations
@@ -12,43 +11,37 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import (
-    CHUNK_BYTES,
-    build_from,
-    check_target,
-    chosen_tables,
-    remove_unfinished,
-)
-from torchrec_dyn.serving.chain_ways import (
-    ForkedChain,
-    Way,
-    is_replaced,
-    way_to,
-)
-from torchrec_dyn.serving.files import SecondWriter
+from torchrec_dyn.serving.builder import build_instead, build_new, check_target, remove_unfinished
+from torchrec_dyn.serving.files import DamagedTables, SecondWriter
 from torchrec_dyn.serving.manifest import (
-    REMEDY,
-    LostManifest,
     Manifest,
     ServedEntry,
-    current_generation,
     known_generation,
+    read_manifest,
     served_manifest,
 )
-from torchrec_dyn.serving.update import Choice, Ids, apply_deltas, build_again_from
+from torchrec_dyn.serving.update import apply_deltas
 from torchrec_dyn.storage import lacks_memory
 
-# An entry that could not be used is read again after so many seconds, or when other rows are served.
-_RETRY_SECONDS = 600.0
+# The longest time between two looks while errors last, if `every` is shorter.
+_LONGEST_WAIT = 60.0
+_MOST_SECONDS = 10**9  # time.sleep refuses more than 2^63 nanoseconds
+
+Ids = dict[str, Tensor]  # by table, [M] int64
+
+
+class ForkedChain(ValueError):
+    """The newest entry does not come after what is served: training went back to an older one, and on."""
 
 
 @dataclass(frozen=True)
@@ -85,24 +78,14 @@ class Followed:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The entries and the served tables as read together.
+    """The served tables and the entries as read together.
 
-    `damage` is the error of served tables whose manifest is lost; None if it was read, or nothing is served.
+    `generation` is None if nothing is served or `current` is lost, `damage` the error of a lost manifest.
     """
 
+    generation: str | None
+    damage: DamagedTables | None
     chain: SavedChain
-    generation: str | None
-    served: ServedEntry | None
-    damage: LostManifest | None = None
-
-
-@dataclass(frozen=True)
-class _Fault:
-    """Why an entry could not be used, beside which generation, and until when it is not read again."""
-
-    text: str
-    generation: str | None
-    until: float
 
 
 class Follower:
@@ -125,7 +108,7 @@ class Follower:
 
     Raises:
         ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
-            to nothing, or a path has a zero byte.
+            to nothing.
     """
 
     def __init__(
@@ -142,337 +125,277 @@ class Follower:
         self.path, self.to, self.since = Path(path).absolute(), Path(to).absolute(), since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
-        # As last served, for when the manifest is lost.
-        self._there: Choice | None = None
-        self._entry: ServedEntry | None = None
-        self._faults: dict[str, _Fault] = {}  # by id of the entry
-        self._check_path()
-        check_target(self.to)
-        remove_unfinished(self.to)
-        with suppress(LostManifest):  # for `poll` to mend
-            if (found := self._read_served()) is not None:
-                self._entry = found[1].entry
-
-    def _check_path(self) -> None:
-        """Raises ValueError for a zero byte or one checkpoint: there would be no entries for ever."""
-        if "\0" in str(self.path):
-            raise ValueError(
-                f"Follower: expected a directory of Checkpoints, got {str(self.path)!r}. Give a path without "
-                "a zero byte."
-            )
+        self._known: Manifest | None = None  # of what is served, also when its file is lost
+        self._fault: tuple[object, str] | None = None  # raised at the last look
         if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
             raise ValueError(
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
                 "torch.distributed.checkpoint. Serve it with serving.build, or give the directory of entries."
             )
+        check_target(self.to)
+        remove_unfinished(self.to)
+        self._look()
 
     def __repr__(self) -> str:
         return f"Follower({str(self.path)!r}, to={str(self.to)!r})"
 
     def poll(self) -> Followed | None:
-        """Serves the newest entry that is whole, if it is not served yet.
+        """Serves the newest entry that leads on from what is served, if it is not served yet.
 
-        Deltas are applied together, or one by one if that fails. If a full save came after the served rows,
-        they are built from the newest full save, in a new generation that readers change to like any other.
-        An entry older than what is served is never taken. If a damaged manifest does not say what is served,
-        the tables are built so, too, with a warning, unless a delta up to what was served is damaged. Until
-        the deltas are applied, or if there is no room for them, the rows are those of the full save.
+        All deltas up to it are applied together; if that fails, the first of them alone, which needs less
+        room. An entry older than what is served is never taken. If the manifest of what is served is lost, or
+        a file of it is damaged, the newest full save and the deltas after it take its place, with a warning.
 
         Returns:
             What is served; None if it is of the entry `since`.
 
         Raises:
-            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it. If a
-                damaged manifest does not say what is served, what this follower read or served last counts.
-            SecondWriter: another follower writes to the served tables.
-            ValueError: nothing is served yet, and no entry can be; or a damaged manifest does not say what
-                is served, and neither does `rows`, or no entry can be that is as new as what was served.
-            OSError: the disk is full, or fails.
+            ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
+            SecondWriter: another follower writes to the served tables, or has written since they were read.
+            ValueError: an entry is damaged, or the manifest is lost and nothing as new as what was served can
+                be built. What is served stays. Each call tries again; an error that lasts is raised once, and
+                stands in `skipped` then.
+            OSError: the disk is full, or fails; once, too.
             MemoryError: there is too little memory (torch: RuntimeError). What is served is whole.
         """
-        seen = self._look()
+        self.skipped = []
         try:
-            return self._to_newest(seen)
-        except (ValueError, OSError):
-            # Entries are removed, and other followers serve, at any time: what has gone is not judged.
-            if not self._has_moved(seen):
+            followed = self._to_newest(self._look())
+        except (ForkedChain, SecondWriter):
+            raise
+        except (ValueError, OSError) as error:
+            fault = _fault_of(error)
+            if self._fault is None or self._fault[0] != fault[0]:
+                self._fault = fault
+                self.skipped.append(fault[1])
                 raise
-        return self._to_newest(self._look())
+            self.skipped.append(self._fault[1])
+            return None
+        self._fault = None
+        return followed
 
     def lag(self) -> float | None:
         """Returns the seconds since the moment of the served rows; None if they are of no entry here."""
         seen = self._look()
-        entry = _entry_of(seen.chain, seen.served)
+        entry = None if seen.damage else self._entry(seen.chain)
         return None if entry is None else _seconds_since(entry)
 
     def served(self) -> str | None:
-        """Returns the id of the entry that is served; None if nothing is, or no entry here has its rows."""
-        served = self._look().served
-        return None if served is None else served.id
+        """Returns the id of the entry that is served; None if nothing is, or its manifest is lost."""
+        entry = None if self._look().damage else self._served
+        return None if entry is None else entry.id
+
+    @property
+    def _served(self) -> ServedEntry | None:
+        """The entry that is served, or was before its manifest was lost."""
+        return self._known.entry if self._known is not None else None
+
+    def _entry(self, chain: SavedChain) -> Entry | None:
+        served = self._served
+        return next((entry for entry in chain.entries if served and entry.id == served.id), None)
 
     def _look(self) -> _Seen:
-        # First: what another writer builds is not what is damaged.
-        before = known_generation(self.to)
-        try:
-            found = self._read_served()
-        except LostManifest as damage:
-            return _Seen(read_chain(self.path), before, None, damage)
-        chain = read_chain(self.path)  # after the tables: it has their entry then
-        if found is None:
-            return _Seen(chain, None, None)
-        generation, manifest = found
-        self._entry = manifest.entry or _entry_by_sums(chain, manifest)
-        return _Seen(chain, generation, self._entry)
-
-    def _read_served(self) -> tuple[str, Manifest] | None:
-        """Returns the generation that is served and its manifest; None before the first build."""
+        """Reads what is served, then the entries: what is served is among them then."""
         check_target(self.to)
         if not self.to.exists():
-            return None
-        generation, manifest = served_manifest(self.to)
-        there = {"rows": manifest.row_format.dtype, "tables": sorted(manifest.tables)}
-        tables = None if self._tables is None else sorted(self._tables)
-        for what, wanted in (("rows", self._rows), ("tables", tables)):
-            if wanted is not None and wanted != there[what]:
+            self._known = None
+            return _Seen(None, None, read_chain(self.path))
+        before = known_generation(self.to)
+        try:
+            before, manifest = served_manifest(self.to)
+        except DamagedTables as damage:
+            return _Seen(before, damage, read_chain(self.path))
+        wanted = None if self._tables is None else sorted(self._tables)
+        for what, want, got in (
+            ("rows", self._rows, manifest.row_format.dtype),
+            ("tables", wanted, sorted(manifest.tables)),
+        ):
+            if want is not None and want != got:
                 raise ValueError(
-                    f"Follower: expected {self.to} with {what} {wanted}, got {there[what]}. Leave {what} "
-                    "out, or serve from another directory."
+                    f"Follower: expected {self.to} with {what} {want}, got {got}. Leave {what} out, or serve "
+                    "from another directory."
                 )
-        self._there = manifest.row_format.dtype, [*manifest.tables]
-        return generation, manifest
+        self._known = manifest
+        return _Seen(before, None, read_chain(self.path))
 
-    def _has_moved(self, seen: _Seen) -> bool:
-        """Returns True if entries were removed since, or another generation is served."""
-        there = {entry.id for entry in read_chain(self.path).entries}
-        is_other = known_generation(self.to) != seen.generation
-        return is_other or any(one.id not in there for one in seen.chain.entries)
+    def _check_fork(self, chain: SavedChain) -> bool:
+        """Returns True if the newest entry does not come after what is served, and that is allowed."""
+        if self._served is None or not _is_fork(chain, self._served):
+            return False
+        if not self._follow_forks:
+            raise ForkedChain(
+                f"{self.path}: expected entries that come after the served one, got "
+                f"{chain.entries[-1].path.name}, which does not: training was restored at an older entry, or "
+                "this is another directory. To serve its rows, follow with follow_forks=True (--forks)."
+            )
+        return True
 
     def _to_newest(self, seen: _Seen) -> Followed | None:
-        """Serves the newest entry that can be, and returns what is served for the caller."""
-        chain, served, lost = seen.chain, seen.served, None
-        if seen.damage is not None:
-            served, lost = self._entry, self._instead_of(seen.damage)
-        ids = {entry.id for entry in chain.entries}
-        self._faults = {one: fault for one, fault in self._faults.items() if one in ids}
-        told: dict[str, Ids] = {}  # of the deltas that are applied, by id of the entry
-        skipped, fault = list(chain.skipped), False
-        last, is_fork = None, False
-        least = 0
-        if served is not None and not is_replaced(chain, served):
-            least = served.sequence + (lost is None)
-        for entry in reversed(chain.entries):
-            if entry.sequence < least:
-                break
-            way = way_to(chain, entry, served, lost is not None)
-            if way is None:
-                skipped.append(f"{entry.path.name}: an entry before it is missing.")
-                continue
-            if way.is_fork and not self._follow_forks:
-                raise self._forked(entry)
-            if last is None and self._fault_in(way) is None:
-                if lost is None or self._are_sound(way, least, seen, lost):
-                    last, is_fork = self._go(way, seen, told, lost), way.is_fork
-                least = least if last is None else last.sequence + 1
-            if (reason := self._fault_in(way)) is not None:
-                skipped.append(f"{entry.path.name}: {reason}")
-                fault = True
-        least = last.sequence if last is not None else served.sequence if served is not None else 0
-        self.skipped = [line for line in skipped if _sequence_of(line) > least]
-        if seen.damage is not None and last is None:
-            raise ValueError(" ".join([str(seen.damage), *skipped])) from seen.damage
-        if fault and last is None and served is None:
-            raise ValueError(
-                f"{self.path}: expected an entry that can be served, got none. {' '.join(skipped)}"
-            )
+        chain, served = seen.chain, self._served
+        last = 0 if served is None else served.sequence
+        self.skipped = [line for line in chain.skipped if _sequence_of(line) > last]
         if served is not None and not chain.entries:
             self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
-        now = last or _entry_of(chain, served)
-        if now is None or now.id == self.since:
+        is_fork = self._check_fork(chain)
+        least = 0 if is_fork else self._least(seen)
+        if (way := self._newest_way(seen, least)) is not None:
+            return self._serve(way, seen, least, is_fork)
+        if seen.damage is not None:
+            raise ValueError(" ".join([str(seen.damage), *self.skipped])) from seen.damage
+        now = self._entry(chain)
+        if now is None or seen.generation is None:
             return None
-        changed, removed = self._changes(chain, now, told)
-        lag, generation = _seconds_since(now), current_generation(self.to)
-        followed = Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
+        return self._followed(now, seen.generation, self._changes(chain, now), False)
+
+    def _newest_way(self, seen: _Seen, least: int) -> list[Entry] | None:
+        """Returns the way to the newest entry that has one, from sequence `least` on."""
+        begin = None if self._served is None or seen.damage is not None else self._served.id
+        for entry in reversed(seen.chain.entries):
+            if entry.sequence < least:
+                break
+            if (way := _way_to(seen.chain, entry, begin)) is not None:
+                return way
+            self.skipped.append(f"{entry.path.name}: an entry before it is missing.")
+        return None
+
+    def _least(self, seen: _Seen) -> int:
+        """Returns the lowest sequence of an entry to serve: what is served is not older."""
+        if self._known is None and seen.damage is None:
+            return 0
+        if self._served is None:  # not known: what is served may be of any entry
+            return seen.chain.entries[-1].sequence if seen.chain.entries else 0
+        return self._served.sequence + (seen.damage is None)
+
+    def _serve(self, way: list[Entry], seen: _Seen, least: int, is_fork: bool) -> Followed | None:
+        """Serves the last entry of a way, or what can be served in its place."""
+        try:
+            return self._take(way, seen, is_fork)
+        except SecondWriter:
+            raise
+        except (ValueError, OSError) as error:
+            if isinstance(error, DamagedTables) and not way[0].is_full:
+                instead = _way_to(seen.chain, way[-1], None)
+                seen = replace(seen, damage=error)
+            else:  # the first alone needs less room, or what is damaged comes after it
+                instead = way[:1] if len(way) > 1 and way[0].sequence >= least else None
+            if instead is None:
+                raise
+        return self._take(instead, seen, is_fork)
+
+    def _take(self, way: Sequence[Entry], seen: _Seen, is_fork: bool) -> Followed | None:
+        """Serves the last entry of a way: a full save and deltas are built, deltas are applied."""
+        now, folders = way[-1], [entry.tables for entry in way]
+        # Before the rows are served: the entries may be removed then.
+        changes = self._changes(seen.chain, now)
+        entry = ServedEntry(now.sequence, now.id)
+        if not way[0].is_full:
+            assert seen.generation is not None
+            generation = apply_deltas(self.to, folders, seen.generation, entry)
+        elif not self.to.exists():
+            rows = torch.float32 if self._rows is None else self._rows
+            generation = build_new(folders, self.to, rows, self._tables, entry)
+        else:
+            kind, tables = self._choice(seen)
+            generation = build_instead(folders, self.to, kind, tables, seen.generation, entry)
+            if seen.damage is not None:
+                warnings.warn(
+                    f"Follower: {seen.damage} The tables were built anew from {way[0].path}.",
+                    stacklevel=5,
+                )
+        self._known = read_manifest(self.to, generation)
+        return self._followed(now, generation, changes, is_fork)
+
+    def _choice(self, seen: _Seen) -> tuple[torch.dtype, Sequence[str] | None]:
+        """Returns dtype and names of the tables to build in the place of those that are served."""
+        if self._known is not None:
+            return self._known.row_format.dtype, tuple(self._known.tables)
+        if self._rows is None:
+            raise ValueError(
+                f"{seen.damage} Or follow with the dtype of its rows, as rows=torch.float32 "
+                "(--dtype float32), and tables= if not all were served: they are built then."
+            )
+        return self._rows, self._tables
+
+    def _followed(
+        self, now: Entry, generation: str, changes: tuple[Ids, Ids] | None, is_fork: bool
+    ) -> Followed | None:
+        """Returns an entry for the caller; None if it is that which the caller has."""
+        if now.id == self.since:
+            return None
+        changed, removed = (None, None) if changes is None else changes
+        followed = Followed(
+            now, generation, changed, removed, _seconds_since(now), self.skipped, is_fork
+        )
         self.since = now.id
         return followed
 
-    def _forked(self, entry: Entry) -> ForkedChain:
-        return ForkedChain(
-            f"{self.path}: expected entries that come after the served one, got {entry.path.name}, which "
-            "does not: training was restored at an older entry, or this is another directory. To serve its "
-            "rows, follow with follow_forks=True (--forks)."
-        )
-
-    def _instead_of(self, damage: LostManifest) -> Choice:
-        """Returns what tables to build in the place of those whose manifest is lost."""
-        rows, names = self._there or (None, None)
-        rows = self._rows or rows
-        if rows is None:
-            raise ValueError(
-                f"{damage} To have it built at the next look, follow with the dtype of its rows, as "
-                "rows=torch.float32 (--dtype float32), and tables= if not all were served."
-            ) from damage
-        return rows, self._tables or names
-
-    def _go(self, way: Way, seen: _Seen, told: dict[str, Ids], lost: Choice | None) -> Entry | None:
-        """Serves the entries of a way, as far as they are sound; returns the last that is served then."""
-        fulls = [entry for entry in way.entries if entry.is_full]
-        deltas = [entry for entry in way.entries if not entry.is_full]
-        groups, last = [group for group in (fulls, deltas) if group], None
-        while groups:
-            group = groups.pop(0)
-            try:
-                generation = self._take(group, seen.generation, told, lost)
-            except SecondWriter:
-                raise
-            except (ValueError, OSError) as error:
-                if len(group) == 1:
-                    self._blame(group[0], error, seen)
-                    break
-                if self._has_moved(seen):
-                    raise
-                # Those before a damaged one are served. One by one they need less room on the disk:
-                # unused rows are given back in between.
-                groups = [[entry] for entry in group]
-            else:
-                last = group[-1]
-                if lost is not None:  # here, since the deltas after it may fail
-                    warnings.warn(
-                        f"Follower: {str(seen.damage).removesuffix(REMEDY)}The tables were built anew from "
-                        f"{last.path}.",
-                        stacklevel=4,
-                    )
-                seen, lost = replace(seen, generation=generation), None
-        return last
-
-    def _are_sound(self, way: Way, least: int, seen: _Seen, lost: Choice) -> bool:
-        """Returns False if a delta of a way is damaged, up to sequence `least`.
-
-        Such a delta would leave the rows of the full save before it in place of newer ones that were served.
-        """
-        for entry in way.entries:
-            if entry.is_full or entry.sequence > least:
-                continue
-            try:
-                saved = open_checkpoint(entry.tables).tables
-                for table in chosen_tables(saved, lost[1], f"Follower({entry.tables})").values():
-                    if "removed" in table.names:
-                        table.read("removed")
-                    for _ in table.chunks(chunk_bytes=CHUNK_BYTES):
-                        pass
-            except (ValueError, OSError) as error:
-                self._blame(entry, error, seen)
-                return False
-        return True
-
-    def _blame(self, entry: Entry, error: ValueError | OSError, seen: _Seen) -> None:
-        """Notes why an entry cannot be used; raises the error if that is not the fault of the entry."""
-        if self._has_moved(seen) or not _is_of_entry(error, entry):
-            raise error
-        until = time.monotonic() + _RETRY_SECONDS
-        text = " ".join(str(error).split())
-        self._faults[entry.id] = _Fault(text, seen.generation, until)
-
-    def _take(
-        self, group: Sequence[Entry], before: str | None, told: dict[str, Ids], lost: Choice | None
-    ) -> str:
-        """Serves a full save, or applies deltas together, after generation `before`; returns the new one.
-
-        `lost` is as `_instead_of` returns it.
-        """
-        entry = ServedEntry(group[-1].sequence, group[-1].id)
-        if not group[0].is_full:
-            assert before is not None
-            before, found = apply_deltas(self.to, [one.tables for one in group], before, entry)
-            told |= {one.id: ids for one, ids in zip(group, found, strict=True)}
-        elif self.to.exists():
-            before = build_again_from(self.to, group[0].tables, before, entry, lost)
-        else:
-            rows = torch.float32 if self._rows is None else self._rows
-            before = build_from(group[0].tables, self.to, rows, self._tables, entry)
-            self._there = rows, self._tables
-        self._entry = entry
-        return before
-
-    def _fault_in(self, way: Way) -> str | None:
-        """Returns why an entry of a way cannot be used; None if nothing is known against them."""
-        generation = known_generation(self.to)
-        for entry in way.entries:
-            fault = self._faults.get(entry.id)
-            if fault and fault.generation == generation and time.monotonic() < fault.until:
-                before = "" if entry is way.entries[-1] else f"{entry.path.name} before it: "
-                return before + fault.text
+    def _changes(self, chain: SavedChain, now: Entry) -> tuple[Ids, Ids] | None:
+        """Returns the ids that changed and that were removed since the caller's entry; None: any may have."""
+        if self.since in (None, now.id) or self._known is None:
+            return None
+        way = _way_to(chain, now, self.since)
+        if way is None or any(entry.is_full for entry in way):
+            return None
+        with suppress(ValueError, OSError):  # removed or damaged since they were applied
+            return _joined([_ids_of(entry, [*self._known.tables]) for entry in way])
         return None
 
-    def _changes(
-        self, chain: SavedChain, now: Entry, told: Mapping[str, Ids]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | tuple[None, None]:
-        """Returns the ids that changed and that were removed since the caller's entry."""
-        way = None if self.since is None else way_to(chain, now, ServedEntry(0, self.since))
-        if way is None or any(one.is_full for one in way.entries):
-            return None, None
-        try:
-            parts = [told[one.id] if one.id in told else self._ids_of(one) for one in way.entries]
-        except (ValueError, OSError):  # removed or damaged since they were applied
-            return None, None
-        joined = {name: _last_of([part[name] for part in parts]) for name in parts[0]}
-        return (
-            {name: changed for name, (changed, _) in joined.items()},
-            {name: removed for name, (_, removed) in joined.items()},
-        )
 
-    def _ids_of(self, entry: Entry) -> Ids:
-        """Returns the changed and the removed ids of a delta, of the served tables."""
-        found = self._read_served()
-        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        return {
-            table.name: (
-                table.read("ids") if table.num_rows else nothing,
-                table.read("removed") if "removed" in table.names else nothing,
-            )
-            for table in open_checkpoint(entry.tables).tables.values()
-            if found is not None and table.name in found[1].tables
-        }
+def _is_fork(chain: SavedChain, served: ServedEntry) -> bool:
+    """Returns True if what is served is known not to be among the entries before the newest."""
+    if not chain.entries:
+        return False
+    newest = chain.entries[-1]
+    line = list(chain.backward(newest))
+    if served.id in {line[-1].parent, *(entry.id for entry in line)}:
+        return False
+    if newest.sequence < served.sequence:  # the newest entries cannot be read, or were never here
+        return chain.highest < served.sequence
+    return line[-1].parent is None or line[-1].sequence <= served.sequence
 
 
-def _last_of(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Joins the changed and removed ids of deltas in order: what came last of each id, [M] int64 each."""
-    ids = torch.cat([one for part in parts for one in part])
-    is_removed = torch.cat(
-        [
-            torch.full((len(one),), n == 1, device="cpu")
-            for part in parts
-            for n, one in enumerate(part)
-        ]
-    )
-    distinct, which = ids.unique(return_inverse=True)
-    last = torch.zeros_like(distinct).scatter_reduce_(
-        0, which, torch.arange(len(ids), device="cpu"), "amax"
-    )
-    is_gone = is_removed[last]
-    return distinct[~is_gone], distinct[is_gone]
+def _way_to(chain: SavedChain, entry: Entry, begin: str | None) -> list[Entry] | None:
+    """Returns the deltas from the entry `begin` to an entry, or the last full save and the deltas after it.
 
-
-def _is_of_entry(error: Exception, entry: Entry) -> bool:
-    """Returns False for an error of the disk, unless it is of a file of the entry, and for lack of memory."""
-    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError):
-        return True
-    return not lacks_memory(error) and entry.path in Path(str(error.filename)).parents
-
-
-def _entry_of(chain: SavedChain, served: ServedEntry | None) -> Entry | None:
-    return next((one for one in chain.entries if served and one.id == served.id), None)
-
-
-def _entry_by_sums(chain: SavedChain, manifest: Manifest) -> ServedEntry | None:
-    """Returns the newest entry with the content sums of served tables that name no entry."""
-    for entry in reversed(chain.entries):
-        sums = entry.sums_by_tensor()
-        if all(
-            name in sums and all(sums[name][what] == one.sums[what] for what in ("ids", "weight"))
-            for name, one in manifest.tables.items()
-        ):
-            return ServedEntry(entry.sequence, entry.id)
+    Deltas do not lead across a full save. None if an entry of the way is missing.
+    """
+    way: list[Entry] = []
+    for before in chain.backward(entry):
+        if before.id == begin:
+            return way[::-1]
+        way.append(before)
+        if before.is_full or (begin is not None and before.parent == begin):
+            return way[::-1]
     return None
+
+
+def _ids_of(entry: Entry, tables: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns the changed and the removed ids of a delta, by table."""
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
+    return {
+        table.name: (
+            table.read("ids") if table.num_rows else nothing,
+            table.read("removed") if "removed" in table.names else nothing,
+        )
+        for table in open_checkpoint(entry.tables).tables.values()
+        if table.name in tables
+    }
+
+
+def _joined(deltas: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> tuple[Ids, Ids]:
+    """Joins the changed and removed ids of deltas in order, by table: what came last of each id."""
+    changed, removed = {}, {}
+    for name in deltas[0]:
+        parts = [ids for delta in deltas for ids in delta[name]]
+        is_removed = torch.arange(len(parts), device="cpu") % 2 == 1
+        lengths = torch.tensor([len(ids) for ids in parts], device="cpu")
+        distinct, which = torch.cat(parts).unique(return_inverse=True)
+        last = torch.zeros_like(distinct).scatter_reduce_(
+            0, which, torch.arange(len(which), device="cpu"), "amax"
+        )
+        is_gone = is_removed.repeat_interleave(lengths)[last]
+        changed[name], removed[name] = distinct[~is_gone], distinct[is_gone]
+    return changed, removed
 
 
 def _seconds_since(entry: Entry) -> float:
@@ -482,3 +405,72 @@ def _seconds_since(entry: Entry) -> float:
 def _sequence_of(line: str) -> int:
     """Returns the sequence of the entry that a line of a report begins with."""
     return int(line.partition(":")[0].rpartition("-")[2])
+
+
+def follow(
+    path: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    every: float = 1.0,
+    rows: torch.dtype | None = None,
+    tables: Sequence[str] | None = None,
+    since: str | None = None,
+    follow_forks: bool = False,
+) -> Iterator[Followed]:
+    """Yields what is served, then each newer entry, without end; a `Follower` that looks every few seconds.
+
+    An entry that cannot be used, a fork, a full disk, or too little memory, is a warning, once, and is tried
+    again, in longer intervals while it lasts.
+
+    Args:
+        path: the directory of `Checkpoints`.
+        to: the directory of served tables.
+        every: seconds between two looks, from 0 to 10^9.
+        rows: as of `Follower`.
+        tables: as of `Follower`.
+        since: as of `Follower`.
+        follow_forks: as of `Follower`.
+
+    Raises:
+        ValueError: `every` is no such number, or as of `Follower`; at the call, before the first look.
+    """
+    if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
+        raise ValueError(
+            f"serving.follow: expected every to be a number of seconds from 0 to 10^9, got {every!r}. "
+            "Write every=1.0."
+        )
+    follower = Follower(path, to, rows=rows, tables=tables, since=since, follow_forks=follow_forks)
+    return _looks(follower, every)
+
+
+def _looks(follower: Follower, every: float) -> Iterator[Followed]:
+    warned: set[object] = set()
+    wait = every
+    while True:
+        try:
+            followed = follower.poll()
+            faults: list[tuple[object, str]] = [(line, line) for line in follower.skipped]
+        except Exception as error:
+            if not isinstance(error, (ValueError, OSError)) and not lacks_memory(error):
+                raise
+            followed, faults = None, [_fault_of(error)]
+        if followed is not None:
+            yield followed
+            wait = every
+        else:
+            for fault in faults:
+                if warned.isdisjoint(fault):
+                    warnings.warn(f"serving.follow: {fault[1]}", stacklevel=2)
+            wait = min(2 * wait, max(every, _LONGEST_WAIT)) if faults else every
+            time.sleep(wait)
+        warned = {part for fault in faults for part in fault}
+
+
+def _fault_of(error: Exception) -> tuple[object, str]:
+    """Returns what is the same each time that an error is raised again, and its text."""
+    if isinstance(error, OSError):  # its text has the name of a new file each time
+        return error.errno or str(error), str(error)
+    if isinstance(error, ValueError):
+        return str(error), str(error)
+    kind = type(error).__name__
+    return kind, f"expected memory to serve an entry, got {kind}: {error}. It is tried again."

@@ -1,22 +1,22 @@
-"""One generation of served tables: its id maps and rows, mapped into this process.
+"""One generation of served tables: its id maps and rows, mapped into this process, and its verification.
 
 Legend: T tables, N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint_format import FileSums, Pace
+from torchrec_dyn.checkpoint_format import content_sum, naming
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.checksums import CHECKSUMS, check_last_chunk, warn_of_no_checksums
-from torchrec_dyn.serving.files import mapped
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, without_its_key
+from torchrec_dyn.serving.files import DamagedTables, mapped
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, checked_maps
 from torchrec_dyn.serving.manifest import (
     SLOTS,
     Manifest,
@@ -24,7 +24,9 @@ from torchrec_dyn.serving.manifest import (
     read_manifest,
     with_current,
 )
-from torchrec_dyn.serving.verification import verify_generation
+from torchrec_dyn.serving.row_format import sum_of_rows
+from torchrec_dyn.serving.tensor_index import check_index
+from torchrec_dyn.storage import unsigned
 
 
 class Generation(nn.Module):
@@ -44,19 +46,18 @@ class Generation(nn.Module):
     ) -> None:
         super().__init__()
         self.name = name
-        self.verified: Mapping[str, FileSums] = {}  # sums of the rows file, if it was verified
         self.row_dtype = manifest.row_format.dtype
         self.nbit = manifest.rows if manifest.row_format.is_nbit else ""  # "int8" or "int4"
         self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
         cut = manifest.blocks()
         layout = []
         self._cuts: list[tuple[int, int, int]] = []  # columns, rows of a block, blocks
-        for name_of, table in zip(tables, self.tables, strict=True):
-            shift, blocks = cut[name_of]
-            one = table.embedding_dim, 1 << shift, blocks
-            if one not in self._cuts:  # tables of the same width share blocks
-                self._cuts.append(one)
-            first = sum(number for _, _, number in self._cuts[: self._cuts.index(one)])
+        for table_name, table in zip(tables, self.tables, strict=True):
+            shift, blocks = cut[table_name]
+            part = table.embedding_dim, 1 << shift, blocks
+            if part not in self._cuts:  # tables of the same width share blocks
+                self._cuts.append(part)
+            first = sum(number for _, _, number in self._cuts[: self._cuts.index(part)])
             layout.append([first, blocks, shift, table.embedding_dim])
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
@@ -79,8 +80,8 @@ class Generation(nn.Module):
 
     def ids_of(self, table: int) -> Tensor:
         """Returns the ids with a row of the table of a number, [N] int64."""
-        one = self._maps_once[table]
-        return one[one[:, 1] > 0, 0].contiguous()
+        pairs = self._maps_once[table]
+        return pairs[pairs[:, 1] > 0, 0].contiguous()
 
     def blocks(self) -> list[Tensor]:
         """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8 and int4.
@@ -90,7 +91,7 @@ class Generation(nn.Module):
         return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
 
     def _maps(self) -> list[Tensor]:
-        return [self.slots.narrow(0, one.first_slot, one.capacity) for one in self.tables]
+        return [self.slots.narrow(0, table.first_slot, table.capacity) for table in self.tables]
 
     def _blocks(self) -> list[Tensor]:
         if self.nbit:
@@ -106,27 +107,19 @@ class Generation(nn.Module):
 def open_generation(
     folder: Path, tables: Sequence[str], before: Generation | None = None, verify: bool = False
 ) -> Generation | None:
-    """Maps and returns the current generation; returns None if it is `before`.
-
-    With `verify` it is verified first; chunks of rows that were verified for `before` are not read again.
-
-    Raises:
-        ValueError: if `serving.build` did not make the directory, or it is damaged or lacks a table.
-    """
+    """Maps and returns the current generation, verified first with `verify`; None if it is `before`."""
 
     def open_named(name: str) -> Generation | None:
         if before is not None and name == before.name:
             return None
-        return _open(folder, name, tables, before.verified if before else {}, verify)
+        if verify:
+            _verify(folder, name)
+        return _open(folder, name, tables)
 
     return with_current(folder, open_named)
 
 
-def _open(
-    folder: Path, name: str, tables: Sequence[str], verified: Mapping[str, FileSums], verify: bool
-) -> Generation:
-    # Before the slots are mapped: a delta may remove both.
-    has_checksums = (folder / name / CHECKSUMS).exists()
+def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
     manifest = read_manifest(folder, name)
     missing = [table for table in tables if table not in manifest.tables]
     if missing:
@@ -135,17 +128,74 @@ def _open(
             "Build with these tables too."
         )
     slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
-    chosen = {table: manifest.tables[table] for table in tables}
-    for table, served in maps_of(slots, chosen).items():
-        if not served.has_its_key():
-            raise without_its_key(folder / name, table)
-    path = folder / manifest.rows_file
-    rows = mapped(path, manifest.mapped_bytes(), readable=manifest.read_bytes())
-    if has_checksums:
-        check_last_chunk(folder / name, path, rows[: manifest.rows_bytes])
-    found = Generation(name, manifest, slots, rows, tables)
-    if verify:
-        found.verified = verify_generation(folder, name, Pace(), verified).rows
-    elif not has_checksums:
-        warn_of_no_checksums(folder)
-    return found
+    rows = mapped(folder / manifest.rows_file, manifest.file_bytes())
+    return Generation(name, manifest, slots, rows, tables)
+
+
+def verify(folder: str | os.PathLike[str]) -> int:
+    """Reads all files of the served generation, and checks ids and rows against their content sums.
+
+    It may run beside serving and beside `apply_delta`, in a thread or in another process. It verifies the
+    generation that was current when it began, or the next if two deltas remove its files meanwhile.
+
+    Args:
+        folder: directory that `build` made.
+
+    Returns:
+        The number of bytes that were read.
+
+    Raises:
+        ValueError: if a file is damaged; the message names the file.
+        OSError: if a file cannot be read.
+    """
+    path = Path(folder)
+    return with_current(path, lambda name: _verify(path, name))
+
+
+def _verify(folder: Path, generation: str) -> int:
+    manifest = read_manifest(folder, generation)
+    slots_file, rows_file = folder / generation / SLOTS, folder / manifest.rows_file
+    # Mapped first: a delta may remove the files meanwhile.
+    slots = mapped(slots_file, manifest.slots * SLOT_BYTES, is_whole=True)
+    rows = mapped(rows_file, manifest.file_bytes())
+    size = check_index(folder, generation, manifest)
+    # A disk that fails is an OSError of a plain read, where a mapped page would end the process.
+    size += sum(_read_through(path) for path in (slots_file, rows_file))
+    widths = manifest.widths()
+    for name, served in checked_maps(slots_file, slots, manifest).items():
+        width, table = widths[name], manifest.tables[name]
+        ids_sum, row_sum = _sums_of(slots_file, name, served, rows, width)
+        for path, what, total, expected in (
+            (slots_file, "ids", ids_sum, table.sums["ids"]),
+            (rows_file, "rows", row_sum, table.row_sum),
+        ):
+            if total != expected:
+                raise DamagedTables(
+                    f"{path}: expected {what} of table '{name}' with content sum {expected:016x}, got "
+                    f"{total:016x}. It is damaged. Build it again."
+                )
+    return size
+
+
+def _sums_of(path: Path, name: str, served: ServedMap, rows: Tensor, width: int) -> tuple[int, int]:
+    """Returns the content sums of the ids in the map of a table, and of their rows, of rows [bytes] uint8."""
+    rows_of_table = rows[: len(rows) // width * width].view(-1, width)
+    ids_sum = row_sum = 0
+    for ids, numbers, _ in served.pieces(width):
+        if not torch.equal(served.find(ids), numbers):
+            raise DamagedTables(
+                f"{path}: expected the ids of table '{name}' in slots by the key in the manifest, got ids "
+                "that are not found. It is damaged. Build it again."
+            )
+        ids_sum += content_sum(name, "ids", ids, ids)
+        row_sum += sum_of_rows(name, ids, rows_of_table[numbers])
+    return unsigned(ids_sum), unsigned(row_sum)
+
+
+def _read_through(path: Path) -> int:
+    """Reads all bytes of a file, and returns their number."""
+    size, buffer = 0, bytearray(1 << 20)
+    with naming(path), open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size += count
+    return size

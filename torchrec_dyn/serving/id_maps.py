@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.serving.manifest import ServedTable
+from torchrec_dyn.serving.files import DamagedTables
+from torchrec_dyn.serving.manifest import Manifest, ServedTable
 
 SLOT_BYTES = 16
 _LINE_SLOTS = 4
@@ -25,8 +26,6 @@ _LINE_SLOTS = 4
 _LOAD, _MOST_LOAD = 0.7, 0.8
 # Bytes of slots, and of the rows that a caller reads with them, that are in memory at once.
 _PIECE_BYTES = 4 << 20
-# Slots whose ids are looked up when a map is opened.
-_CHECKED = 256
 
 
 def slots_for(ids: int) -> int:
@@ -57,12 +56,6 @@ class ServedMap:
             ids, torch.tensor([0, len(ids)], device="cpu"), [self.slots], self._at_rest
         )[0]
 
-    def has_its_key(self) -> bool:
-        """Returns True if the ids in the first slots are found; with another key they would not be."""
-        first = self.slots[:_CHECKED]
-        used = first[first[:, 1] > 0]
-        return torch.equal(self.find(used[:, 0].contiguous()), used[:, 1] - 1)
-
     def put(self, ids: Tensor, rows: Tensor) -> None:
         """Inserts distinct absent ids [M] int64 with their rows [M] int64."""
         ops.insert(
@@ -81,9 +74,9 @@ class ServedMap:
         size = max(1, _PIECE_BYTES // (SLOT_BYTES + row_bytes))
         for first in range(0, len(self.slots), size):
             piece = self.slots[first : first + size]
-            taken = piece[:, 1].nonzero().view(-1)
-            found = piece[taken]
-            yield found[:, 0].contiguous(), found[:, 1] - 1, taken + first
+            slots = piece[:, 1].nonzero().view(-1)
+            pairs = piece[slots]
+            yield pairs[:, 0].contiguous(), pairs[:, 1] - 1, slots + first
 
     def extent(self) -> tuple[int, int, int]:
         """Returns the number of ids, and the least and the largest number in the slots: row + 1, or 0."""
@@ -100,14 +93,6 @@ class ServedMap:
         self.slots[slots, 1] = rows + 1
 
 
-def without_its_key(generation: Path, name: str) -> ValueError:
-    """Returns the error of a map whose ids have not their slots by the key in the manifest."""
-    return ValueError(
-        f"{generation}: expected the ids of table '{name}' in slots by the key in the manifest, got some "
-        "that are not found. It is damaged. Build it again."
-    )
-
-
 def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, ServedMap]:
     """Returns the id map of each table, which has a range of the file of all maps, slots [bytes] uint8."""
     pairs = slots.view(torch.int64).view(-1, 2)
@@ -115,3 +100,17 @@ def maps_of(slots: Tensor, tables: Mapping[str, ServedTable]) -> dict[str, Serve
         name: ServedMap(pairs.narrow(0, table.first_slot, table.capacity), table.key)
         for name, table in tables.items()
     }
+
+
+def checked_maps(path: Path, slots: Tensor, manifest: Manifest) -> dict[str, ServedMap]:
+    """Returns the id maps in a file, slots [bytes] uint8; DamagedTables unless all their rows can be read."""
+    maps = maps_of(slots, manifest.tables)
+    for name, width in manifest.widths().items():
+        expected, rows = manifest.tables[name].num_rows, manifest.rows_bytes // width
+        ids, low, high = maps[name].extent()
+        if ids != expected or low < 0 or high > rows:
+            raise DamagedTables(
+                f"{path}: expected a map of {expected} ids of table '{name}' to rows in [0, {rows}), got "
+                f"{ids} ids and rows up to {high - 1}. It is damaged. Build it again."
+            )
+    return maps

@@ -23,26 +23,62 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_dyn import ops
+from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
+from torchrec_dyn.initializers import table_key
 from torchrec_dyn.serving.export import counts_between
 from torchrec_dyn.serving.generation import Generation, open_generation
-from torchrec_dyn.serving.given_tables import GivenTables
-from torchrec_dyn.serving.manifest import SLOTS
-from torchrec_dyn.serving.nbit import INT4, NBitPooling
-from torchrec_dyn.serving.unseen import UnseenRows
+from torchrec_dyn.serving.manifest import ServedTable
+from torchrec_dyn.serving.row_format import INT4, NBitPooling
+from torchrec_dyn.serving.tensor_index import GivenTables
 
 # Held for an assignment only.
 _REPLACING = threading.Lock()
+
+
+@torch.library.custom_op("torchrec_dyn_serving::initial_rows", mutates_args=())
+def _initial_rows(
+    ids: Tensor, columns: int, dtype: torch.dtype, kind: int, parameters: list[float], key: int
+) -> Tensor:
+    # The op of the core writes into a block of 2^shift rows, a size that torch.export cannot express.
+    shift = max(0, (ids.numel() - 1).bit_length())
+    block = torch.empty(1 << shift, columns, dtype=dtype, device="cpu")
+    rows = torch.arange(ids.numel(), device="cpu")
+    ops.init_rows_(ids, rows, [block], shift, columns, 0, kind, parameters, key)
+    return block[: ids.numel()].float().clone()
+
+
+@_initial_rows.register_fake
+def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-def]
+    return ids.new_empty(ids.shape[0], columns, dtype=torch.float32)
+
+
+class UnseenRows:
+    """The initial rows of one served table, the same as in training."""
+
+    def __init__(self, name: str, table: ServedTable) -> None:
+        self._columns = table.embedding_dim
+        self._dtype = table.trained_dtype
+        self._key = table_key(table.seed, name, "initial row")
+        initializer = named_initializer(table.initializer)
+        if initializer is None:
+            raise ValueError(
+                f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
+                f"{table.initializer}. Serve it with unseen='zeros'."
+            )
+        self._kind, self._parameters = initializer.parameters()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Returns the initial rows [M, D] float32 of ids [M] int64."""
+        return _initial_rows(
+            ids, self._columns, self._dtype, self._kind, self._parameters, self._key
+        )
 
 
 class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
     `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
-    or "initial". With `verify` each generation is verified before it is served. A copy, also an unpickled
-    one, opens the directory as a new lookup does.
-
-    Raises:
-        ValueError: if the directory does not serve these tables.
+    or "initial". A copy, also an unpickled one, opens the directory as a new lookup does.
     """
 
     generation: Generation
@@ -74,21 +110,7 @@ class ServedLookup(nn.Module):
         self._features, self._width = len(table_of), sum(self._columns)
         self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
-        places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
-        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(table_of)]
-        by_batch = [[0, f, 1, 0, 0] for f in range(len(table_of))]
-        firsts = list(accumulate((len(one.feature_names) for one in configs), initial=0))
-        for name, numbers in {
-            "_fixed": fixed,
-            "_by_batch": by_batch,
-            "_first_feature": firsts,
-            "_is_sum": [not means[t] for t in table_of],
-            "_feature_of_column": [
-                f for f, columns in enumerate(self._columns) for _ in range(columns)
-            ],
-        }.items():
-            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+        self._register_layout()
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -100,43 +122,53 @@ class ServedLookup(nn.Module):
         self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
         self.refresh()
 
+    def _register_layout(self) -> None:
+        """Registers as buffers what follows from the tables and their features alone."""
+        places = list(accumulate(self._columns, initial=0))
+        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
+        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
+        features = range(self._features)
+        firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
+        for name, numbers in {
+            "_fixed": fixed,
+            "_by_batch": [[0, f, 1, 0, 0] for f in features],
+            "_first_feature": list(firsts),
+            "_is_sum": [not is_mean for is_mean in self._means],
+            "_feature_of_column": [f for f in features for _ in range(self._columns[f])],
+        }.items():
+            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+
     def refresh(self) -> bool:
-        """Serves the current generation from the next call on, and returns True if it is a new generation.
-
-        A running call keeps the old generation.
-
-        Raises:
-            ValueError: if the new generation does not match the collection; the old generation stays served.
-        """
+        """Serves the current generation from the next call on; returns True if it is a new one."""
         while True:
             before = self._served
-            found = self._open(*before)
-            if found is None:
+            generation = self._open(*before)
+            if generation is None:
                 return False
             with _REPLACING:
                 if self._served is before:  # else another thread has refreshed meanwhile
-                    self._served = (found,)
+                    self._served = (generation,)
                     if self.serves_initial:
                         # They follow from the name, the seed and the initializer of a table.
                         names = (config.name for config in self._configs)
-                        self._unseen = list(map(UnseenRows, names, found.tables))
+                        self._unseen = list(map(UnseenRows, names, generation.tables))
                     if not isinstance(self._modules.get("generation"), GivenTables):
-                        self.generation = found
+                        self.generation = generation
                     return True
 
     def _open(self, before: Generation | None = None) -> Generation | None:
         """Returns the current generation if it matches the collection; None if it is `before`."""
         names = [config.name for config in self._configs]
-        found = open_generation(self.folder, names, before, self._verify)
-        if found is None:
+        generation = open_generation(self.folder, names, before, self._verify)
+        if generation is None:
             return None
-        for config, table in zip(self._configs, found.tables, strict=True):
+        for config, table in zip(self._configs, generation.tables, strict=True):
             if config.embedding_dim != table.embedding_dim:
                 raise ValueError(
                     f"{self._where}(table='{config.name}'): expected embedding_dim "
                     f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
                 )
-        return found
+        return generation
 
     @property
     def served(self) -> Generation:
@@ -171,19 +203,15 @@ class ServedLookup(nn.Module):
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         table_offsets = offsets[self._first_feature * batch]
         rows, absent = generation.find(ids, table_offsets)
-        try:
-            if generation.nbit:
-                nbit = self._nbit[generation.nbit]
-                out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
-            else:
-                segments = self._fixed + self._by_batch * batch
-                out = ops.gather_pool(
-                    rows, offsets, weights, generation.blocks(), generation.layout, segments,
-                    self._all_mean, batch * self._width, torch.float32,
-                ).view(batch, self._width)  # fmt: skip
-        except RuntimeError as error:
-            self._check_rows(generation, rows, table_offsets, error)
-            raise
+        if generation.nbit:
+            nbit = self._nbit[generation.nbit]
+            out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
+        else:
+            segments = self._fixed + self._by_batch * batch
+            out = ops.gather_pool(
+                rows, offsets, weights, generation.blocks(), generation.layout, segments,
+                self._all_mean, batch * self._width, torch.float32,
+            ).view(batch, self._width)  # fmt: skip
         lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
         if self._any_mean and not self._all_mean:
             assert lengths is not None
@@ -205,22 +233,18 @@ class ServedLookup(nn.Module):
         ids = ids.contiguous()
         rows, absent = generation.find(ids, table_offsets)
         width = self._columns[0]
-        try:
-            if generation.nbit:
-                nbit = cast(NBitPooling, self._nbit[generation.nbit])
-                out = nbit.gather(generation.rows, rows)
-            else:
-                begins, counts = table_offsets[:-1], table_offsets.diff()
-                tables = torch.arange(len(self._configs), device="cpu")
-                columns = torch.full_like(tables, width)
-                segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
-                out = ops.gather_pool(
-                    rows, None, None, generation.blocks(), generation.layout, segments, False,
-                    ids.shape[0] * width, torch.float32,
-                ).view(-1, width)  # fmt: skip
-        except RuntimeError as error:
-            self._check_rows(generation, rows, table_offsets, error)
-            raise
+        if generation.nbit:
+            nbit = cast(NBitPooling, self._nbit[generation.nbit])
+            out = nbit.gather(generation.rows, rows)
+        else:
+            begins, counts = table_offsets[:-1], table_offsets.diff()
+            tables = torch.arange(len(self._configs), device="cpu")
+            columns = torch.full_like(tables, width)
+            segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
+            out = ops.gather_pool(
+                rows, None, None, generation.blocks(), generation.layout, segments, False,
+                ids.shape[0] * width, torch.float32,
+            ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
             absent_of = self._absent_positions(rows, table_offsets)
             initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
@@ -235,7 +259,7 @@ class ServedLookup(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
         # relative one is one of the process that unpickles.
-        modules = {name: one for name, one in self._modules.items() if name != "generation"}
+        modules = {name: child for name, child in self._modules.items() if name != "generation"}
         without = {"folder": self._given, "_modules": modules, "_served": (), "_unseen": []}
         return {**self.__dict__, **without}
 
@@ -264,26 +288,6 @@ class ServedLookup(nn.Module):
                 f"{self._where}: expected features on the CPU, where the served rows are, got {ids.device}. "
                 'Call features.to("cpu") before, and move the output.'
             )
-
-    def _check_rows(
-        self, found: Generation, rows: Tensor, table_offsets: Tensor, error: RuntimeError
-    ) -> None:
-        """Raises ValueError if the id map of a table has row numbers that the rows file does not have.
-
-        It is called after an error of the op that reads rows [N] int64, -1 for an absent id.
-        """
-        if torch.compiler.is_compiling():
-            return
-        of_tables = rows.split(table_offsets.diff().tolist())
-        for config, some, layout in zip(self._configs, of_tables, found.layout, strict=True):
-            _, blocks, shift, _ = layout.tolist()
-            wrong = some[(some < -1) | (some >= blocks << shift)]
-            if len(wrong):
-                raise ValueError(
-                    f"{self._where}(table='{config.name}'): expected rows in [0, {blocks << shift}) in the "
-                    f"id map {self.folder / found.name / SLOTS}, got {wrong[0].item()}. It is damaged. Build "
-                    "it again."
-                ) from error
 
     def _refuse(self, exporter: str) -> NoReturn:
         raise ValueError(

@@ -7,29 +7,31 @@
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
         manifest.json
-        checksums.json         sums of the bytes of these files and of the rows (checksums.py)
         tensors, keys          the same for programs without Python (tensor_index.py)
     lock                       held by the process that writes
 
 manifest.json, keys sorted:
 
-    {"format": 2, "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
+    {"digest": "90ab...", "entry": {"id": "51ab20fe...", "sequence": 12}, "format": 4, "rows": "int8",
+     "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
         "capacity": 148, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
-        "num_rows": 100, "seed": 0, "sums": {"ids": 123, "weight": 456}, "trained_as": "float32"}}}
+        "num_rows": 100, "row_sum": 789, "seed": 0, "sums": {"ids": 123, "weight": 456},
+        "trained_as": "float32"}}}
 
-`key` is the secret key of the hash that gives the ids of a table their slots (csrc/slot_hash.h): who reads it
-can make ids that share slots. Directories of format 1 have no keys: they are read as key 0. Format 3 has the
-entry of `Checkpoints` whose rows are served: "entry": {"id": "51ab20fe...", "sequence": 12}.
+`digest` is of all other fields. `entry` is the entry of `Checkpoints` whose rows are served, null for another
+checkpoint. `sums` are the content sums of the saved table: a delta must begin at these sums. `row_sum` is the
+content sum of the encoded rows. `key` is the secret key of the hash that gives the ids of a table their slots
+(csrc/slot_hash.h): who reads it can make ids that share slots.
 
-Rows files and generations with names of other forms are neither read nor removed. `sums` are the content sums
-of the saved table, not of the encoded rows: a delta must begin at these sums. A generation or a rows file is
-removed when neither the current generation nor the generation before needs it, or when the tables were built
-again and the current generation does not need it; a process that has mapped the files can still read them.
+Files with names of other forms are neither read nor removed. A generation or a rows file is removed when
+neither the current generation nor the generation before needs it, or when the tables were built again and the
+current generation does not need it; a process that has mapped the files can still read them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import secrets
@@ -42,25 +44,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchrec_dyn.checkpoint_format import INITIALIZERS, file_inside, named_initializer
-from torchrec_dyn.serving.row_format import ROW_DTYPES, RowFormat
+from torchrec_dyn.checkpoint_format import file_inside
+from torchrec_dyn.serving.files import DamagedTables
+from torchrec_dyn.serving.row_format import RowFormat
 
 T = TypeVar("T")
 
-# Read. The last is written for the rows of an entry of `Checkpoints`, the one before it for others, which
-# versions that know no entries read, too.
-_FORMATS = (1, 2, 3)
+_FORMAT = 4
 SLOTS, MANIFEST, CURRENT = "slots", "manifest.json", "current"
 GENERATION, ROWS_FILE = r"[0-9]{6,18}-[0-9a-f]{8}", r"rows-[0-9a-f]{8}"  # patterns of names
-REMEDY = "Remove the directory, then build it."
-_DAMAGED = f"It is damaged. {REMEDY}"
-_ROWS = [str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES]
-_TRAINED_AS = ["float32", "float16", "bfloat16"]
-_ATTEMPTS = 100  # to open a current generation, while deltas replace and remove generations
-
-
-class LostManifest(ValueError):
-    """The manifest of served tables, or the file `current` that names it, is damaged or gone."""
+_REMOVE = "Remove the directory, then build it."
 
 
 @dataclass(frozen=True)
@@ -79,11 +72,12 @@ class ServedTable:
     trained_as: str  # dtype of its rows in training
     initializer: dict[str, Any]  # as in the config of the checkpoint
     seed: int
-    num_rows: int  # ids with a row
-    first_slot: int  # of its map in `slots`
     capacity: int  # slots of its map
-    sums: dict[str, int]  # content sums of "ids" and "weight" as saved
     key: int  # of the hash of its map
+    sums: dict[str, int]  # content sums of "ids" and "weight" as saved
+    row_sum: int = 0  # content sum of the encoded rows
+    num_rows: int = 0  # ids with a row
+    first_slot: int = 0  # of its map in `slots`
 
     @property
     def trained_dtype(self) -> torch.dtype:
@@ -100,7 +94,7 @@ class Manifest:
     rows_file: str
     rows_bytes: int  # in use
     tables: Mapping[str, ServedTable]
-    entry: ServedEntry | None = None  # None: of another checkpoint, or not known
+    entry: ServedEntry | None = None  # None: of another checkpoint
 
     @property
     def row_format(self) -> RowFormat:
@@ -119,30 +113,17 @@ class Manifest:
             for name, table in self.tables.items()
         }
 
-    def mapped_bytes(self) -> int:
-        """Returns the length of the rows file in bytes: whole blocks of every table."""
-        ends = [blocks << shift for shift, blocks in self.blocks().values()]
-        widths = self.widths().values()
-        return max(
-            [self.rows_bytes, *(end * width for end, width in zip(ends, widths, strict=True))]
-        )
-
-    def read_bytes(self) -> int:
-        """Returns the number of bytes of the rows file that lookups may read.
-
-        The rows files of older versions may be shorter.
-        """
-        spare = self.row_format.spare_bytes
-        behind = max(spare(table.embedding_dim) for table in self.tables.values())
-        return max(self.mapped_bytes(), self.rows_bytes + behind)
-
     def whole_rows(self, table: str) -> int:
         """Returns the number of whole rows of a table's width in the rows file, at least 1."""
         return max(1, self.rows_bytes // self.widths()[table])
 
     def file_bytes(self) -> int:
-        """Returns the length of a rows file that has `read_bytes` and the `whole_rows` of every table."""
-        return max([self.read_bytes(), *self.widths().values()])
+        """Returns the bytes of the rows file that lookups may read: whole blocks and a row of each table."""
+        widths = self.widths()
+        blocks = [(count << shift) * widths[name] for name, (shift, count) in self.blocks().items()]
+        spare = self.row_format.spare_bytes
+        behind = max(spare(table.embedding_dim) for table in self.tables.values())
+        return max([self.rows_bytes + behind, *blocks, *widths.values()])
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.
@@ -158,11 +139,13 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of the manifest file."""
-        fields = dataclasses.asdict(self)
-        if self.entry is None:
-            del fields["entry"]
-        number = _FORMATS[-1 if self.entry else -2]
-        return json.dumps({"format": number, **fields}, indent=1, sort_keys=True)
+        values = {"format": _FORMAT, **dataclasses.asdict(self)}
+        return json.dumps({"digest": _digest_of(values), **values}, indent=1, sort_keys=True)
+
+
+def _digest_of(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
@@ -174,10 +157,11 @@ def laid_out(tables: Mapping[str, ServedTable]) -> dict[str, ServedTable]:
     }
 
 
-def new_generation(after: str | None = None) -> str:
-    """Returns a new, unique name for the generation after `after`; None: for the first generation."""
-    number = 0 if after is None else int(after.partition("-")[0])
-    return f"{number + 1:06d}-{secrets.token_hex(4)}"
+def new_generation(folder: Path) -> str:
+    """Returns a new, unique name for a generation, with a higher number than those in the folder."""
+    names = [path.name for path in folder.iterdir() if re.fullmatch(GENERATION, path.name)]
+    last = max((int(name.partition("-")[0]) for name in names), default=0)
+    return f"{last + 1:06d}-{secrets.token_hex(4)}"
 
 
 def new_rows_file() -> str:
@@ -185,40 +169,25 @@ def new_rows_file() -> str:
     return f"rows-{secrets.token_hex(4)}"
 
 
-def last_generation(folder: Path) -> str | None:
-    """Returns the name of the generation with the highest number, there or in `current`; None without one."""
-    names = [one.name for one in folder.iterdir()]
-    with suppress(OSError, ValueError):  # `current` is gone, or no text
-        names.append((folder / CURRENT).read_text().strip())
-    found = [name for name in names if re.fullmatch(GENERATION, name)]
-    return max(found, key=lambda name: int(name.partition("-")[0]), default=None)
-
-
 def current_generation(folder: Path) -> str:
-    """Returns the name of the served generation, as read from `current`.
-
-    Raises:
-        LostManifest: if `current` is damaged or gone.
-        ValueError: if `serving.build` did not make the directory.
-    """
+    """Returns the name of the served generation; ValueError if `serving.build` did not make the directory."""
     try:
         return file_inside(folder, (folder / CURRENT).read_text().strip(), "", GENERATION).name
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        if folder.is_dir() and last_generation(folder) is not None:
-            raise LostManifest(
-                f"{folder}: expected served tables, got some without the name of a generation in {CURRENT}. "
-                f"{_DAMAGED}"
-            ) from None
-        raise ValueError(
-            f"{folder}: expected a directory made by serving.build, got one without the name of a "
-            f"generation in {CURRENT}. Build it first, at a path that does not exist, such as "
-            f"{folder / 'tables'}; a follower builds it there, too."
-        ) from None
+        got = f"one without the name of a generation in {CURRENT}"
+    if folder.is_dir() and any(re.fullmatch(GENERATION, path.name) for path in folder.iterdir()):
+        raise DamagedTables(
+            f"{folder}: expected served tables, got {got}. It is damaged. {_REMOVE}"
+        )
+    raise ValueError(
+        f"{folder}: expected a directory made by serving.build, got {got}. Build it first, at a path that "
+        f"does not exist, such as {folder / 'tables'}; a follower builds it there, too."
+    )
 
 
 def known_generation(folder: Path) -> str | None:
-    """Returns the name of the generation that is served; None if nothing is, or `current` is damaged."""
-    with suppress(LostManifest):
+    """Returns the name of the served generation; None if nothing is served, or `current` is damaged."""
+    with suppress(DamagedTables):
         return current_generation(folder) if folder.exists() else None
     return None
 
@@ -227,13 +196,8 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
     """Calls `read` with the name of the current generation, and again if its files were removed meanwhile.
 
     `read` opens the files of a generation, and raises FileNotFoundError if one is missing.
-
-    Raises:
-        LostManifest: if `current` is damaged or gone, or the manifest of the current generation is gone.
-        ValueError: if other files of the current generation are missing, or `serving.build` did not make the
-            directory.
     """
-    for _ in range(_ATTEMPTS):
+    while True:
         name = current_generation(folder)
         try:
             return read(name)
@@ -241,120 +205,43 @@ def with_current(folder: Path, read: Callable[[str], T]) -> T:
             # If the name is no longer current, it was replaced since it was read.
             if current_generation(folder) == name:
                 raise without_files(folder, name) from None
-    raise ValueError(
-        f"{folder}: expected a generation whose files exist until they are opened, got {_ATTEMPTS} whose "
-        "files were removed before. Try again when fewer deltas are applied."
-    )
 
 
 def served_manifest(folder: Path) -> tuple[str, Manifest]:
-    """Returns the name of the current generation, and its manifest; raises as `with_current`."""
+    """Returns the name of the current generation, and its manifest."""
     return with_current(folder, lambda name: (name, read_manifest(folder, name)))
 
 
-def without_files(folder: Path, generation: str) -> ValueError:
-    """Returns the error of a current generation that lacks files: LostManifest if the manifest is one."""
-    is_lost = not (folder / generation / MANIFEST).exists()
-    return (LostManifest if is_lost else ValueError)(
+def without_files(folder: Path, generation: str) -> DamagedTables:
+    """Returns the error of a generation that lacks files."""
+    has_manifest = (folder / generation / MANIFEST).exists()
+    return DamagedTables(
         f"{folder}: expected all files of generation {generation}, got only some. "
-        + (REMEDY if is_lost else "Build it again.")
+        + ("Build it again." if has_manifest else _REMOVE)
     )
 
 
 def read_manifest(folder: Path, generation: str) -> Manifest:
-    """Reads the manifest of a generation.
-
-    Raises:
-        LostManifest: if the manifest is damaged: a field has a value that `build` and `apply_delta` never
-            write.
-        ValueError: if a later version wrote it.
-        FileNotFoundError: if the generation was removed after its name was read.
-    """
+    """Reads the manifest of a generation; FileNotFoundError if the generation was removed."""
     path = folder / generation / MANIFEST
-    text, is_later = path.read_bytes(), False
     try:
-        found = json.loads(text)
-        version = found.pop("format")
-        if version not in _FORMATS:
-            is_later = type(version) is int and version > _FORMATS[-1]
-            raise ValueError(f"format {version!r}, this version reads {_FORMATS}")
-        # What an older format does not have.
-        without: dict[str, Any] = {"key": 0} if version == 1 else {}
-        tables = {
-            name: ServedTable(**without, **table)
-            for name, table in sorted(found.pop("tables").items())
-        }
-        entry = ServedEntry(**found.pop("entry")) if version == _FORMATS[-1] else None
-        manifest = Manifest(tables=tables, entry=entry, **found)
+        values = json.loads(path.read_bytes())
+        number, digest = values["format"], values.pop("digest", None)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        kind = ValueError if is_later else LostManifest
-        raise kind(
-            f"{path}: expected a manifest of a format in {_FORMATS}, got {type(error).__name__}: {error}. "
-            + ("A later version wrote it: use that, or build elsewhere." if is_later else _DAMAGED)
+        raise DamagedTables(
+            f"{path}: expected a manifest, got {type(error).__name__}: {error}. It is damaged. {_REMOVE}"
         ) from error
-    _check(folder, path, manifest)
-    return manifest
-
-
-def _check(folder: Path, path: Path, manifest: Manifest) -> None:
-    """Raises LostManifest if a manifest has a value that `build` and `apply_delta` never write."""
-
-    def expect(is_right: bool, rule: str, got: Any) -> None:
-        if not is_right:
-            raise LostManifest(f"{path}: expected {rule}, got {got!r:.100}. {_DAMAGED}")
-
-    try:
-        file_inside(folder, manifest.rows_file, f"{path} is damaged. {REMEDY}", ROWS_FILE)
-    except ValueError as error:
-        raise LostManifest(str(error)) from None
-    rows, used = manifest.rows, manifest.rows_bytes
-    expect(rows in _ROWS, f"rows among {_ROWS}", rows)
-    expect(_is_integer(used), "rows_bytes in [0, 2^63)", used)
-    expect(bool(manifest.tables), "at least one table", manifest.tables)
-    expect(
-        _is_entry(manifest.entry), "entry with a sequence in [0, 2^63) and an id", manifest.entry
-    )
-    for name, table in manifest.tables.items():
-        for field, (rule, is_right) in _RULES.items():
-            value = getattr(table, field)
-            expect(is_right(value), f"{field} of table '{name}' {rule}", value)
-    for name, table in laid_out(manifest.tables).items():
-        first, got = table.first_slot, manifest.tables[name].first_slot
-        expect(got == first, f"first_slot {first} of table '{name}', after the maps before", got)
-    widths = manifest.widths()
-    least = sum(table.num_rows * widths[name] for name, table in manifest.tables.items())
-    expect(used >= least, f"at least {least} rows_bytes for the rows of the tables", used)
-
-
-def _is_integer(value: Any, least: int = 0, end: int = 2**63) -> bool:
-    return type(value) is int and least <= value < end
-
-
-def _is_entry(entry: ServedEntry | None) -> bool:
-    return entry is None or (_is_integer(entry.sequence) and isinstance(entry.id, str))
-
-
-def _is_initializer(value: Any) -> bool:
-    # A later version may have other initializers: this version then serves zeros for unseen ids.
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return False
-    return value["name"] not in INITIALIZERS or named_initializer(value) is not None
-
-
-def _are_sums(value: Any) -> bool:
-    is_named = isinstance(value, dict) and value.keys() == {"ids", "weight"}
-    return is_named and all(_is_integer(total, 0, 2**64) for total in value.values())
-
-
-# By field of a table: its rule, for messages, and the check of the rule.
-_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "embedding_dim": ("in [1, 2^31)", lambda value: _is_integer(value, 1, 2**31)),
-    "trained_as": (f"among {_TRAINED_AS}", lambda value: value in _TRAINED_AS),
-    "initializer": ("with a name and its numbers", _is_initializer),
-    "seed": ("as an integer", lambda value: type(value) is int),
-    "num_rows": ("in [0, 2^63)", _is_integer),
-    "first_slot": ("in [0, 2^63)", _is_integer),
-    "capacity": ("in [0, 2^63)", _is_integer),
-    "key": ("in [0, 2^63)", _is_integer),
-    "sums": ("of ids and weight, each in [0, 2^64)", _are_sums),
-}
+    if number != _FORMAT:
+        raise ValueError(
+            f"{path}: expected a manifest of format {_FORMAT}, got format {number!r:.40}. Use the version "
+            "that wrote it, or remove the directory, then build it."
+        )
+    if digest != (got := _digest_of(values)):
+        raise DamagedTables(
+            f"{path}: expected a manifest with digest {digest!r:.40}, got {got}. It is damaged. {_REMOVE}"
+        )
+    # The one name that becomes a path: who can write the manifest can write its digest.
+    file_inside(folder, values["rows_file"], f"{path} is damaged. {_REMOVE}", ROWS_FILE)
+    tables = {name: ServedTable(**table) for name, table in values["tables"].items()}
+    entry = None if values["entry"] is None else ServedEntry(**values["entry"])
+    return Manifest(values["rows"], values["rows_file"], values["rows_bytes"], tables, entry)

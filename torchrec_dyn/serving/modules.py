@@ -83,8 +83,8 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         tables: configs of the tables to serve, as in training.
         is_weighted: True if every id of a bag has a weight.
         unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
-        verify: True to check every byte of a generation against its checksums before it is served, here and
-            in `refresh`.
+        verify: True to check the ids and rows of a generation against their content sums before it is served,
+            here and in `refresh`.
 
     Raises:
         ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
@@ -104,9 +104,13 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         self._is_weighted = is_weighted
         means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
         self._lookup = ServedLookup(folder, self._configs, means, unseen, where, verify)
-        self._names = [name for of in get_embedding_names_by_table(self._configs) for name in of]
-        self._columns = [one.embedding_dim for one in self._configs for _ in one.feature_names]
-        self._features = [name for one in self._configs for name in one.feature_names]
+        self._names = [
+            name for names in get_embedding_names_by_table(self._configs) for name in names
+        ]
+        self._columns = [
+            config.embedding_dim for config in self._configs for _ in config.feature_names
+        ]
+        self._features = [name for config in self._configs for name in config.feature_names]
         self._read = _reader(self._configs, is_weighted, where)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -157,8 +161,8 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         tables: configs of the tables to serve, as in training, all with the same embedding_dim.
         need_indices: True if outputs have the ids, as their weights.
         unseen: rows of unseen ids: "zeros", or "initial" for the initial rows of training.
-        verify: True to check every byte of a generation against its checksums before it is served, here and
-            in `refresh`.
+        verify: True to check the ids and rows of a generation against their content sums before it is served,
+            here and in `refresh`.
 
     Raises:
         ValueError: if a config is invalid, or the directory does not serve its table or is damaged.
@@ -184,7 +188,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         )
         self._names_by_table = get_embedding_names_by_table(self._configs)
         self._names = [name for names in self._names_by_table for name in names]
-        self._features = [name for one in self._configs for name in one.feature_names]
+        self._features = [name for config in self._configs for name in config.feature_names]
         self._read = _reader(self._configs, False, where)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -217,10 +221,8 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         if self._need_indices:
             own = ids.split(counts)
         return {
-            name: JaggedTensor(values=rows, lengths=of_bags, weights=as_weights)
-            for name, rows, of_bags, as_weights in zip(
-                self._names, values, lengths, own, strict=True
-            )
+            name: JaggedTensor(values=rows, lengths=bags, weights=weights)
+            for name, rows, bags, weights in zip(self._names, values, lengths, own, strict=True)
         }
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -15,18 +15,31 @@ a 15th of the range from it to the largest number b, each rounded to nearest in 
 most half a step, (b - a) / 30, and what the two roundings add: r(a) + 15 r((b - a) / 15), where
 r(x) = max(2^-11 |x|, 2^-25).
 
-Legend: M rows, D columns.
+Rows of int8 and int4 are pooled by FBGEMM's inference kernel, from one file with the rows of all tables. The
+kernel takes one byte offset for each table. Here all offsets are 0: a row number counts rows of the table's
+own width from the begin of the file.
+
+Legend: M rows, N ids, F features, B bags of a feature, D columns of a table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import fbgemm_gpu  # noqa: F401  (registers the ops)
 import torch
-from torch import Tensor
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from torch import Tensor, nn
 
-from torchrec_dyn.serving.nbit import INT4, SCALE_AND_BIAS_BYTES, quantize_int4
+from torchrec_dyn.checkpoint_format import content_sum
 
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+SCALE_AND_BIAS_BYTES = 4
+_TYPES = {torch.int8: SparseType.INT8, INT4: SparseType.INT4}
+_lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function
+_quantize = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf
 ROW_DTYPES = (torch.float32, torch.float16, torch.int8, INT4)
 _STEPS = 255
 _INT4_COLUMNS = 4
@@ -74,19 +87,8 @@ class RowFormat:
         """Returns the number of columns of stored rows as a tensor of `stored_dtype`."""
         return self.row_bytes(columns) // self.stored_dtype.itemsize
 
-    def is_exact_for(self, dtype: torch.dtype) -> bool:
-        """Returns True if rows of a dtype are encoded and decoded without rounding."""
-        return self.dtype == dtype or self.dtype == torch.float32
-
     def encode(self, rows: Tensor, where: str) -> Tensor:
-        """Returns encoded rows, [M, row_bytes] uint8.
-
-        rows: [M, D] floating point.
-
-        Raises:
-            ValueError: if a number is too large for the format, or is NaN and the format is int8 or int4; or
-                if the format is int4 and D is no multiple of 4.
-        """
+        """Returns rows [M, D] encoded, [M, row_bytes] uint8; ValueError if a number does not fit."""
         if self.dtype == INT4:
             return _encode_int4(rows.float(), where)
         if self.dtype == torch.int8:
@@ -94,7 +96,7 @@ class RowFormat:
         written = _widened(rows) if self.dtype == torch.float32 else rows.to(self.dtype)
         written = written.contiguous()
         # A wider format rounds nothing. An infinite number is rare: most rows are read once.
-        is_exact = self.is_exact_for(rows.dtype)
+        is_exact = self.dtype in (rows.dtype, torch.float32)
         if not is_exact and bool(written.isinf().any()) and bool(_became_infinite(rows, written)):
             raise _too_large(where, "float16", rows)
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
@@ -109,33 +111,20 @@ class RowFormat:
             steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
         return steps.float() * scale + bias
 
-    def as_trained(self, written: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns rows [M, D] of a dtype that the format `is_exact_for`, bit for bit as they were encoded.
 
-        written: [M, row_bytes] uint8; `dtype` is that of training.
-        """
-        numbers = written.contiguous().view(self.dtype)
-        return numbers if dtype == self.dtype else _narrowed(numbers, dtype)
+def sum_of_rows(table: str, ids: Tensor, written: Tensor) -> int:
+    """Returns the content sum of the encoded rows, written [M, row_bytes] uint8, of ids [M] int64."""
+    words = nn.functional.pad(written, (0, -written.shape[1] % 4)).contiguous().view(torch.float32)
+    return content_sum(table, "served rows", ids, words)
 
 
-# torch's casts give NaNs other bits, and few numbers others than many. Content sums are of the bits.
 def _widened(rows: Tensor) -> Tensor:
-    """Casts to float32; `_narrowed` gives the bits back."""
+    """Casts to float32, bit for bit the same for many numbers as for few: torch's casts change NaNs."""
     if rows.dtype != torch.float16:
         return rows.float()
     bits = rows.view(torch.int16).int()
     nans = (bits & 0x8000) << 16 | 0x7F800000 | (bits & 0x3FF) << 13
     return torch.where(rows.isnan(), nans.view(torch.float32), rows.float())
-
-
-def _narrowed(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts float32 to the dtype, float16 or bfloat16, from which `_widened` has cast it."""
-    bits = numbers.view(torch.int32)
-    if dtype == torch.bfloat16:
-        return (bits >> 16).to(torch.int16).view(dtype)
-    nans = bits >> 16 & 0x8000 | 0x7C00 | bits >> 13 & 0x3FF
-    rows = numbers.to(dtype).view(torch.int16)
-    return torch.where(numbers.isnan(), nans.to(torch.int16), rows).view(dtype)
 
 
 def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
@@ -173,7 +162,8 @@ def _encode_int4(rows: Tensor, where: str) -> Tensor:
         ((low.abs() <= _LARGEST) & ((high - low) <= 15 * _LARGEST) & high.isfinite()).all()
     ):
         raise _too_large(where, "int4", rows)
-    return quantize_int4(rows)
+    # FBGEMM writes scale and bias at the end of a row, and its kernel for inference reads them at the begin.
+    return _quantize(rows.contiguous(), 4).roll(SCALE_AND_BIAS_BYTES, 1)
 
 
 def _to_half(numbers: Tensor, up: bool) -> Tensor:
@@ -192,3 +182,90 @@ def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
         f"{where}: expected rows of numbers that {dtype} can hold (float16's largest is 65504), got rows "
         f"up to {rows.float().abs().max():g}. Serve it with rows=torch.float32."
     )
+
+
+class NBitPooling(nn.Module):
+    """The pooling of int8 or int4 rows by FBGEMM's kernel; `columns` are the D of the F features."""
+
+    _ends: Tensor
+    _places: Tensor
+    _types: Tensor
+    _begins: Tensor
+    _none: Tensor
+
+    def __init__(self, columns: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        features = len(columns)
+        self._total = sum(columns)
+        self._most = max(columns)
+        self._most_int4 = self._most if dtype == INT4 else 0
+        self._most_int8 = self._most if dtype == torch.int8 else 0
+        ends = torch.tensor([0, *columns], device="cpu").cumsum(0).int()
+        host = torch.full(
+            (features,), EmbeddingLocation.HOST.value, dtype=torch.int32, device="cpu"
+        )
+        types = torch.full((features,), _TYPES[dtype].as_int(), dtype=torch.uint8, device="cpu")
+        self.register_buffer("_ends", ends, persistent=False)
+        self.register_buffer("_places", host, persistent=False)
+        self.register_buffer("_types", types, persistent=False)
+        self.register_buffer(
+            "_begins", torch.zeros(features, device="cpu").long(), persistent=False
+        )
+        self.register_buffer(
+            "_none", torch.empty(0, dtype=torch.uint8, device="cpu"), persistent=False
+        )
+
+    def forward(
+        self, written: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+    ) -> Tensor:
+        """Gathers rows and pools them by bag: [B, sum of D] float32.
+
+        Args:
+            written: [bytes] uint8, the rows of all tables.
+            rows: [N] int64; row -1 counts as zeros.
+            offsets: [F * B + 1] int64, ascending from 0 to N; the kernel does not check this.
+            weights: [N] float32, contiguous, or None.
+            mean: True to divide each bag by its length.
+        """
+        mode = PoolingMode.MEAN if mean else PoolingMode.SUM
+        return self._call(len(self._places), written, rows, offsets, mode, weights)
+
+    def gather(self, written: Tensor, rows: Tensor) -> Tensor:
+        """Returns rows [N, D] float32 of tables of one width; all begin at byte 0, so row numbers suffice.
+
+        written [bytes] uint8 has the rows of all tables; rows [N] int64, -1 for zeros.
+        """
+        # As one feature: for further features the kernel computes the begin of the output in 32 bits, which
+        # may overflow.
+        offsets = torch.arange(2, device="cpu") * rows.shape[0]
+        return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
+
+    def _call(
+        self,
+        features: int,
+        written: Tensor,
+        rows: Tensor,
+        offsets: Tensor,
+        mode: PoolingMode,
+        weights: Tensor | None,
+    ) -> Tensor:
+        return _lookup(
+            dev_weights=written,
+            uvm_weights=self._none,
+            weights_placements=self._places[:features],
+            weights_offsets=self._begins[:features],
+            weights_tys=self._types[:features],
+            D_offsets=self._ends[: features + 1],
+            total_D=self._total if features > 1 else self._most,
+            max_int2_D=0,
+            max_int4_D=self._most_int4,
+            max_int8_D=self._most_int8,
+            max_float16_D=0,
+            max_float32_D=0,
+            indices=rows,
+            offsets=offsets,
+            pooling_mode=mode.value,
+            indice_weights=weights,
+            output_dtype=SparseType.FP32.as_int(),
+            row_alignment=1,
+        )

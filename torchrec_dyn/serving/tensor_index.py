@@ -9,27 +9,37 @@ directory of served tables, its first byte in the file, and its dimensions:
     rows uint8 rows-51ab20fe 0 6800                     the bytes in use of all tables
 
 Rows of int8 are bytes: D + 4 for each row. A name is written as in a URL: `my%20table.slots`. The file `keys`
-is [T, 2] int64. Both files follow from the manifest; generations of an older version have none.
+is [T, 2] int64. Both files follow from the manifest.
+
+These tensors are inputs of each call of a compiled program. A program that holds tables as constants would
+copy them, and fix the sizes of the id maps and of the rows; as inputs they are mapped files of any
+generation, so a delta that grows a table needs no new program.
+
+Legend: T tables, N ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import replace_file
-from torchrec_dyn.serving.files import mapped
+from torchrec_dyn.serving.files import DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES
 from torchrec_dyn.serving.manifest import SLOTS, Manifest
 
 TENSORS, KEYS = "tensors", "keys"
 ALL_ROWS = "rows"
+# One block of up to 2^31 rows, the most that a layout can name.
+_SHIFT = 31
 
 
 class IndexedTensor(NamedTuple):
@@ -41,7 +51,7 @@ class IndexedTensor(NamedTuple):
     first_byte: int
     shape: tuple[int, ...]
 
-    def line(self) -> str:
+    def text(self) -> str:
         """Returns the text of the line."""
         dtype = str(self.dtype).removeprefix("torch.")
         return " ".join(map(str, [self.name, dtype, self.file, self.first_byte, *self.shape]))
@@ -83,46 +93,90 @@ def write_index(folder: Path, generation: str, manifest: Manifest) -> None:
         replace_file(folder / generation / name, data)
 
 
-def check_index(folder: Path, generation: str, manifest: Manifest) -> None:
-    """Raises ValueError if the index or the keys of a generation differ from the manifest.
-
-    A generation of an older version has no index, which is no error.
-    """
-    for name, expected in _contents(generation, manifest).items():
+def check_index(folder: Path, generation: str, manifest: Manifest) -> int:
+    """Returns the bytes of the index and keys; DamagedTables unless they are those of the manifest."""
+    contents = _contents(generation, manifest)
+    for name, expected in contents.items():
         path = folder / generation / name
-        if path.exists() and path.read_bytes() != expected:
-            raise ValueError(
+        if path.read_bytes() != expected:
+            raise DamagedTables(
                 f"{path}: expected the {name} of the manifest beside it, got other bytes. It is damaged. "
                 "Build it again."
             )
+    return sum(map(len, contents.values()))
 
 
 def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[str, Tensor]:
-    """Maps the tensors of the index of a generation; returns these by name.
-
-    Raises:
-        ValueError: if the generation has no index, because an older version made it.
-        FileNotFoundError: if the generation was removed.
-    """
-    if not (folder / generation / TENSORS).is_file():
-        (folder / generation / SLOTS).stat()  # FileNotFoundError if the generation was removed
-        raise ValueError(
-            f"{folder}: expected an index of tensors in generation {generation}, got a directory of an older "
-            f"version without one. Run `python -m torchrec_dyn verify --add {folder}`, or build it again."
-        )
+    """Maps the tensors of the index of a generation, by name; FileNotFoundError if it was removed."""
     files: dict[str, Tensor] = {}
-    found = {}
-    for one in indexed(generation, manifest):
-        path = folder / one.file
-        if one.file not in files:
-            files[one.file] = mapped(path, path.stat().st_size)
-        size = one.dtype.itemsize * prod(one.shape)
-        data = files[one.file].narrow(0, one.first_byte, size)
-        found[one.name] = data.view(one.dtype).view(one.shape)
-    return found
+    tensors = {}
+    for line in indexed(generation, manifest):
+        path = folder / line.file
+        if line.file not in files:
+            files[line.file] = mapped(path, path.stat().st_size)
+        size = line.dtype.itemsize * prod(line.shape)
+        data = files[line.file].narrow(0, line.first_byte, size)
+        tensors[line.name] = data.view(line.dtype).view(line.shape)
+    return tensors
 
 
 def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
-    lines = "".join(one.line() + "\n" for one in indexed(generation, manifest))
+    lines = "".join(line.text() + "\n" for line in indexed(generation, manifest))
     pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
     return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}
+
+
+class GivenTables(nn.Module):
+    """The counterpart of Generation while a program is traced. It has tensors inside of `given` only.
+
+    `tables` are the names of T tables with their columns, in the order of the ids of a call.
+    """
+
+    def __init__(self, tables: Mapping[str, int], nbit: str) -> None:
+        super().__init__()
+        self.nbit = nbit
+        self._names = list(tables)
+        self._columns = list(tables.values())
+        self._given: Mapping[str, Tensor] = {}
+
+    def tensor_names(self) -> list[str]:
+        """Returns the names in the index of the tensors that the tables consist of."""
+        parts = "slots", "key", "rows"
+        names = [name_in_index(table, part) for table in self._names for part in parts]
+        return [*names, ALL_ROWS] if self.nbit else names
+
+    @contextmanager
+    def given(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Has the tensors of the tables, by the names of `tensor_names`, until the context ends."""
+        self._given = tensors
+        try:
+            yield
+        finally:  # torch.export warns of a module that keeps traced tensors
+            self._given = {}
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of all tables, [bytes] uint8, for rows of int8 and int4."""
+        return self._given[ALL_ROWS]
+
+    @property
+    def layout(self) -> Tensor:
+        """The layout of `blocks`, [T, 4] int64: each table has one block."""
+        return torch.tensor(
+            [[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
+        )
+
+    def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the rows of ids as Generation does."""
+        return ops.lookup(ids, table_offsets, self._of("slots"), torch.cat(self._of("key")))
+
+    def blocks(self) -> Sequence[Tensor]:
+        """Returns the rows of each table, for rows of float32 or float16."""
+        # The file may have more rows of this width, of other tables.
+        return [
+            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << _SHIFT))
+            for rows in self._of("rows")
+        ]
+
+    def _of(self, part: str) -> list[Tensor]:
+        return [self._given[name_in_index(table, part)] for table in self._names]

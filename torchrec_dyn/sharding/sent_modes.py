@@ -160,20 +160,8 @@ def expect_modes(contexts: Iterable[Any]) -> None:
 
 
 def check_modes(contexts: Iterable[Any], where: str) -> None:
-    """Checks that all ranks sent a batch in one mode and form, and restores TorchRec's contexts.
-
-    Call it once for each batch.
-
-    Raises:
-        ValueError: if the modes or the forms differ.
-        RuntimeError: if tables of a rank are torn.
-    """
-    flags: list[int] = []
-    for context in contexts:
-        flags = [number % 8 for number in context.output_splits]
-        for name in ("input_splits", "output_splits"):
-            if hasattr(context, name):
-                setattr(context, name, [number // 8 for number in getattr(context, name)])
+    """Raises unless all ranks sent a batch in one mode and form, and of whole tables; once a batch."""
+    flags = _received_flags(contexts)
     torn = [rank for rank, number in enumerate(flags) if number & 4]
     varying = [rank for rank, number in enumerate(flags) if number & 2]
     evaluating = [rank for rank, number in enumerate(flags) if not number & 1]
@@ -190,3 +178,14 @@ def check_modes(contexts: Iterable[Any], where: str) -> None:
             f"{where}: expected every rank in the same mode, got ranks {evaluating} in evaluation and the "
             "others in training. Call train() or eval() of the model on every rank before the forward."
         )
+
+
+def _received_flags(contexts: Iterable[Any]) -> list[int]:
+    """Returns the flags that each rank sent, and restores TorchRec's contexts."""
+    flags: list[int] = []
+    for context in contexts:
+        flags = [number % 8 for number in context.output_splits]
+        for name in ("input_splits", "output_splits"):
+            if hasattr(context, name):
+                setattr(context, name, [number // 8 for number in getattr(context, name)])
+    return flags

@@ -1,23 +1,28 @@
 """Saving of tables to state dicts, and loading, which verifies everything before anything changes.
 
 Imports `ranks`, `checkpoint_format`, `table`, `life`, `storage` and the ground; needs torch only. Start with
-`collection_state`. An unsharded table is a table of one rank, without a process group: its state dict has
-the tensors of `saving` as plain tensors, and a load of it begins with `fill` of `load_session`. A load of
-sharded tables runs in this order; each file checks its part and may refuse the load:
+`collection_state`. The rows of a table are in the state dict of the model, its optimizer state in that of the
+optimizer; in memory both are one `TableLoad`. The first `load_state_dict` of either commits all that was read
+for the table; the second finds the table as it was committed, and does nothing. Optimizer state that was not
+asked for starts anew. A state dict of the optimizer alone is loaded if its numbers are those of the ids that
+the table has. A load runs in this order; each file checks its part and may refuse the load:
 
-    dcp.load            load_planner      finds the tensors of each table and the blocks to read
-                        loading           makes an entry a table: its stores, this rank's blocks (`places`)
-                        staged_rows       puts chunks into the stores; checks ranges and the order of ids
-    load_state_dict     collection_state  checks that all ranks load the same tables, of this model
-                        load_session      checks all tables over all ranks: configs, completeness, sums
-                        staged_rows       commits: swaps the stores into the table
-    of the optimizer    aligned_state     checks optimizer state by the loaded rows, and commits it
+    dcp.load            load_planner      makes a `TableLoad` of the tensors of each table
+                        own_places        finds this rank's rows by a few of the saved ids
+                        row_reads         reads them, a window at a time
+                        staged_rows       puts them into a shard beside the table, and checks their order
+    load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
+                                          completeness; then takes all memory
+                        loading           commits: `table.replace` swaps the shards
+    of the optimizer    aligned_state     matches state without rows to the present rows
     no load_state_dict  awaited_loads     makes the next forward an error
 
-No table changes on any rank before the commit.
+Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
+before. A plain state dict, as of an unsharded table, begins with `fill` of `loading`. A delta
+(checkpoint/delta_apply.py) is a load whose rows are merged into the table, a move to another plan
+(distributed/table_move.py) a load whose rows come from other shards.
 """
 
-from torchrec_dyn.state_dict.aligned_state import commit_state
 from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
     check_is_not_static,
@@ -27,18 +32,17 @@ from torchrec_dyn.state_dict.collection_state import (
     save_optimizer_states,
     save_tables,
     stage_table,
+    verify_and_commit,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
-from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
-from torchrec_dyn.state_dict.own_places import places_of_part
-from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.loading import CheckedPart, TableLoad
+from torchrec_dyn.state_dict.own_places import places_here, places_of_part
+from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.row_reads import read_table
 from torchrec_dyn.state_dict.saving import (
-    ModelSource,
-    OptimizerSource,
-    only_to_load,
-    only_to_save,
+    Counts,
+    TableSource,
     saved_sums,
     saved_tensors,
+    sums_here,
 )
-from torchrec_dyn.state_dict.staged_rows import StagedRows

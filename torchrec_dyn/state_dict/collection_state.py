@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, SavedTensor, numbers_of
-from torchrec_dyn.initializers import Initializer
+from torchrec_dyn.checkpoint_format import (
+    MODEL_NAMES,
+    OPTIMIZER_CHECKSUM,
+    SavedTensor,
+    add_sums,
+    numbers_of,
+)
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict.aligned_state import commit_state
-from torchrec_dyn.state_dict.awaited_loads import note_saved, note_taken_plain
-from torchrec_dyn.state_dict.load_session import LoadSession, TableEntry
-from torchrec_dyn.state_dict.loading import ModelEntry, OptimizerEntry
-from torchrec_dyn.state_dict.saving import ShardSource, saved_tensors
+from torchrec_dyn.state_dict.awaited_loads import note_taken
+from torchrec_dyn.state_dict.loading import CheckedPart, LoadSession, LoadTarget, TableLoad
+from torchrec_dyn.state_dict.places import runs_of
+from torchrec_dyn.state_dict.saving import saved_tensors
 
 _NEEDED = ("weight", "ids")
-_Entry = TypeVar("_Entry", bound=TableEntry)
 _leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
 
 
@@ -47,12 +51,9 @@ def save_tables(
     """Adds the tensors of all tables to a state dict. Collective."""
     if _leaves_rows_out.get():
         return
-    made = _tensors(f"{where}.state_dict", [*tables.values()], lambda one: ModelEntry(one).renew())
+    made = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
     for prefix, tensors in zip(tables, made, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
-    for table, tensors in zip(tables.values(), made, strict=True):
-        if table.group is None:
-            note_saved(tensors["weight"], table.lock, table.name)
 
 
 def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tensor]:
@@ -63,10 +64,10 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     made: Sequence[Mapping[str, Tensor]]
     if _leaves_rows_out.get():
         nothing = torch.empty(0, device="cpu")
-        told = ("step", "config", "checksum", "cells")
-        made = [dict.fromkeys((*one.optimizer.state_names, *told), nothing) for one in tables]
+        others = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
+        made = [dict.fromkeys((*table.optimizer.state_names, *others), nothing) for table in tables]
     else:
-        made = _tensors(call, tables, lambda one: OptimizerEntry(one).renew())
+        made = _tensors(call, tables, is_optimizer=True)
     return {
         f"{table.name}.{name}": tensor
         for table, tensors in zip(tables, made, strict=True)
@@ -87,10 +88,11 @@ def check_is_not_static(prefix: str, saved: Container[str], where: str) -> None:
 
 
 def _tensors(
-    call: str, tables: Sequence[Table], source: Callable[[Table], ShardSource]
+    call: str, tables: Sequence[Table], is_optimizer: bool
 ) -> Sequence[Mapping[str, Tensor]]:
     """Returns the tensors of each table: of unsharded tables, which lie on no other rank, plain tensors."""
-    made = saved_tensors(tables, call, lambda one: [source(one)])
+    both = saved_tensors(tables, call, lambda table: LoadTarget(table, is_optimizer).source())
+    made = [of_table[is_optimizer] for of_table in both]
     if tables[0].group is not None:
         return made
     return [
@@ -108,21 +110,15 @@ def load_tables(
     tables: Mapping[str, Table],
     where: str,
     missing_keys: list[str],
-) -> dict[str, Initializer]:
+) -> None:
     """Loads the tables that a state dict has, and removes their keys from it. Collective.
 
-    Returns:
-        The saved initializers, by table name.
-
-    Raises:
-        ValueError: on every rank, if a table is damaged or does not match the model on any rank; no table has
-            changed then.
-        RuntimeError: on every rank, if some rank fails in another way, as without memory. Each shard of a
-            table then has its contents from before the call, or those of the state dict.
+    Raises ValueError on every rank, if a table is damaged or does not match the model on any rank; no table
+    has changed then.
     """
-    entries: dict[str, ModelEntry] = {}
 
-    def find() -> list[tuple[str, bool]]:
+    def find() -> list[TableLoad]:
+        loads = []
         for prefix, table in tables.items():
             check_is_not_static(prefix, state_dict, f"{table.where}.load_state_dict")
             keys = {name: prefix + name for name in MODEL_NAMES}
@@ -130,97 +126,126 @@ def load_tables(
             missing = [keys[name] for name in _NEEDED if name not in saved]
             missing_keys.extend(missing)
             if not missing:
-                entry = _entry(ModelEntry, table, saved, saved["weight"])
-                if entry is not None:
-                    entries[table.name] = entry
-        return [(name, entry.session is None) for name, entry in entries.items()]
+                loads += _load_of(table, saved, saved["weight"], False)
+        return loads
 
-    where = f"{where}.load_state_dict"
     group = next(iter(tables.values())).group
-    by_rank = gather_results(group, where, find)
-    for rank, found in enumerate(by_rank):
-        if found != by_rank[0]:
-            raise ValueError(
-                f"{where}: expected the same tables on every rank, got {by_rank[0]} on rank 0 and {found} "
-                f"on rank {rank}. Give every rank a state dict that was made on all ranks."
-            )
-    LoadSession([entry for entry in entries.values() if entry.session is None]).verify(where)
-    for entry in entries.values():
-        assert entry.session is not None
-        entry.session.verify(where)
-
-    def commit() -> dict[str, Initializer]:
-        saved = {name: entry.initializer() for name, entry in entries.items()}
-        for entry in entries.values():
-            entry.commit()
-        return {name: one for name, one in saved.items() if one is not None}
-
-    return run_together(group, where, commit)
+    verify_and_commit(group, f"{where}.load_state_dict", find)
 
 
-def stage_table(table: Table, saved: Mapping[str, Tensor]) -> ModelEntry:
-    """Returns the verified load of an unsharded table, which is to be committed.
+def stage_table(table: Table, saved: Mapping[str, Tensor]) -> TableLoad:
+    """Returns the load of an unsharded table, which is to be committed; saved: tensors by name.
 
-    saved: tensors by name, with "weight" and "ids".
-
-    Raises:
-        ValueError: if the table is damaged or does not match the model.
+    Raises ValueError if the table is damaged or does not match the model.
     """
-    entry = ModelEntry(table)
-    entry.fill(_plain(saved))
-    LoadSession([entry]).verify(table.where)
-    note_taken_plain(saved["weight"])
-    return entry
+    load = TableLoad(table)
+    load.fill(_plain(saved))
+    verify(None, table.where, lambda: [load])
+    return load
 
 
 def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
-    """Replaces the optimizer state of a table. Collective.
+    """Replaces the optimizer state of a table, and its rows if they were read with it. Collective.
 
-    Raises:
-        ValueError: on every rank, if the state is damaged or does not match the table, or the ranks give
-            state dicts of different loads; nothing has changed then.
+    Raises ValueError on every rank, if the state is damaged or does not match the table, or the ranks give
+    state dicts of different loads; nothing has changed then.
     """
     where = f"{table.where}.load_state_dict"
     saved = saved if table.group is not None else _plain(saved)
-    found: list[OptimizerEntry | None] = []
 
-    def find() -> tuple[bool, bool]:
-        entry = _entry(OptimizerEntry, table, saved, saved["config"])
-        found.append(entry)
-        return entry is not None, entry is not None and entry.session is not None
+    def find() -> list[TableLoad]:
+        return _load_of(table, saved, saved["optimizer_config"], True)
 
-    by_rank = gather_results(table.group, where, find)
-    for rank, kinds in enumerate(by_rank):
-        if kinds != by_rank[0]:
-            raise ValueError(
-                f"{where}: expected optimizer state of the same load on every rank, got another state dict "
-                f"on rank {rank} than on rank 0. Give every rank a state dict that was made on all ranks."
-            )
-    (entry,) = found
-    if entry is None:
-        return
-    if entry.session is not None:
-        entry.session.verify(where)
-    commit_state(entry, where)
+    verify_and_commit(table.group, where, find)
 
 
-def _entry(
-    kind: type[_Entry], table: Table, saved: Mapping[str, Any], tensor: Tensor
-) -> _Entry | None:
-    """Returns an entry with all saved tensors staged.
+def _load_of(
+    table: Table, saved: Mapping[str, Any], tensor: Tensor, is_optimizer: bool
+) -> list[TableLoad]:
+    """Returns the load of a table from the tensors of a state dict, of which `tensor` is the first.
 
-    None: the tensors are the table's own, and nothing was loaded into them. `tensor` is one of them.
-
-    Raises:
-        RuntimeError: if the tensors are the table's own, and the table has changed since.
+    [] if they are the table's own; RuntimeError if they were, and the table has changed since.
     """
-    loaded = tensor.entry if isinstance(tensor, SavedTensor) else None
-    if isinstance(loaded, kind):
-        if loaded.is_own(table):
-            return None
-        if loaded.staged is not None:
-            loaded.check_is_for(table)
-            return loaded
-    entry = kind(table)
-    entry.fill(saved)
-    return entry
+    target = tensor.entry if isinstance(tensor, SavedTensor) else None
+    if isinstance(target, LoadTarget) and target.is_optimizer == is_optimizer:
+        if target.is_own(table):
+            return []
+        if target.load is not None and target.load.staged is not None:
+            target.table.check_model(table)
+            return [target.load]
+    load = TableLoad(table, has_rows=not is_optimizer, has_state=is_optimizer)
+    load.fill(saved)
+    return [load]
+
+
+def verify(
+    group: dist.ProcessGroup | None, where: str, find: Callable[[], Sequence[TableLoad]]
+) -> None:
+    """Verifies the loads that `find` returns, with all that were read with them, and prepares. Collective.
+
+    The ranks meet when each has checked its part, and when each can commit. Optimizer state without rows is
+    checked by the present ids, whose places in the whole table take one more meeting.
+    """
+    found: list[TableLoad] = []
+    pending: list[TableLoad] = []
+
+    def check() -> tuple[list[tuple[str, bool]], list[CheckedPart]]:
+        found.extend(find())
+        kinds = [(load.table.name, load.session is not None) for load in found]
+        LoadSession([load for load in found if load.session is None])
+        sessions = {id(load.session): load.session for load in found}
+        loads = [load for session in sessions.values() if session for load in session.loads]
+        pending.extend(one for one in loads if not one.is_verified and one.table.group is group)
+        return kinds, [load.check() for load in pending]
+
+    by_rank = gather_results(group, where, check)
+    for rank, (kinds, _) in enumerate(by_rank):
+        if kinds != by_rank[0][0]:
+            raise ValueError(
+                f"{where}: expected the same tables on every rank, got {by_rank[0][0]} on rank 0 and {kinds} "
+                f"on rank {rank}. Give every rank a state dict that was made on all ranks."
+            )
+    if not by_rank[0][0]:
+        return
+    checked = [*zip(*(parts for _, parts in by_rank), strict=True)]
+    alone = [number for number, load in enumerate(pending) if not load.has_rows]
+    sums = [[part.sums for part in parts] for parts in checked]
+    if alone:
+
+        def sums_of_state() -> list[dict[str, int]]:
+            results = []
+            for number in alone:
+                load = pending[number]
+                runs = runs_of([part.share for part in checked[number]], load.table.part)
+                results.append(load.sums_of_state(runs))
+            return results
+
+        of_ranks = gather_results(group, where, sums_of_state)
+        for place, number in enumerate(alone):
+            sums[number] = [results[place] for results in of_ranks]
+
+    def compare() -> None:
+        for load, parts, of_load in zip(pending, checked, sums, strict=True):
+            load.compare([part.words for part in parts], add_sums(*of_load))
+            load.step = max(part.last_step for part in parts)
+            load.is_verified = True
+        for load in found:
+            load.prepare()
+
+    run_together(group, where, compare)
+
+
+def verify_and_commit(
+    group: dist.ProcessGroup | None, where: str, find: Callable[[], Sequence[TableLoad]]
+) -> None:
+    """Verifies the loads that `find` returns, and commits them. Collective."""
+    loads: list[TableLoad] = []
+
+    def found() -> list[TableLoad]:
+        loads.extend(find())
+        return loads
+
+    verify(group, where, found)
+    for load in loads:
+        load.commit()
+        note_taken(load.lock, load.table.name)

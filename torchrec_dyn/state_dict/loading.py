@@ -1,139 +1,346 @@
-"""ModelEntry, OptimizerEntry: the load of one sharded table from the model's or optimizer's state dict."""
+"""TableLoad: the load of one table, rows and optimizer state together, kept beside the table.
+
+A state dict of the model has the rows of a table, one of the optimizer its optimizer state. No name of a
+tensor occurs in both, so both are parts of one load.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import (
     CHUNK_BYTES,
     DAMAGED,
+    MODEL_CHECKSUM,
     MODEL_TENSORS,
+    OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     SavedTensor,
     add_sums,
     check_config,
+    check_config_is_whole,
     check_optimizer,
-    content_sum,
+    compare_sums,
+    from_bytes,
+    from_words,
     is_canonical,
+    numbers_of,
     optimizer_config,
-    rows_summed,
     saved_initializer,
+    sum_of_small,
 )
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.awaited_loads import note_taken
-from torchrec_dyn.state_dict.load_session import TableEntry
-from torchrec_dyn.state_dict.places import Places, chunks_to_read, places_of_table
-from torchrec_dyn.state_dict.saving import ModelSource, OptimizerSource
-from torchrec_dyn.state_dict.staged_rows import StagedRows, commit_rows, put_block
+from torchrec_dyn.state_dict.aligned_state import present_rows, with_state
+from torchrec_dyn.state_dict.places import Places, Runs, Share, chunks_to_read, share_of
+from torchrec_dyn.state_dict.row_sums import SumsAsRead
+from torchrec_dyn.state_dict.saving import TableSource
+from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block
 from torchrec_dyn.storage import (
+    CanonicalRows,
     RowStore,
+    TableLock,
     canonical_order,
     commit,
     to_host,
     turn_of,
 )
-from torchrec_dyn.table import ROW_DTYPES, TableShard, check_state, named_states, stamp_of
+from torchrec_dyn.table import ROW_DTYPES, Commit, TableShard, check_state, replace
+
+# By the checksum of a state dict: its config, the names of its tensors, and the end of the message for a
+# checkpoint without it.
+_CONFIGS = {MODEL_CHECKSUM: "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
+_TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
+_MISSING = {
+    MODEL_CHECKSUM: "this table, got one without. "
+    "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True).",
+    OPTIMIZER_CHECKSUM: "its optimizer state, got one without. "
+    "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True).",
+}
 
 
-class ModelEntry(TableEntry):
-    """The load of rows, ids, scores, counters and clock of one table."""
+class LoadTarget:
+    """The tensors of one table in one state dict, of the model or of its optimizer, as a target of a load.
 
-    order = MODEL_TENSORS
-    source = ModelSource
-    small_names = ("clock", "config", "checksum")
-    missing = (
-        "this table, got one without. "
-        "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True)."
-    )
-    staged: list[StagedRows] | None
+    Attributes:
+        canonical: the rows of each shard as the tensors save them.
+        load: what was read into the tensors; None before.
+        is_left_out: True if a partial load has found no such tensors.
+    """
+
+    def __init__(self, table: Table, is_optimizer: bool) -> None:
+        self.table = table
+        self.is_optimizer = is_optimizer
+        self.canonical: Sequence[CanonicalRows] = ()
+        self.load: TableLoad | None = None
+        self.is_left_out = False
 
     @property
-    def names(self) -> list[str]:
+    def staged(self) -> Sequence[StagedRows] | None:
+        """What was read and is not loaded; None if there is nothing."""
+        return None if self.load is None else self.load.staged
+
+    def source(self) -> TableSource:
+        """Returns what saves the tensors."""
+        source = TableSource(self.table, self)
+        self.canonical = source.canonical
+        return source
+
+    def is_own(self, table: Table) -> bool:
+        """Returns True if the tensors are the contents of these shards: loaded already, or never read into.
+
+        Raises RuntimeError if the shards have changed since.
+        """
+        if self.staged is not None or not self.table.has_shards_of(table):
+            return False
+        for rows in () if self.is_left_out else self.canonical:
+            rows.check_unchanged()
+        return True
+
+
+class CheckedPart(NamedTuple):
+    """One rank's part of a load; all-gathered.
+
+    Attributes:
+        words: the rows of each saved checksum that the rank has read.
+        sums: content sums of the rows; of optimizer state without rows they follow from `share`.
+        last_step: the last training step that the rows record.
+        share: of optimizer state without rows, the share of the present rows; None if the rank has none.
+    """
+
+    words: dict[str, list[list[int]]]
+    sums: dict[str, int]
+    last_step: int
+    share: Share | None
+
+
+class TableLoad:
+    """The load of one table.
+
+    Attributes:
+        targets: the state dicts into which it was read; none if they have plain tensors.
+        has_rows: True if rows, ids, scores, counters and clock are loaded.
+        has_state: True if optimizer state is loaded. Without rows it belongs to the present rows.
+        saved: DCP's metadata of the saved tensors, by name.
+        unread: names of saved tensors that the load does not read, so that their sums are not compared.
+        small: the tensors that are not by row, as read, by name.
+        words: the rows of each saved checksum that this rank has read.
+        staged: the rows of each shard as read; None before a load and after it.
+        places: places of the rows that this rank reads.
+        waiting_places: places of the waiting ids that this rank reads.
+        total: number of rows of the whole table as saved.
+        session: session of the load.
+        is_verified: True if the sums over all ranks were right.
+        step: the last training step recorded in the rows of any rank.
+        sums_as_read: the content sums of the rows, added up while they are read; None: they are not.
+    """
+
+    def __init__(self, table: Table, has_rows: bool = True, has_state: bool = False) -> None:
+        self.table = table
+        self.targets: list[LoadTarget] = []
+        self.has_rows, self.has_state = has_rows, has_state
+        self.saved: Mapping[str, TensorStorageMetadata] = {}
+        self.unread: set[str] = set()
+        self.small: dict[str, Tensor] = {}
+        self.words: dict[str, list[list[int]]] = {}
+        self.staged: list[StagedRows] | None = None
+        self.places = self.waiting_places = Places([])
+        self.total = self.step = 0
+        self.session: LoadSession | None = None
+        self.is_verified = False
+        self.sums_as_read: SumsAsRead | None = None
+        self._runs: Runs | None = None  # of optimizer state without rows
+        self._commits: list[Commit] = []
+        self._aligned_to: list[CanonicalRows] = []  # rows that must not change before the commit
+
+    @property
+    def lock(self) -> TableLock:
+        """The lock of the shards."""
+        return self.table.lock
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the shards."""
+        return self.table.device
+
+    @property
+    def row_names(self) -> list[str]:
         """Names of the tensors by row that the table can use."""
-        life = ["last_seen", "count"] if self.table.options.has_life else []
-        return ["ids", "weight", *life, *(["waiting"] if self.table.options.counts_waiting else [])]
+        names, options = [], self.table.options
+        if self.has_rows:
+            names += ["ids", "weight", *(BY_ROW if options.has_life else ())]
+            names += ["waiting"] if options.counts_waiting else []
+        return [*names, *(self.table.optimizer.state_names if self.has_state else ())]
 
-    def check_is_for(self, table: Table) -> None:
-        """Raises ValueError unless the rows were read for these shards."""
-        self.table.check_model(table)
+    @property
+    def small_names(self) -> tuple[str, ...]:
+        """Names of the other tensors, without checksums."""
+        of_rows = ("clock", "config") if self.has_rows else ()
+        return (*of_rows, *(("step", "optimizer_config") if self.has_state else ()))
 
-    def is_of(self, table: Table) -> bool:
-        """Returns True if the entry holds rows of these shards that are not committed yet."""
-        return self.table.has_shards_of(table) and self.staged is not None
+    @property
+    def checksums(self) -> list[str]:
+        """Names of the checksums."""
+        of_state = [OPTIMIZER_CHECKSUM] if self.has_state else []
+        return [*([MODEL_CHECKSUM] if self.has_rows else []), *of_state]
 
-    def _stage_saved(self, places: Places | None) -> None:
-        saved = self.saved
-        self.total = saved["ids"].size[0] if "ids" in saved else 0
-        dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
-        self.stage(places or places_of_table(self.table, saved, self.total), dtype)
+    @property
+    def _names(self) -> set[str]:
+        return {*self.row_names, *self.small_names, *self.checksums}
 
-    def stage(self, places: Places, dtype: torch.dtype) -> None:
-        """Makes empty stores beside the stores of the shards."""
-        table, self.places = self.table, places
-        self.staged = [
-            StagedRows(
-                table.name,
-                table.where,
-                places,
-                shard.first_column,
-                shard.weights.empty(dtype=dtype),
-                shard.row_limit,
-                table.owns if table.layout.row_ranks > 1 else None,
-                _most_waiting(shard),
+    # Reading.
+
+    def begin(
+        self,
+        saved: Mapping[str, TensorStorageMetadata],
+        places: Places | None = None,
+        waiting: Places | None = None,
+    ) -> None:
+        """Begins a load: makes empty stores for the rows at `places`, or at all.
+
+        `saved` is DCP's metadata of the saved tensors, by name, and `waiting` are the places of waiting ids.
+        Raises ValueError if a config or a checksum is missing, or the tensors have different rows.
+        """
+        where, names = self.table.where, self.row_names
+        for checksum in self.checksums:
+            if _CONFIGS[checksum] not in saved:
+                raise ValueError(f"{where}: expected a checkpoint with {_MISSING[checksum]}")
+            if checksum not in saved:
+                raise ValueError(
+                    f"{where}: expected a checkpoint with a checksum of this table, got none. {DAMAGED}"
+                )
+        rows = {name: saved[name].size[0] for name in names if name in saved and name != "waiting"}
+        if len({*rows.values()}) > 1:
+            raise ValueError(
+                f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
             )
-            for shard in table.shards
+        self.saved, self.small, self.words = saved, {}, {}
+        self.unread = set(saved) - self._names
+        self.is_verified, self.sums_as_read = False, None
+        self.total = next(iter(rows.values()), 0)
+        counters = saved["waiting"].size[0] if "waiting" in saved else 0
+        is_here = self.table.part is not None
+        self.waiting_places = waiting or Places([(0, counters)] if is_here else [])
+        places = places or Places([(0, self.total)] if is_here else [])
+        dtype = saved["weight"].properties.dtype if "weight" in saved else torch.float32
+        states = self.table.optimizer.state_names
+        widths = {name: saved[name].size[1] for name in states if name in rows}
+        self.stage(places, dtype, widths)
+
+    def stage(
+        self,
+        places: Places,
+        dtype: torch.dtype,
+        widths: Mapping[str, int],
+        has_all_cuts: bool = True,
+    ) -> None:
+        """Makes empty stores beside the stores of the shards; the arguments are those of `StagedRows`."""
+        self.places = places
+        self.staged = [
+            StagedRows(self.table, shard, places, dtype, widths, has_all_cuts)
+            for shard in self.table.shards
         ]
 
-    def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
-        saved = self.saved[name]
-        if not self.staged or name not in self.names:
+    def wanted(self, name: str) -> list[ChunkStorageMetadata]:
+        """Returns the blocks of a saved tensor that this rank reads."""
+        if name in self.checksums:  # each rank reads the rows of some of the ranks that saved
+            ranks = 1 if self.table.group is None else self.table.group.size()
+            return list(self.saved[name].chunks)[self.table.rank :: ranks]
+        if name in self.small_names:
+            return [chunk for chunk in self.saved[name].chunks if chunk.sizes.numel()]
+        if not self.staged or name not in self.row_names:
             return []
-        if name == "weight":
-            return list(chunks_to_read(saved, self.places, self.table.column_ranges))
-        places = self.places
-        if name == "waiting":
-            places = self.waiting_places or places_of_table(
-                self.table, self.saved, saved.size[0], of_waiting=True
-            )
-        return list(chunks_to_read(saved, places, None))
+        # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
+        has_columns = name == "weight" or name in self.table.optimizer.state_names
+        is_cut = has_columns and not self.table.optimizer.is_rowwise(name)
+        columns = self.table.column_ranges if is_cut else None
+        places = self.waiting_places if name == "waiting" else self.places
+        return list(chunks_to_read(self.saved[name], places, columns))
 
     def stores(self, name: str) -> list[tuple[RowStore, int]]:
         """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
-        staged = self.staged if name == "weight" else None
-        return [(one.weights, one.first_column) for one in staged or ()]
+        stores = (staged.store(name) for staged in self.staged or ())
+        return [store for store in stores if store is not None]
 
-    def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+    def block_to_fill(
+        self, name: str, offset: Sequence[int], size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Returns a tensor to read a block into: if possible its place in a staged store.
+
+        `offset` is the place of the block in the tensor, `size` its size, one number per dimension.
+        """
+        for store, origin in self.stores(name):
+            place = place_of_block(store, origin, self.places, offset, size)
+            if place is not None and store.dtype == dtype:
+                return place
+        return torch.empty(size, dtype=dtype, device="cpu")
+
+    def receive(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
+        """Stages a block that was read; `offset` is its place in the tensor, one number per dimension."""
+        if name in self.checksums:
+            self.words.setdefault(name, []).extend(block.tolist())
+            return
+        if name in self.small_names:
+            self.small[name] = block
+            return
         for staged in self.staged or ():
             staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
 
-    def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        if not isinstance(saved["weight"], SavedTensor):
-            self._fill_from_whole(by_row, "checksum" in saved)
-            return
-        # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
-        self.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype)
+    # Plain tensors of the whole table, or copies of this rank's saved tensors.
+
+    def fill(self, saved: Mapping[str, Any]) -> None:
+        """Stages this rank's rows of tensors by name; raises ValueError if they do not fit."""
+        self.unread = set(saved) - self._names
+        if self.table.group is None:  # a load of an unsharded table may lack parts
+            names = (_TENSORS[checksum] for checksum in self.checksums)
+            self.unread |= {name for of_checksum in names for name in of_checksum} - set(saved)
+        for name in self.checksums:
+            if name in saved:
+                self.words[name] = self._words_in(saved[name])
+        for name in self.small_names:
+            if name in saved:
+                self.small[name] = to_host(numbers_of(saved[name]))
+        by_row = {name: saved[name] for name in self.row_names if name in saved}
+        if not self.has_rows:
+            self._fill_state(by_row, isinstance(saved["optimizer_config"], SavedTensor))
+        elif isinstance(saved["weight"], SavedTensor):
+            # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
+            self.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype, {})
+            self._receive_copies(by_row)
+        else:
+            self._fill_rows(by_row)
+
+    def _words_in(self, checksum: Tensor) -> list[list[int]]:
+        """Returns this rank's rows of a checksum: a copy has one, a plain tensor those of all ranks."""
+        if isinstance(checksum, SavedTensor):
+            return [row for _, block in checksum.local() for row in block.tolist()]
+        ranks = 1 if self.table.group is None else self.table.group.size()
+        rows: list[list[int]] = checksum[self.table.rank :: ranks].tolist()
+        return rows
+
+    def _receive_copies(self, by_row: Mapping[str, SavedTensor]) -> None:
         for name, tensor in by_row.items():
             for offset, block in tensor.local():
                 self.receive(name, offset, block)
 
-    def _fill_from_whole(self, by_row: Mapping[str, Tensor], is_summed: bool) -> None:
+    def _fill_rows(self, by_row: Mapping[str, Tensor]) -> None:
         """Stages this rank's rows of plain tensors, which hold the rows of all ranks in any order."""
         table = self.table
         weight = by_row["weight"].detach()
         _check_shapes(table, weight, by_row["ids"])
-        given = {name: to_host(one) for name, one in by_row.items() if name != "weight"}
+        given = {name: to_host(values) for name, values in by_row.items() if name != "weight"}
         ids = given["ids"].contiguous()
         for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
             if name in given and not len(given[name]):
                 del given[name]
-        if not is_summed:  # not as a table has saved it
+        if MODEL_CHECKSUM not in self.words:  # not as a table has saved it
             state = {"weight": weight, **given, **self.small}
             state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
             check_state(table.where, state, table.embedding_dim, {})
@@ -143,7 +350,7 @@ class ModelEntry(TableEntry):
             order = torch.arange(len(ids), device="cpu") if order is None else order
             order = order[table.owns(ids[order])]
         count = len(ids) if order is None else order.numel()
-        self.stage(Places([(0, count)]), given["weight"].dtype)
+        self.stage(Places([(0, count)]), given["weight"].dtype, {})
         if "waiting" in given:
             self.receive("waiting", (0, 0), given.pop("waiting"))
         for name, rows in given.items():
@@ -153,53 +360,193 @@ class ModelEntry(TableEntry):
                 chosen = some if order is None else order[some].to(rows.device)
                 self.receive(name, (start, 0), rows[chosen])
 
-    def last_step(self) -> int:
-        """Returns the last training step recorded in the rows of this rank; 0 if no step is recorded."""
-        return max((staged.last_step() for staged in self.staged or ()), default=0)
+    def _fill_state(self, by_row: Mapping[str, Any], are_copies: bool) -> None:
+        table = self.table
+        if are_copies and self._cuts != table.cuts:
+            raise ValueError(
+                f"{table.where}: expected optimizer state cut at columns {table.cuts}, got a copy of state "
+                f"cut at {self._cuts}. Save and load it with torch.distributed.checkpoint."
+            )
+        first = next(iter(by_row.values()), torch.empty(0, device="cpu"))
+        widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
+        self.total = len(first)
+        self.stage(Places(row_ranges_of(first)), torch.float32, widths, not are_copies)
+        if are_copies:
+            self._receive_copies(by_row)
+        else:
+            for name, tensor in by_row.items():
+                self.receive(name, (0, 0), tensor)
 
-    def _check_fits(self, config: dict[str, Any]) -> None:
-        check_config(self.table.where, config, self.table.config)
+    # Verifying.
 
-    def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int]:
-        """Checks this rank's part of the load, and returns its content sums."""
-        self.check_config()
-        summed = []
-        for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
-            staged.check_complete()
-            if self.sums_as_read is not None and self.has_sums:
-                summed.append(add_sums(self.sums_as_read.sums, staged.sums))
-            else:
-                summed.append(staged.summed(shard.first_column == 0))
-        return add_sums(*summed, self.small_sums())
+    def _config(self, name: str) -> dict[str, Any]:
+        return from_bytes(self.table.where, self.small[name]) if name in self.small else {}
+
+    @property
+    def _cuts(self) -> list[int]:
+        """The column cuts of row-wise state as saved."""
+        return self._config("optimizer_config").get("cuts", self.table.cuts)
+
+    def initializer(self) -> Initializer | None:
+        """Returns the saved initializer; None if no config was read, ValueError if this version lacks it."""
+        config = self._config("config")
+        return saved_initializer(self.table.where, config) if config else None
+
+    def check(self) -> CheckedPart:
+        """Checks this rank's part of the load."""
+        table, where = self.table, self.table.where
+        for checksum, words in self.words.items():
+            if words:
+                small = {
+                    name: self.small[name] for name in self.small if name in _TENSORS[checksum]
+                }
+                saved = from_words(torch.tensor(words, device="cpu"))
+                check_config_is_whole(where, table.name, small, saved)
+        if config := self._config("config"):
+            check_config(where, config, table.config)
+        if config := self._config("optimizer_config"):
+            check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
+        for staged in self.staged or ():
+            staged.check_complete(self.has_rows)
+        if not self.has_rows:
+            share = share_of(self._present[0], table) if table.shards else None
+            return CheckedPart(self.words, {}, 0, share)
+        summed = [staged.sums if self.has_sums else staged.summed() for staged in self.staged or ()]
+        if self.sums_as_read is not None and self.has_sums:
+            summed.append(self.sums_as_read.sums)
+        last = max((staged.last_step() for staged in self.staged or ()), default=0)
+        return CheckedPart(self.words, add_sums(*summed, self._small_sums()), last, None)
 
     @property
     def has_sums(self) -> bool:
         """True if all rows were summed while they were read, and all belong here."""
-        names = [name for name in self.names if name in self.saved and name != "waiting"]
-        return not any(one.others for one in self.staged or ()) and self._are_summed(names)
+        if self.sums_as_read is None or any(staged.others for staged in self.staged or ()):
+            return False
+        numbers = self.sums_as_read.numbers
+        return all(
+            numbers.get(name, 0) == self.places.count * prod(self.saved[name].size[1:])
+            for name in self.row_names
+            if name in self.saved and name != "waiting"
+        )
 
-    def initializer(self) -> Initializer | None:
-        """Returns the saved initializer; None if no config was read.
+    def _small_sums(self) -> dict[str, int]:
+        """Returns the content sums of the tensors that are not by row: every rank reads them, rank 0 sums."""
+        if self.table.rank:
+            return {}
+        name = self.table.name
+        return {
+            small: sum_of_small(name, small, self.small[small])
+            for small in self.small_names
+            if small in self.small
+        }
 
-        Raises:
-            ValueError: if this version lacks the initializer.
+    def compare(
+        self, words: Sequence[Mapping[str, list[list[int]]]], summed: Mapping[str, int]
+    ) -> None:
+        """Raises ValueError if the sums over all ranks differ from the saved ones; `words` are by rank."""
+        where = self.table.where
+        for checksum in self.checksums:
+            rows = [row for of_rank in words for row in of_rank.get(checksum, [])]
+            if not rows:
+                continue
+            saved = from_words(torch.tensor(rows, device="cpu"))
+            names = [name for name in _TENSORS[checksum] if name not in self.unread]
+            if checksum == OPTIMIZER_CHECKSUM and self.table.optimizer.state_names:
+                if not self.has_rows and saved["ids"] != summed.get("ids", 0):
+                    raise ValueError(
+                        f"{where}: expected optimizer state of the ids that the table has, got that of other "
+                        "ids. Load it with the state dict of the module, or right after that."
+                    )
+                names.append("ids")
+            compare_sums(where, saved, names, summed)
+
+    # Optimizer state without its rows.
+
+    @property
+    def _present(self) -> list[CanonicalRows]:
+        return [self.table.canonical(shard) for shard in self.table.shards]
+
+    def sums_of_state(self, runs: Runs) -> dict[str, int]:
+        """Returns this rank's content sums of optimizer state without rows, by the present ids.
+
+        `runs` is the position of this rank's rows in the whole table. Raises ValueError if the state has
+        another number of rows.
         """
-        config = self.saved_config
-        return saved_initializer(self.table.where, config) if config else None
+        table = self.table
+        if table.optimizer.state_names and self.total != runs.total:
+            raise ValueError(
+                f"{table.where}: expected optimizer state of {runs.total} rows, as the table has, got that "
+                f"of {self.total}. Load it with the state dict of the module, or right after that."
+            )
+        self._runs = runs
+        return add_sums(
+            self._small_sums(),
+            *(
+                staged.summed((ids, places) for ids, _, places in self._stretches(rows))
+                for rows, staged in zip(self._present, self.staged or (), strict=True)
+            ),
+        )
+
+    def _stretches(self, rows: CanonicalRows) -> Any:
+        if not self.table.optimizer.state_names or self._runs is None:
+            return iter(())
+        return present_rows(rows, self._runs, self.places, self.table.cuts[-1])
+
+    # Committing.
+
+    def finished(self) -> list[TableShard]:
+        """Returns the complete shards beside those of this rank, to be written into these."""
+        clock, initializer = self.small.get("clock"), self.initializer()
+        step = int(self.small["step"]) if "step" in self.small else None
+        if self.has_rows:
+            return [
+                staged.finish(clock, initializer, self.step, step, self._cuts)
+                for staged in self.staged or ()
+            ]
+        self._aligned_to = self._present
+        return [
+            with_state(shard, staged, self._stretches(rows), step, self._cuts)
+            for shard, staged, rows in zip(
+                self.table.shards, self.staged or (), self._aligned_to, strict=True
+            )
+        ]
+
+    def prepare(self) -> None:
+        """Takes all memory that the commit needs. May be called again after it has failed."""
+        with turn_of(self, also_torn=self.has_rows):
+            self._commits = [*map(replace, self.table.shards, self.finished())]
 
     def commit(self) -> None:
-        """Replaces the contents of the shards by the verified load, and optimizer state by zeros."""
-        initializer, clock = self.initializer(), self.small.get("clock")
-        with turn_of(self.table, also_torn=True):
-            with commit(self.table, replaces=True):
-                for shard, staged in zip(self.table.shards, self.staged or (), strict=True):
-                    commit_rows(shard, staged, clock, initializer, self.step)
-                for entry in self.session.entries if self.session is not None else ():
-                    if isinstance(entry, OptimizerEntry) and entry.table.has_shards_of(self.table):
-                        entry.note_rows(self)
-                self.staged = self.session = None
-                note_taken(self.table.lock, self.table.name)
-            self.renew()  # if the same state dict is loaded again, its tensors are the table's own
+        """Replaces the contents of the shards by what was prepared."""
+        table, initializer = self.table, self.initializer()
+        with turn_of(self, also_torn=self.has_rows):
+            for rows in self._aligned_to:
+                rows.check_unchanged()  # by another thread
+            with commit(table, replaces=self.has_rows):
+                for change in self._commits:
+                    change()
+                if initializer is not None:
+                    table.initializers[table.name] = initializer
+            self.staged = self.session = None
+            self._commits, self._aligned_to = [], []
+            for target in self.targets:  # loaded again, their tensors are the table's own
+                target.canonical = self._present
+
+
+class LoadSession:
+    """The tables that were read together: all of them are verified before any of them changes."""
+
+    def __init__(self, loads: Sequence[TableLoad]) -> None:
+        self.loads = list(loads)
+        for load in loads:
+            load.session = self
+
+    def drop(self, lock: TableLock) -> None:
+        """Drops what was read for the tables of a collection, which has this lock."""
+        for load in self.loads:
+            if load.lock is lock:
+                load.staged = load.session = None
+        self.loads = [load for load in self.loads if load.lock is not lock]
 
 
 def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
@@ -216,183 +563,8 @@ def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
         )
 
 
-def _most_waiting(shard: TableShard) -> int | None:
-    life = shard.life
-    return life.waiting.limit if life is not None and life.waiting is not None else None
-
-
-class OptimizerEntry(TableEntry):
-    """The load of optimizer state and step of one table."""
-
-    order = OPTIMIZER_TENSORS
-    source = OptimizerSource
-    small_names = ("step", "config", "checksum")
-    missing = (
-        "its optimizer state, got one without. "
-        "Load the model's state dict only, or give LoadPlanner(allow_partial_load=True)."
-    )
-    staged: list[dict[str, RowStore]] | None
-    _model: ModelEntry | None = None  # the load of the rows by whose ids the state was summed
-    _sums: dict[str, int]  # content sums of this rank's part by these ids
-    _stamps: list[tuple[int, ...]] | None = None  # stamps of the shards when they had these rows
-
-    def note_rows(self, model: ModelEntry) -> None:
-        """Notes that the shards have the rows of a load now, if the state was summed by its ids."""
-        shards, rows = self.table.shards, model.places.count
-        # The state is in the order of the rows as read: rows copied into smaller stores have other numbers.
-        is_same = self._model is model and all(
-            one.row_numbers.high_water_mark == rows for one in shards
-        )
-        if self.is_verified and is_same:
-            self._model, self._stamps = None, [stamp_of(one) for one in shards]
-
-    def known_sums(self) -> dict[str, int] | None:
-        """Returns this rank's content sums if the shards still have the rows of these sums, else None."""
-        is_known = self._stamps == [stamp_of(one) for one in self.table.shards]
-        return self._sums if is_known else None
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the optimizer states."""
-        return self.table.optimizer.state_names
-
-    def _stage_saved(self, places: Places | None) -> None:
-        saved = self.saved
-        sizes = {name: saved[name].size for name in self.names if name in saved}
-        total = next(iter(sizes.values()))[0] if sizes else 0
-        widths = {name: size[1] for name, size in sizes.items()}
-        self.stage(places or places_of_table(self.table, saved, total), total, widths)
-
-    def stage(self, places: Places, total: int, widths: Mapping[str, int]) -> None:
-        """Makes empty stores beside the stores of the shards."""
-        self.places, self.total = places, total
-        self.staged, self._model, self._stamps = [], None, None
-        for shard in self.table.shards:
-            stores = {}
-            for one in named_states(shard):
-                width = shard.columns
-                if one.is_rowwise:
-                    width = widths.get(one.name, 1) if self.has_all_cuts else 1
-                store = one.store.empty(width, torch.float32)
-                store.reserve(places.count)
-                stores[one.name] = store
-            self.staged.append(stores)
-
-    def _wanted_rows(self, name: str) -> list[ChunkStorageMetadata]:
-        if name not in self.names or not self.table.shards:
-            return []
-        # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
-        columns = None if self.table.optimizer.is_rowwise(name) else self.table.column_ranges
-        return list(chunks_to_read(self.saved[name], self.places, columns))
-
-    def _origin(self, shard: TableShard, is_rowwise: bool) -> int:
-        """Returns the column of the saved tensor at which a staged store begins."""
-        if not is_rowwise:
-            return shard.first_column
-        return 0 if self.has_all_cuts else self.table.cuts.index(shard.first_column)
-
-    def stores(self, name: str) -> list[tuple[RowStore, int]]:
-        """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
-        if name not in self.names:
-            return []
-        is_rowwise = self.table.optimizer.is_rowwise(name)
-        by_shard = zip(self.table.shards, self.staged or (), strict=True)
-        return [(stores[name], self._origin(shard, is_rowwise)) for shard, stores in by_shard]
-
-    def _receive_rows(self, name: str, offset: tuple[int, ...], block: Tensor) -> None:
-        for store, origin in self.stores(name):
-            put_block(store, origin, self.places, offset[0], offset[1], block)
-
-    def _fill_rows(self, by_row: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        table = self.table
-        self.has_all_cuts = not isinstance(saved["config"], SavedTensor)
-        if not self.has_all_cuts:
-            cuts = self.saved_config.get("cuts", table.cuts)
-            if cuts != table.cuts:
-                raise ValueError(
-                    f"{table.where}: expected optimizer state cut at columns {table.cuts}, "
-                    f"got a copy of state cut at {cuts}. Save and load it with "
-                    "torch.distributed.checkpoint."
-                )
-        first = next(iter(by_row.values()), torch.empty(0, device="cpu"))
-        widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
-        self.stage(Places(row_ranges_of(first)), len(first), widths)
-        for name, tensor in by_row.items():
-            is_shell = isinstance(tensor, SavedTensor)
-            for offset, block in tensor.local() if is_shell else [((0, 0), tensor)]:
-                self.receive(name, offset, block)
-
-    def check(self, others: Sequence[TableEntry] = ()) -> dict[str, int] | None:
-        """Checks this rank's part by the ids of the same load, and returns its content sums."""
-        table = self.table
-        self.check_config()
-        model = self._model_of(others, table)
-        if model is None:
-            return None
-        if self.names and model.places.ranges != self.places.ranges:
-            raise ValueError(
-                f"{table.where}: expected optimizer state of {model.places.count} rows here, got that of "
-                f"{self.places.count}. {DAMAGED}"
-            )
-        self._model = model
-        if model.has_sums and self._are_summed([one for one in self.names if one in self.saved]):
-            assert self.sums_as_read is not None
-            self._sums = add_sums(self.sums_as_read.sums, self.small_sums())
-            return self._sums
-        most = rows_summed(4 * table.cuts[-1], table.device)
-        by_row = [one.by_row(most) for one in model.staged or ()]
-        self._sums = self.sums_of(by_row)
-        return self._sums
-
-    def _model_of(self, others: Sequence[TableEntry], table: Table) -> ModelEntry | None:
-        """Returns the load of the same shards' rows if it is not committed yet, else None."""
-        models = (one for one in others if isinstance(one, ModelEntry) and one.is_of(table))
-        return next(models, None)
-
-    def check_is_for(self, table: Table) -> None:
-        """Raises ValueError unless the state was read for these shards and their rows are committed."""
-        self.table.check_model(table)
-        if self.session is not None and self._model_of(self.session.entries, table) is not None:
-            raise ValueError(
-                f"{table.where}: expected rows loaded before their optimizer state, got rows that are not "
-                "loaded yet. Load the state dict of the module before the state dict of its optimizer."
-            )
-
-    def _check_fits(self, config: dict[str, Any]) -> None:
-        own = optimizer_config(self.table.optimizer, self.table.cuts)
-        check_optimizer(self.table.where, config, own)
-
-    def sums_of(self, of_shards: Sequence[Iterable[tuple[Tensor, Tensor]]]) -> dict[str, int]:
-        """Returns the content sums of this rank's part.
-
-        of_shards: for each shard, stretches of its ids and their rows in the staged stores, ascending.
-        """
-        table, sums = self.table, self.small_sums()
-        for shard, stores, stretches in zip(
-            table.shards, self.staged or (), of_shards, strict=True
-        ):
-            # If row-wise state was read with all cuts, only the first shard of the table sums it.
-            sums_cuts = shard is table.shards[0] and table.has_first_column
-            sums_cuts = sums_cuts or not self.has_all_cuts
-            states = [one for one in named_states(shard) if sums_cuts or not one.is_rowwise]
-            for ids, rows in stretches:
-                for one in states:
-                    first = self._origin(shard, one.is_rowwise)
-                    values = stores[one.name].read_ascending(rows)
-                    summed = content_sum(table.name, one.name, ids, values, first)
-                    sums = add_sums(sums, {one.name: summed})
-        return sums
-
-    def last_step(self) -> int:
-        """Returns 0: only the rows' scores record training steps."""
-        return 0
-
-
 def row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
-    """Returns the ranges of rows of a saved tensor that this rank has.
-
-    value: a SavedTensor, or a plain tensor, which has all rows.
-    """
+    """Returns the ranges of rows of a saved tensor that this rank has; a plain tensor has all rows."""
     if not isinstance(value, SavedTensor):
         return [(0, len(value))]
     return [(part.offset[0], part.offset[0] + part.size[0]) for part in value.parts]

@@ -8,59 +8,38 @@ the load is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import isqrt
 
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import ChunkedTensor
 from torchrec_dyn.ranks import Table, ids_per_rank, owners
-from torchrec_dyn.state_dict.load_session import TableEntry
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.storage import signed, unsigned
 
 ReadIds = Callable[[int, int], Tensor]  # returns the ids at the places [first, last), int64
-_Found = Mapping[str, tuple[TableEntry, Mapping[str, TensorStorageMetadata]]]
 
 _READ_AT_ONCE = 1 << 14  # ids
 _TOP_BIT = 1 << 63
 
 
-def own_places(files: FileSystemReader, found: _Found) -> dict[str, tuple[Places, Places | None]]:
-    """Returns the places of this rank's rows and of its waiting ids, if any are saved, by the table's key.
+def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
+    """Returns the places of this rank's rows in a saved tensor of ids, or of waiting ids [Q, 3].
 
-    `found` are entries with their saved tensors by name, by the keys of their tables. Tables without saved
-    ids, and tables whose rows are on one rank, are left out. Optimizer state has the places of its rows.
+    None if they are all places, or the tensor is None.
     """
-    of_tables: dict[str, tuple[Places, Places | None]] = {}
-    for key, (entry, saved) in found.items():
-        table, ids = entry.table, saved.get("ids")
-        part, ranks = table.part, table.layout.row_ranks
-        if ids is not None and ranks > 1 and part is not None:
-            rows = ChunkedTensor(f"'{key}.ids' in {files.path}", files, f"{key}.ids", ids)
-            waiting = None
-            if "waiting" in saved:
-                name, of_waiting = f"{key}.waiting", saved["waiting"]
-                counters = ChunkedTensor(f"'{name}' in {files.path}", files, name, of_waiting)
-                waiting = places_of_part(_ids_of(counters), of_waiting.size[0], part, ranks)
-            of_tables[key] = places_of_part(rows.rows, ids.size[0], part, ranks), waiting
-    keys = {_name_of(found[key][0].table): key for key in of_tables}
-    for key, (entry, _) in found.items():
-        of_rows = None if key in of_tables else keys.get(_name_of(entry.table))
-        if of_rows is not None and entry.table.has_shards_of(found[of_rows][0].table):
-            of_tables[key] = of_tables[of_rows]
-    return of_tables
+    part, ranks = table.part, table.layout.row_ranks
+    if saved is None or part is None or ranks == 1:
+        return None
+    tensor = saved
 
+    def read(first: int, last: int) -> Tensor:
+        rows = tensor.rows(first, last)
+        return rows if rows.dim() == 1 else rows[:, 0].contiguous()
 
-def _name_of(table: Table) -> tuple[int, str]:
-    return id(table.lock), table.name  # tables of two collections may have the same name
-
-
-def _ids_of(counters: ChunkedTensor) -> ReadIds:
-    return lambda first, last: counters.rows(first, last)[:, 0].contiguous()
+    return places_of_part(read, saved.shape[0], part, ranks)
 
 
 def places_of_part(read: ReadIds, total: int, part: int, ranks: int) -> Places:

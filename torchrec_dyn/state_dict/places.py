@@ -6,7 +6,7 @@ after the last range, at most S, are single places at the end of the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import Table, ids_per_rank
-from torchrec_dyn.state_dict.row_index import RowIndex, saved_index
 from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
@@ -123,38 +122,6 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     runs = [Run(0, starts[part], ordered)] if ordered else []
     runs += [Run(ordered + i, start + tails.index(mixed), 1) for i, mixed in enumerate(mine.tail)]
     return Runs(total, runs)
-
-
-def ranges_of_part(
-    index: RowIndex | None, total: int, part: int, ranks: int
-) -> list[tuple[int, int]]:
-    """Returns ranges of places that hold all rows of a part, and few others.
-
-    `total` is the number of rows of the whole table, `part` the number of the rank among the `ranks` that
-    share the rows. Without an index the result is all places.
-    """
-    if index is None or ranks == 1:
-        return [(0, total)]
-    block, width = ids_per_rank(ranks), 1 << (64 - index.bits)
-    first, last = part * block // width, ((part + 1) * block - 1) // width
-    # The last S places may hold ids after the last range, of any part.
-    return [index.between(first, last), (max(0, total - ranks), total)]
-
-
-def places_of_table(
-    table: Table,
-    saved: Mapping[str, TensorStorageMetadata],
-    total: int,
-    of_waiting: bool = False,
-) -> Places:
-    """Returns the places of a saved table, or of its waiting ids, that this rank reads.
-
-    `saved` is DCP's metadata of the saved tensors, by name, `total` the number of saved rows or waiting ids.
-    """
-    if table.part is None:
-        return Places([])
-    index = saved_index(saved, total, of_waiting)
-    return Places(ranges_of_part(index, total, table.part, table.layout.row_ranks))
 
 
 def chunks_to_read(

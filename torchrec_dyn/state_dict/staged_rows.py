@@ -1,14 +1,15 @@
-"""StagedRows: rows read from a checkpoint, kept beside the table until all rows are verified.
+"""StagedRows: rows and optimizer state read from a checkpoint, in a shard beside the table.
 
-A commit then swaps the staged stores into the table. A place is the number of a row in the canonical order
-of the whole table.
+Once all rows are verified, `replace` or `merge` of the table takes that shard. A place is the number of a row
+in the canonical order of the whole table.
 
 Legend: M rows and C columns of a chunk, K times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -20,21 +21,16 @@ from torchrec_dyn.checkpoint_format import (
     add_sums,
     content_sum,
     is_canonical,
+    mean_over_cuts,
     rows_summed,
 )
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.life import NO_STEP, AdmissionCounters, Clock, RowLife, Scores, last_step
+from torchrec_dyn.life import NO_STEP, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.storage import (
-    CROSSING_BYTES,
-    CanonicalRows,
-    IdMap,
-    RowNumbers,
-    RowStore,
-    unsigned,
-)
-from torchrec_dyn.table import TableShard, replaced_whole
+from torchrec_dyn.storage import CROSSING_BYTES, CanonicalRows, IdMap, RowStore, unsigned
+from torchrec_dyn.table import TableShard, beside, named_states
 
 _READ_AT_ONCE = 1 << 20
 
@@ -75,62 +71,77 @@ def place_of_block(
 
 
 class StagedRows:
-    """The staged ids, weights, scores and waiting ids for one shard of a table.
+    """The staged rows of one shard of a table.
 
-    Args:
-        places: places of the rows to read.
-        first_column: number of the first column of the shard.
-        weights: an empty store for the saved rows.
-        limit: limit of the table, for its id map.
-        owns: function that returns for ids [M] a mask, [M] bool, of the ids that belong here; None: all ids.
-        counters: limit of the waiting ids; None if ids do not wait.
+    `places` are those of the rows to read, and `dtype` is that of the saved rows. `widths` are the columns of
+    each saved optimizer state; `has_all_cuts` is False if row-wise state has only the shard's own column.
+
+    Attributes:
+        rows: the shard beside the table.
+        others: rows of ids that belong to other ranks.
     """
 
     def __init__(
         self,
-        name: str,
-        where: str,
+        table: Table,
+        shard: TableShard,
         places: Places,
-        first_column: int,
-        weights: RowStore,
-        limit: int,
-        owns: Callable[[Tensor], Tensor] | None,
-        counters: int | None,
+        dtype: torch.dtype,
+        widths: Mapping[str, int],
+        has_all_cuts: bool,
     ) -> None:
-        self.name = name
-        self.where = where
+        self.where = table.where
         self.places = places
-        self.first_column = first_column
-        self._limit = limit
-        self._device = device = weights.device
-        self.id_map = IdMap(limit, device)
-        self.id_map.reserve(places.count)
-        self.weights = weights
-        self.weights.reserve(places.count)
-        self.scores = Scores(weights.shift, device)
-        self.waiting = None if counters is None else AdmissionCounters(counters, device)
-        self._converted: RowStore | None = None  # the weights converted to another dtype
-        self.others: list[Tensor] = []  # rows of ids that belong to other ranks
+        self.rows = beside(shard, dtype)
+        self.rows.id_map.reserve(places.count)
+        self.rows.weights.reserve(places.count)
+        self._is_first, self._has_all_cuts = shard.first_column == 0, has_all_cuts
+        self._owns = table.owns if table.layout.row_ranks > 1 else None
+        self._dtype, self._device = shard.dtype, shard.device
+        # By tensor: the store, and the column of the tensor at which it begins.
+        self._stores = {"weight": (self.rows.weights, shard.first_column)}
+        for state in named_states(self.rows):
+            if state.name not in widths:
+                continue
+            width, origin = shard.columns, shard.first_column
+            if state.is_rowwise:
+                width = widths[state.name] if has_all_cuts else 1
+                origin = 0 if has_all_cuts else table.cuts.index(shard.first_column)
+            store = state.store.empty(width, torch.float32)
+            store.reserve(places.count)
+            self._stores[state.name] = store, origin
+        # Every shard has the row-wise state of all cuts; the first of the table sums it.
+        self._not_summed = {
+            state.name
+            for state in named_states(self.rows)
+            if state.is_rowwise and has_all_cuts and not self._is_first
+        }
+        self.others: list[Tensor] = []
         self.sums: dict[str, int] = {}  # content sum of "waiting", which is not kept by row
-        self._reader: CanonicalRows | None = None  # of `id_map`, once all ids are there
-        self._owns = owns
+        self._converted: RowStore | None = None  # the weights converted to the dtype of the table
         self._received: dict[str, int] = {}  # count of received numbers, by tensor
         self._last_step = 0
         self._ends: list[tuple[int, int, int]] = []  # of each chunk: place, first and last mixed id
 
+    @property
+    def id_map(self) -> IdMap:
+        """The ids that belong here, and their staged rows."""
+        return self.rows.id_map
+
+    def store(self, name: str) -> tuple[RowStore, int] | None:
+        """Returns the store of a tensor and the column of the tensor at which it begins; None without one."""
+        return self._stores.get(name)
+
     def receive(self, name: str, place: int, column: int, values: Tensor) -> None:
-        """Stages a chunk.
+        """Stages a chunk; raises ValueError if it is damaged.
 
         values: [M, C] or [M], from the row at `place` and the column `column` of the tensor on.
-
-        Raises:
-            ValueError: if the chunk is damaged.
         """
         if name == "waiting":
             self._receive_waiting(values)
             return
-        if name == "weight":
-            put = put_block(self.weights, self.first_column, self.places, place, column, values)
+        if name in self._stores:
+            put = put_block(*self._stores[name], self.places, place, column, values)
             self._received[name] = self._received.get(name, 0) + put
             return
         for low, high, row in self.places.within(place, place + len(values)):
@@ -156,21 +167,27 @@ class StagedRows:
                 ids, rows = ids[mine], rows[mine]
         self.id_map.insert(ids.to(self._device), rows.to(self._device))
 
+    @property
+    def _life(self) -> RowLife:
+        assert self.rows.life is not None
+        return self.rows.life
+
     def _receive_scores(self, name: str, values: Tensor, row: int) -> None:
         most = NO_STEP - 1 if name == "last_seen" else MOST_COUNT
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= most:
             raise ValueError(
                 f"{self.where}: expected saved {name} from 0 to {most}, got other numbers. {DAMAGED}"
             )
-        if not self.scores.store.blocks:
-            self.scores.store.reserve_zeros(self.places.count)
+        scores = self._life.scores
+        if not scores.store.blocks:
+            scores.store.reserve_zeros(self.places.count)
         values = values.to(self._device)
         rows = torch.arange(row, row + values.numel(), device=self._device)
-        last_seen, counts = self.scores.read(rows)
+        last_seen, counts = scores.read(rows)
         if name == "last_seen":
-            self.scores.write(rows, values, counts)
+            scores.write(rows, values, counts)
         else:
-            self.scores.write(rows, last_seen, values)
+            scores.write(rows, last_seen, values)
 
     def _receive_waiting(self, values: Tensor) -> None:
         ids, last_seen, counts = values.t().contiguous()
@@ -185,16 +202,24 @@ class StagedRows:
         if self._owns is not None:
             values = values[self._owns(ids)]
             ids, last_seen, counts = values.t().contiguous()
-        summed = content_sum(self.name, "waiting", ids, values)
-        self.sums = add_sums(self.sums, {"waiting": summed})
+        if self._is_first:
+            summed = content_sum(self.rows.name, "waiting", ids, values)
+            self.sums = add_sums(self.sums, {"waiting": summed})
         if last_seen.numel():
             self._last_step = max(self._last_step, int(last_seen.max()))
-        if self.waiting is not None:
-            self.waiting.write(*(one.to(self._device) for one in (ids, last_seen, counts)))
+        if self._life.waiting is not None:
+            self._life.waiting.write(*(one.to(self._device) for one in (ids, last_seen, counts)))
 
-    def check_complete(self) -> None:
-        """Raises ValueError if numbers are missing or ids are not in canonical order."""
-        columns = {"ids": 1, "weight": self.weights.columns}
+    def check_complete(self, has_rows: bool) -> None:
+        """Raises ValueError if numbers are missing or ids are not in canonical order.
+
+        Without rows only optimizer state was read.
+        """
+        columns = {name: store.columns for name, (store, _) in self._stores.items()}
+        if has_rows:
+            columns["ids"] = 1
+        else:
+            del columns["weight"]
         for name in ("last_seen", "count"):
             if name in self._received:
                 columns[name] = 1
@@ -210,97 +235,50 @@ class StagedRows:
                 f"{self.where}: expected saved ids in canonical order, got another order. {DAMAGED}"
             )
 
-    def compact(self) -> int:
-        """Copies the rows that belong here into smaller stores, if many staged rows belong to other ranks.
-
-        Each rank that shares a small table reads the whole table: its cells are coarse.
-
-        Returns:
-            The number of rows in the stores, with the rows of `others`.
-        """
-        kept, self._reader = self.id_map.num_ids, None
-        if not self.others:  # they are compact, perhaps since a commit that was interrupted
-            return kept
-        if self.places.count - kept <= kept // 8:
-            return self.places.count
-        ids, rows = self.id_map.contents()
-        weights = self.weights.empty()
-        scores = Scores(self.weights.shift, self.weights.device)
-        here = torch.arange(kept, device=self._device)
-        weights.reserve(kept)
-        most = max(1, CROSSING_BYTES // weights.row_bytes)
-        for some, from_rows in zip(here.split(most), rows.split(most), strict=True):
-            weights.write(some, self.weights.read(from_rows))
-        if self.has_scores:
-            scores.store.reserve_zeros(kept)
-            scores.write(here, *self.scores.read(rows))
-        id_map = IdMap(self._limit, self._device)
-        id_map.reserve(kept)
-        id_map.insert(ids, here)
-        self.id_map, self.weights, self.scores, self.others = id_map, weights, scores, []
-        return kept
-
-    def convert(self, dtype: torch.dtype, rows: int) -> None:
-        """Converts the first `rows` weights block by block; after an interrupt a second call completes it."""
-        if self.weights.dtype == dtype:
-            return
-        if self._converted is None:
-            converted = self.weights.empty(dtype=dtype)
-            converted.reserve(rows)
-            self._converted = converted
-        blocks, left = self._converted.blocks, self.weights.blocks
-        while left:
-            done = len(blocks) - len(left)
-            # A copy of the whole last block would commit its memory.
-            count = min(rows - (done << self.weights.shift), len(left[0]))
-            blocks[done][:count].copy_(left[0][:count])
-            self.weights.drop_first()
-        self.weights = self._converted
-
-    def by_row(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the ids that belong here and their staged rows, ascending, at most `most` at a time.
-
-        Call it when all ids are staged: the ids are listed once for all calls, up to the rows that
-        storage/canonical_rows.py keeps.
-        """
-        self._reader = self._reader or self.canonical()
-        yield from self._reader.by_row(self.places.count, most)
-
-    def canonical(self) -> CanonicalRows:
-        """Returns the ids that belong here, and their staged rows, in canonical order."""
-        id_map = self.id_map
-        return CanonicalRows(id_map, self.where, lambda: id_map.num_ids)
-
-    def summed(self, is_first: bool) -> dict[str, int]:
+    def summed(self, by_row: Iterator[tuple[Tensor, Tensor]] | None = None) -> dict[str, int]:
         """Returns the content sums of the rows that belong here, by tensor.
 
-        Only the shard with the first column sums ids, scores and "waiting".
+        Only the shard with the first column sums ids, scores and counters. `by_row` are ids and their staged
+        rows, ascending; None: those of the staged ids.
         """
-        sums = self.sums if is_first else {}
-        most = rows_summed(self.weights.row_bytes, self._device)
-        for ids, rows in self.by_row(most):
-            held = {"weight": self.weights.read_ascending(rows)}
-            if is_first:
-                held["ids"] = ids
-                if self.has_scores:
-                    held["last_seen"], held["count"] = self.scores.read(rows)
-            first = self.first_column
+        sums, name = self.sums, self.rows.name
+        if by_row is None:
+            most = rows_summed(self.rows.weights.row_bytes, self._device)
+            by_row = self.canonical().by_row(self.places.count, most)
+            stores = self._stores
+        else:  # of optimizer state alone
+            stores = {one: self._stores[one] for one in self._stores if one != "weight"}
+        has_scores = self._is_first and "last_seen" in self._received and self.has_scores
+        for ids, rows in by_row:
+            held = {"ids": (ids, 0)} if self._is_first else {}
+            if has_scores and self.rows.life is not None:
+                last_seen, counts = self.rows.life.scores.read(rows)
+                held |= {"last_seen": (last_seen, 0), "count": (counts, 0)}
+            for one, (store, origin) in stores.items():
+                if one not in self._not_summed:
+                    held[one] = store.read_ascending(rows), origin
             sums = add_sums(
                 sums,
                 {
-                    name: content_sum(self.name, name, ids, one, first if name == "weight" else 0)
-                    for name, one in held.items()
+                    one: content_sum(name, one, ids, values, column)
+                    for one, (values, column) in held.items()
                 },
             )
         return sums
 
+    def canonical(self) -> CanonicalRows:
+        """Returns the ids that belong here, and their staged rows, in canonical order."""
+        return CanonicalRows(self.id_map, self.where, lambda: self.id_map.num_ids)
+
     def last_step(self) -> int:
         """Returns the last training step recorded in scores and counters (life/saved_life.py)."""
-        last = self._last_step
-        for start in range(0, self.places.count if self.has_scores else 0, _READ_AT_ONCE):
+        last, life = self._last_step, self.rows.life
+        if life is None or not self.has_scores:
+            return last
+        for start in range(0, self.places.count, _READ_AT_ONCE):
             stop = min(self.places.count, start + _READ_AT_ONCE)
             rows = torch.arange(start, stop, device=self._device)
-            last_seen, counts = self.scores.read(rows)
+            last_seen, counts = life.scores.read(rows)
             last = max(last, last_step({"last_seen": last_seen, "count": counts}))
         return last
 
@@ -309,65 +287,107 @@ class StagedRows:
         """True if scores were received for the rows that were read; without rows, none lacks a score."""
         return not self.places.count or {"last_seen", "count"} <= self._received.keys()
 
+    def finish(
+        self,
+        clock: Tensor | None,
+        initializer: Initializer | None,
+        step: int,
+        saved_step: int | None,
+        cuts: Sequence[int],
+    ) -> TableShard:
+        """Completes the shard beside the table and returns it. May be called again after it has failed.
 
-def commit_rows(
-    table: TableShard,
-    staged: StagedRows,
-    clock: Tensor | None,
-    initializer: Initializer | None,
-    step: int,
-) -> None:
-    """Commits a verified load: swaps the staged stores into a table.
-
-    Optimizer state is zero until its own state dict is loaded. A second call directly after changes nothing.
-
-    The staged rows are checked and verified; do not use them afterwards. clock: [2, K] int64 as saved, or
-    None. `initializer`, of the checkpoint, is for the rows of new ids; None: the table keeps its own. `step`
-    is the last training step recorded in the rows of any rank; used only if the table has a life.
-    """
-    rows = staged.compact()
-    staged.convert(table.dtype, rows)
-    with replaced_whole(table):
-        _swap(table, staged, rows, clock, step)
+        clock: [2, K] int64 as saved, or None. `step` is the last step that the rows of any rank record, and
+        `saved_step` the step of the optimizer state; None without it. `cuts` are those of row-wise state.
+        """
+        rows = self.rows
+        count = self._compact()
+        self._convert(count)
+        rows.states = tuple(self.states(count, cuts))
+        rows.row_numbers.high_water_mark = count
+        if not rows.row_numbers.withheld_parts and self.others:
+            rows.row_numbers.free(torch.cat(self.others))
         if initializer is not None:
-            table.start_as(initializer)
+            rows.start_as(initializer)
+        life = rows.life
+        if life is None:
+            rows.step = saved_step or 0
+            return rows
+        if clock is not None and life.is_timed:
+            life.clock = Clock.load(clock)
+        rows.step = max(step, life.clock.present_step - 1, saved_step or 0)
+        life.is_unscored = not self.has_scores
+        if life.is_unscored:
+            life.scores = Scores(rows.weights.shift, self._device)
+            life.scores.store.reserve_zeros(count)
+            present = rows.step if saved_step is not None else life.clock.present_step
+            rows.life = life = life.caught_up(max(rows.step, present), count)
+        for others in self.others:
+            life.scores.forget(others)
+        return rows
 
+    def _compact(self) -> int:
+        """Copies the rows that belong here into smaller stores, if many staged rows belong to other ranks.
 
-def _swap(
-    table: TableShard, staged: StagedRows, rows: int, clock: Tensor | None, step: int
-) -> None:
-    before, device = table.id_map, table.device
-    states = [state.empty() for state in table.states]  # blocks of as many rows as the staged ones
-    table.reset(table.dtype, device)
-    table.id_map, table.weights = staged.id_map, staged.weights
-    table.row_numbers = RowNumbers(table.forwards, device)
-    table.row_numbers.high_water_mark = rows
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    table.row_numbers.free(torch.cat([nothing, *staged.others]))
-    for state, number in zip(states, table.optimizer.initial_states, strict=True):
-        state.reserve_filled(rows, number)
-    table.states = tuple(states)
-    table.step = 0
-    if table.life is not None:
-        table.step = step
-        _commit_life(table.life, table, staged, clock, rows)
-    table.note_replaced(before)
+        Without the path of the checkpoint each rank that shares a table reads all of it. Returns the number
+        of rows in the stores.
+        """
+        kept, rows = self.id_map.num_ids, self.rows
+        if not self.others:
+            return kept
+        if self.places.count - kept <= kept // 8:
+            return self.places.count
+        ids, places = self.id_map.contents()
+        stores = {name: store.empty() for name, (store, _) in self._stores.items()}
+        here = torch.arange(kept, device=self._device)
+        for name, store in stores.items():
+            store.reserve(kept)
+            most = max(1, CROSSING_BYTES // store.row_bytes)
+            for some, from_rows in zip(here.split(most), places.split(most), strict=True):
+                store.write(some, self._stores[name][0].read(from_rows))
+        scores = Scores(rows.weights.shift, self._device)
+        if rows.life is not None and self.has_scores:
+            scores.store.reserve_zeros(kept)
+            scores.write(here, *rows.life.scores.read(places))
+        id_map = IdMap(rows.row_limit, self._device)
+        id_map.reserve(kept)
+        id_map.insert(ids, here)
+        if rows.life is not None:
+            rows.life.scores = scores
+        rows.id_map, rows.weights, self.others = id_map, stores["weight"], []
+        self._stores = {name: (stores[name], origin) for name, (_, origin) in self._stores.items()}
+        return kept
 
+    def _convert(self, count: int) -> None:
+        """Converts the first `count` weights to the dtype of the table, block by block."""
+        store, origin = self._stores["weight"]
+        if store.dtype == self._dtype:
+            return
+        if self._converted is None:
+            converted = store.empty(dtype=self._dtype)
+            converted.reserve(count)
+            self._converted = converted
+        blocks, left = self._converted.blocks, store.blocks
+        while left:
+            done = len(blocks) - len(left)
+            # A copy of the whole last block would commit its memory.
+            rows = min(count - (done << store.shift), len(left[0]))
+            blocks[done][:rows].copy_(left[0][:rows])
+            store.drop_first()
+        self.rows.weights, self._stores["weight"] = self._converted, (self._converted, origin)
 
-def _commit_life(
-    life: RowLife, table: TableShard, staged: StagedRows, clock: Tensor | None, rows: int
-) -> None:
-    if clock is not None and life.is_timed:
-        life.clock = Clock.load(clock)
-    if life.waiting is not None and staged.waiting is not None:
-        life.waiting = staged.waiting
-    table.step = max(table.step, life.clock.present_step - 1)
-    life.is_unscored = not staged.has_scores
-    if staged.has_scores:
-        life.scores = staged.scores
-    else:
-        life.scores.store.reserve_zeros(rows)
-        life = life.caught_up(max(table.step, life.clock.present_step), rows)
-        table.life = life
-    for others in staged.others:
-        life.scores.forget(others)
+    def states(self, count: int, cuts: Sequence[int]) -> list[RowStore]:
+        """Returns the first `count` rows of each optimizer state, as of a new row if it was not read."""
+        states = []
+        columns = (self.rows.first_column, self.rows.first_column + self.rows.columns)
+        for state in named_states(self.rows):
+            if state.name not in self._stores:
+                store = state.store.empty()  # blocks of as many rows as the staged ones
+                store.reserve_filled(count, state.initial)
+            else:
+                store, _ = self._stores[state.name]
+                if state.is_rowwise and self._has_all_cuts and store.columns > 1:
+                    mean = partial(mean_over_cuts, cuts=cuts, columns=columns)
+                    store = store.converted(1, torch.float32, mean, count)
+            states.append(store)
+        return states

@@ -26,10 +26,6 @@ _WINDOW_ROWS = 2 << 20
 _KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-# Mixed ids are counted in so many cells for a checkpoint's index (state_dict/row_index.py).
-CELL_BITS = _WINDOW_BITS
-
-
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE, _LEAST_SORTED = 8, 512
 
@@ -54,14 +50,10 @@ class _Cells:
         self.stamped = stamped
 
     @cached_property
-    def counts(self) -> Tensor:
-        """The number of ids in each cell, on the CPU."""
-        return ops.count_cells(*self._map.arrays(), _WINDOW_BITS).cpu()
-
-    @cached_property
     def begins(self) -> list[int]:
         """The place of the first id of each cell, and the number of ids."""
-        return [0, *self.counts.cumsum(0).tolist()]
+        counts = ops.count_cells(*self._map.arrays(), _WINDOW_BITS).cpu()
+        return [0, *counts.cumsum(0).tolist()]
 
 
 # By the number of the map's object, which the cells keep alive.
@@ -88,7 +80,7 @@ def unsigned(number: int) -> int:
 class CanonicalRows:
     """The contents of one map in canonical order, valid until the map changes.
 
-    `cells`, `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
+    `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
 
     `stamp` returns a value that changes whenever the table changes.
     """
@@ -102,14 +94,6 @@ class CanonicalRows:
         self._stamped = stamp()
         self.count = id_map.num_ids
         self._cells = _cells_of(id_map, self._stamped)
-
-    def cells(self, bits: int) -> Tensor:
-        """Returns the number of ids in each of 2^bits equal ranges of mixed ids, [2^bits] int64 on the CPU.
-
-        `bits` is at most 12.
-        """
-        self.check_unchanged()
-        return self._cells.counts.view(1 << bits, -1).sum(1)
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""

@@ -216,12 +216,17 @@ class ChangeLog:
         return removed
 
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
-        """Records that all former ids were removed, and that all present ids were added.
+        """Records `replaced`."""
+        vars(self).update(self.replaced(ids, rows, high, device))
+
+    def replaced(
+        self, ids: Tensor, rows: Tensor, high: int, device: torch.device
+    ) -> dict[str, object]:
+        """Returns the attributes of the log if all former ids are removed, and all present ids added.
 
         ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
         out, and `device` are the present ones.
         """
-        # Rows of the former ids keep their marks: the replacement may still be interrupted and undone.
         most = max(high, self.added.capacity)
         touched, changed = self._nothing_changed(device)
         added = RowMarks(self._row_limit, device)
@@ -238,8 +243,8 @@ class ChangeLog:
             piece._replace(ids=piece.ids.to(device), added=piece.added.to(device))
             for piece in read(self.with_removed(ids, rows))
         ]
-        self.removed, self.touched, self.changed, self.added = removed, touched, changed, added
-        self._device = device
+        marks = {"touched": touched, "changed": changed, "added": added}
+        return {**marks, "removed": removed, "_device": device}
 
     def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
         """Returns the ids whose row changed, or was given to them, since a version of this log, and the rows.

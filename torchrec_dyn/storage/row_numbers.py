@@ -107,6 +107,7 @@ class RowNumbers:
 
     Attributes:
         high_water_mark: number of rows ever handed out; every row below it is in use, free or withheld.
+        num_free: number of free rows.
         withheld_parts: withheld rows that were freed together, each with the number of the latest forward
             that was open then. The next call may release some of them.
     """
@@ -116,7 +117,7 @@ class RowNumbers:
         self._device = device
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
-        self._num_free = 0
+        self.num_free = 0
         self.withheld_parts: list[tuple[int, Tensor]] = []
 
     def take(self, count: int) -> Tensor:
@@ -128,8 +129,8 @@ class RowNumbers:
     def prepare(self, count: int) -> Allocation:
         """Returns what `take(count)` would hand out. The rows stay free, so they may be written."""
         self._release()
-        reused = min(count, self._num_free)
-        high, num_free = self.high_water_mark + count - reused, self._num_free - reused
+        reused = min(count, self.num_free)
+        high, num_free = self.high_water_mark + count - reused, self.num_free - reused
         fresh = torch.arange(self.high_water_mark, high, device=self._device)
         rows, rest, whole = [fresh], [], len(self._free)
         while reused:
@@ -147,13 +148,13 @@ class RowNumbers:
 
         The free rows must not change between `prepare` and this call.
         """
-        self.high_water_mark, self._num_free = allocation.high_water_mark, allocation.num_free
+        self.high_water_mark, self.num_free = allocation.high_water_mark, allocation.num_free
         self._free[allocation.whole :] = allocation.rest
 
     def highest_after(self, count: int) -> int:
         """Returns the value that `high_water_mark` would have after `take(count)`."""
         self._release()
-        return self.high_water_mark + max(0, count - self._num_free)
+        return self.high_water_mark + max(0, count - self.num_free)
 
     def free(self, rows: Tensor) -> None:
         """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
@@ -181,5 +182,5 @@ class RowNumbers:
             else:
                 withheld.append((latest, rows))
         if free:
-            count = self._num_free + sum(rows.numel() for rows in free)
-            self._free, self._num_free, self.withheld_parts = self._free + free, count, withheld
+            count = self.num_free + sum(rows.numel() for rows in free)
+            self._free, self.num_free, self.withheld_parts = self._free + free, count, withheld

@@ -44,13 +44,14 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
     def __reduce__(self) -> tuple[Any, ...]:
         return TableLock, (self.torn,)
 
-    def check_at_rest(self) -> None:
+    def check_at_rest(self, also_torn: bool = False) -> None:
         """Raises RuntimeError if a table is torn, or if a signal handler has interrupted a change.
 
         The lock is reentrant, so it does not keep a handler from tables that are half changed. Every call
         that takes the lock for a user begins with this check.
         """
-        if self.torn and not (self.passes_torn and self._is_owned()):  # type: ignore[attr-defined]
+        also_torn = also_torn or (self.passes_torn and self._is_owned())  # type: ignore[attr-defined]
+        if self.torn and not also_torn:
             raise torn_error(", ".join(map(repr, sorted(self.torn))))
         if not self.is_changing:
             return
@@ -119,8 +120,7 @@ def changes(
 def turn_of(owner: _OnDevice, also_torn: bool = False) -> Iterator[None]:
     """Runs code as a method of an object that is `locked`; loads and copies may use torn tables, too."""
     lock = owner.lock
-    if not also_torn:
-        lock.check_at_rest()
+    lock.check_at_rest(also_torn)
     with lock, lock.streams.turn(owner.device):
         passes_torn = lock.passes_torn
         try:

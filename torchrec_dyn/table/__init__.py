@@ -2,7 +2,8 @@
 
 Imports `life`, `storage` and the ground; torch alone. Start with `shard`: TableShard has the calls on the
 arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows,
-`table_step` is the part of a training step that changes one table, `contents` saves and loads a table.
+`table_step` is the part of a training step that changes one table. `contents` is the saved form of a table,
+`row_writes` the writes of many rows.
 
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
@@ -11,7 +12,6 @@ from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_state
 from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,
-    replaced_whole,
     stamp_of,
     state_for_copy,
     without_optimizer,
@@ -27,6 +27,7 @@ from torchrec_dyn.table.insertion import (
     read_absent,
     rows_of_new,
 )
+from torchrec_dyn.table.row_writes import Commit, beside, merge, replace, with_same_contents
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 from torchrec_dyn.table.shard import TableShard, set_clocks
 from torchrec_dyn.table.table_step import (

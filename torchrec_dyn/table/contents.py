@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing.context
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.storage import (
     CROSSING_BYTES,
     RowStore,
-    keep_in_use,
     locked,
     on_device,
     to_host,
@@ -200,40 +198,6 @@ def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> d
     """
     left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
     return {name: saved for name, saved in state.items() if name not in left_out}
-
-
-def replace_contents(
-    table: TableArrays, contents: Contents, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Replaces the contents, dtype and device of a table; if this fails, the table has not changed.
-
-    The new contents are checked; they may be those of this table.
-    """
-    with replaced_whole(table):
-        before = table.id_map
-        table.reset(dtype, device)
-        write_state(table, contents)
-        table.note_replaced(before)
-
-
-@contextmanager
-def replaced_whole(table: TableArrays) -> Iterator[None]:
-    """Restores a table if the code inside fails, which makes new objects and does not change old objects."""
-    before = dict(table.__dict__)
-    id_map, stores = table.id_map, [*table.stores]
-    if table.life is not None:
-        stores.append(table.life.scores.store)
-    try:
-        yield
-    except BaseException:  # usually out of memory
-        # The undone changes have renewed the token of tables, and nothing was listed since, under the lock.
-        table.__dict__.update(before)
-        raise
-    keep_in_use(
-        id_map.slots, id_map.outgoing
-    )  # as the blocks: another stream may have allocated them
-    for store in stores:
-        store.keep_in_use()
 
 
 def is_spawning() -> bool:

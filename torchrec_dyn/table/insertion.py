@@ -70,19 +70,32 @@ def insert_unseen(
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
+    As `prepare_unseen`, of which it returns the numbers.
+    """
+    added, new_index = prepare_unseen(tables, ids, rows, table_offsets)
+    if added:
+        insert_rows(added)
+    return new_index
+
+
+def prepare_unseen(
+    tables: Mapping[int, TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
+) -> tuple[list[Addition], Tensor]:
+    """Prepares rows for the absent ids of a lookup, whatever the policies, and writes them into `rows`.
+
     `tables` by number; ids of a table that is not among them stay absent. ids [N] int64 in table order;
     rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the
     ids of each table begin.
 
     Returns:
-        [N] int64, -1 for an id that was not absent, else 0 or more.
+        The additions, for `insert_rows`; and [N] int64, -1 for an id that was not absent, else 0 or more.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
     if not new_ids.numel():
-        return new_index
+        return [], new_index
     ranges = ranges_of(new_offsets)
     fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
     for t, ids_of_table in fresh.items():
@@ -91,10 +104,9 @@ def insert_unseen(
         tables[t].reserve(ids_of_table.numel())
     added = {t: Addition(tables[t], ids_of_table) for t, ids_of_table in fresh.items()}
     if added:
-        insert_rows(list(added.values()))
         new_rows = {t: of_table.rows for t, of_table in added.items()}
         ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
-    return new_index
+    return list(added.values()), new_index
 
 
 def rows_of_new(
@@ -128,13 +140,14 @@ class Addition:
     def __init__(self, table: TableArrays, ids: Tensor, counts: Tensor | None = None) -> None:
         self.table = table
         self.ids = ids
-        self._counts = counts
-        self._step = table.step
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
         self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
-        table.initial_rows.write(ids, self._allocation.rows, table.weights, table.states)
+        table.initial_rows.write(ids, self.rows, table.weights, table.states)
+        self._add_scores = None
+        if table.life is not None:
+            self._add_scores = table.life.prepare_rows(ids, self.rows, table.step, counts)
 
     @property
     def rows(self) -> Tensor:
@@ -145,8 +158,8 @@ class Addition:
         """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
         table = self.table
         table.row_numbers.commit(self._allocation)
-        if table.life is not None:
-            table.life.add_rows(self.ids, self._allocation.rows, self._step, self._counts)
+        if self._add_scores is not None:
+            self._add_scores()
         log = table.change_log
         if log is not None:
             log.add(self.ids, self.rows, table.id_map)
@@ -177,8 +190,10 @@ class Removal:
         self._table = table
         self._ids = ids
         self._rows = rows
-        self._left = table.id_map.num_ids - ids.numel()
+        self.left = table.id_map.num_ids - ids.numel()
         self._counted = {cause: table.counters[cause] + rows.numel()}
+        if table.life is not None:
+            self._blank = table.life.scores.blank(rows)
         self._log = table.change_log
         self._logged = None if self._log is None else self._log.removed
 
@@ -199,7 +214,7 @@ class Removal:
 
     def commit(self) -> None:
         """Removes the ids and frees their rows: of all ids or of none."""
-        run_to_end(lambda _: self._table.id_map.remove(self._ids, self._left), self.free_rows)
+        run_to_end(lambda _: self._table.id_map.remove(self._ids, self.left), self.free_rows)
 
     def free_rows(self, _: bool = False) -> None:
         """Frees the rows of ids that are not in the map; a second call directly after changes nothing.
@@ -209,7 +224,7 @@ class Removal:
         if self._log is not None and self._logged is not None:
             self._log.removed = self._logged
         if self._table.life is not None:
-            self._table.life.forget_rows(self._rows)
+            self._table.life.forget_rows(self._rows, self._blank)
         self._table.row_numbers.free(self._rows)
         self._table.counters.update(self._counted)
 

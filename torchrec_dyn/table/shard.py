@@ -7,7 +7,7 @@ Legend: R rows in use, M ids, D columns here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torchrec_dyn.storage import (
     ChangeLog,
     MapList,
     OpenForwards,
-    RowStore,
     Version,
     changes,
+    commit,
     locked,
     note_changed,
     read,
@@ -35,11 +35,11 @@ from torchrec_dyn.table.checks import (
     checked_device,
 )
 from torchrec_dyn.table.contents import (
+    Contents,
     from_saved_bytes,
     given_state,
     is_spawning,
     read_state,
-    replace_contents,
     state_for_copy,
     state_shapes,
     stored_state,
@@ -47,7 +47,14 @@ from torchrec_dyn.table.contents import (
     write_state,
 )
 from torchrec_dyn.table.counters import SharedCounters
-from torchrec_dyn.table.insertion import Removal, find_rows, insert_unseen
+from torchrec_dyn.table.insertion import (
+    Removal,
+    find_rows,
+    insert_rows,
+    insert_unseen,
+    prepare_unseen,
+)
+from torchrec_dyn.table.row_writes import beside, replace
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 
 
@@ -106,45 +113,66 @@ class TableShard(TableArrays):
         rows = self.id_map.lookup(self._ids_here(ids, "lookup"))
         return self.weights.read(rows), rows >= 0
 
-    @locked
-    @changes
     def assign(self, ids: Tensor, rows: Tensor) -> None:
         """Writes rows by id; an absent id gets a row with fresh optimizer state.
 
         As `torchrec_dyn.assign_rows`, for this table's columns on this rank.
         """
-        ids = self._ids_here(ids, "assign")
-        check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
-        self.count_edit()
-        # Before an id is inserted: a copy may run out of memory.
-        rows = rows.detach().to(self.device, self.dtype).contiguous()
-        found = self.find_or_insert(ids)
-        offsets = torch.tensor([0, ids.numel()], device="cpu")
-        note_changed([self.change_log], ids, found, offsets)
-        self.weights.write(found, rows)
+        with turn_of(self):
+            write = self.prepare_assign(ids, rows)
+            with commit(self):
+                write()
 
     @locked
     @changes
+    def prepare_assign(self, ids: Tensor, rows: Tensor) -> Callable[[], None]:
+        """Prepares `assign`; the commit that it returns is valid until the table changes."""
+        ids = self._ids_here(ids, "assign")
+        check_rows(f"{self.where}.assign", rows, (ids.numel(), self.columns))
+        rows = rows.detach().to(self.device, self.dtype).contiguous()
+        offsets = torch.tensor([0, ids.numel()], device="cpu")
+        places, _ = find_rows(MapList([self.id_map]), ids, offsets)
+        added, _ = prepare_unseen({0: self}, ids, places, offsets)
+
+        def write() -> None:
+            self.count_edit()
+            if added:
+                insert_rows(added)
+            note_changed([self.change_log], ids, places, offsets)
+            self.weights.write(places, rows)
+
+        return write
+
     def erase(self, ids: Tensor) -> int:
         """Removes ids and the counters of waiting ids. Returns the number of ids that had a row.
 
         As `torchrec_dyn.erase_rows`, for this table's rows on this rank.
         """
-        ids = torch.unique(self._ids_here(ids, "erase"))
-        self.count_edit()
-        log = self.change_log
-        if log is not None:
-            log.note_erased(ids)  # first: what an interrupt leaves is erased again by the user
-        if self.life is not None and self.life.waiting is not None:
-            self.life.waiting.forget(ids)
-        return self.remove(*self.id_map.find(ids), "erased")
+        with turn_of(self):
+            count, remove = self.prepare_erase(ids)
+            with commit(self):
+                remove()
+        return count
 
-    def replace_states(self, states: tuple[RowStore, ...]) -> None:
-        """Replaces the optimizer state of all rows; open forwards can no longer run their backward."""
-        log = self.change_log
-        if log is not None:
-            log.note_all()
-        self.states, self.generation = states, self.generation + 1
+    @locked
+    @changes
+    def prepare_erase(self, ids: Tensor) -> tuple[int, Callable[[], None]]:
+        """Prepares `erase`: returns its result, and its commit, which is valid until the table changes."""
+        ids = torch.unique(self._ids_here(ids, "erase"))
+        log, waiting = self.change_log, None if self.life is None else self.life.waiting
+        with_row, rows = self.id_map.find(ids)
+        removal = read(Removal.prepare(self, with_row, rows, "erased"))
+        drop = waiting.drop_of(ids) if waiting is not None else None
+
+        def remove() -> None:
+            self.count_edit()
+            if log is not None:
+                log.note_erased(ids)
+            if waiting is not None and drop is not None:
+                waiting.drop(drop)
+            removal.commit()
+
+        return rows.numel(), remove
 
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:
         """Removes ids and frees their rows: of all ids or of none. Returns the number of ids.
@@ -157,20 +185,21 @@ class TableShard(TableArrays):
     @locked
     def last_seen(self, ids: Tensor) -> Tensor:
         """Returns the last occurrence of ids. As `torchrec_dyn.read_last_seen`, for the rows on this rank."""
-        life = self._life_for("last_seen")
+        life = self.life_for("last_seen")
         return life.last_seen(self.id_map.lookup(self._ids_here(ids, "last_seen")))
 
     @locked
     def count(self, ids: Tensor) -> Tensor:
         """Returns the counts of ids. As `torchrec_dyn.read_counts`, for the rows on this rank."""
         ids = self._ids_here(ids, "count")
-        return self._life_for("count").counts(ids, self.id_map.lookup(ids), self.step)
+        return self.life_for("count").counts(ids, self.id_map.lookup(ids), self.step)
 
     def _ids_here(self, ids: Tensor, method: str) -> Tensor:
         """Returns checked ids of any device on the device of the table."""
         return check_ids(f"{self.where}.{method}", ids).to(self.device)
 
-    def _life_for(self, method: str) -> RowLife:
+    def life_for(self, method: str) -> RowLife:
+        """Returns the life that a method reads; raises ValueError without a policy."""
         if self.life is None:
             raise ValueError(
                 f"{self.where}.{method}: expected a table with an admission or eviction policy, got a table "
@@ -237,7 +266,7 @@ class TableShard(TableArrays):
         other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
-        replace_contents(self, given_state(state), self.dtype, self.device)
+        self._replace(given_state(state), self.dtype, self.device)
 
     @locked
     @changes
@@ -248,7 +277,14 @@ class TableShard(TableArrays):
         dtype = dtype or self.dtype
         device = checked_device(self.where, dtype, device or self.device)
         if dtype != self.dtype or device != self.device:
-            replace_contents(self, stored_state(self), dtype, device)
+            self._replace(stored_state(self), dtype, device)
+
+    def _replace(self, contents: Contents, dtype: torch.dtype, device: torch.device) -> None:
+        rows = beside(self, dtype, device)
+        write_state(rows, contents)
+        change = replace(self, rows)
+        with commit(self, replaces=True):
+            change()
 
     def __getstate__(self) -> dict[str, Any]:
         with turn_of(self, also_torn=True):
@@ -300,6 +336,7 @@ def _set_clocks(_: TableShard, tables: Sequence[TableShard], time: int) -> None:
         if fault := time_fault(time, table.time):
             raise ValueError(f"{table.where}.set_time: {fault}")
     CLOCKS.renew()
-    for table in tables:
-        if table.life is not None and table.life.is_timed:
-            table.life.clock.set(time, table.next_step)
+    with commit(*tables):
+        for table in tables:
+            if table.life is not None and table.life.is_timed:
+                table.life.clock.set(time, table.next_step)

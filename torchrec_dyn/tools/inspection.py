@@ -185,11 +185,7 @@ class TableReport:
 def read_rows(table: SavedTable, verify: bool, progress: Callable[[int], object]) -> TableReport:
     """Reads all rows of a table, in chunks, and returns the report.
 
-    With `verify` all other tensors are read too, and everything is checked. `progress` gets the number of
-    bytes of each chunk.
-
-    Raises:
-        ValueError: if the table is damaged; without `verify` only some damage is found.
+    With `verify` all other tensors are read and checked, too. `progress` gets the bytes of each chunk.
     """
     if verify:
         table.verify_small()
@@ -198,7 +194,7 @@ def read_rows(table: SavedTable, verify: bool, progress: Callable[[int], object]
     counts = histogram_of_steps("count of rows (times seen)")
     names = names_to_read(table, verify)
     now = _last_step(table)
-    for chunk in table.chunks(names, verify=verify):
+    for chunk in table.chunks(names):
         if "weight" in chunk:
             lengths = _norms(chunk["weight"])
             finite = lengths.isfinite()
@@ -220,7 +216,7 @@ def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
     """Returns the names of the tensors by row that `read_rows` reads."""
     if verify:
         return table.row_names
-    return tuple(name for name in ("weight", *_SCORES) if name in table.row_names)
+    return tuple(name for name in ("ids", "weight", *_SCORES) if name in table.row_names)
 
 
 def _last_step(table: SavedTable) -> int:
@@ -229,8 +225,8 @@ def _last_step(table: SavedTable) -> int:
         return int(table.read("step"))
     if "last_seen" not in table.row_names:
         return 0
-    parts = table.chunks(("last_seen",), verify=False)
-    return max((int(part["last_seen"].max()) for part in parts), default=0)
+    chunks = table.chunks(("last_seen",))
+    return max((int(chunk["last_seen"].max()) for chunk in chunks), default=0)
 
 
 def _norms(weight: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 The first eight bytes are the length of the header. The header is JSON. The tensors follow without gaps. Files
 are read by plain reads: if a file were mapped and another program truncated it, this process would be killed.
-The metadata may have the sum of all bytes (checkpoint_format/byte_sums.py) as
-"torchrec_dyn_sum", 16 hexadecimal digits, which are zeros in the sum.
 
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
@@ -13,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import (
-    SUMMED_BYTES,
-    FileSums,
-    Pace,
-    RunningSums,
-    commit,
-    naming,
-    write_beside,
-)
+from torchrec_dyn.checkpoint_format import commit, write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -40,10 +29,9 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
-_SUM = "torchrec_dyn_sum"
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the limit of the format
-_DAMAGED = "The file is damaged, or it is no .safetensors file."
+DAMAGED = "The file is damaged, or it is no .safetensors file."
 
 
 class SavedEntry(NamedTuple):
@@ -62,8 +50,7 @@ class SavedEntry(NamedTuple):
 class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
-    `entries` are the tensors by name, `metadata` the strings of the header by name. `sum` is the sum of all
-    bytes, None in a file without it.
+    `entries` are the tensors by name, `metadata` the strings of the header by name.
 
     Raises:
         ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
@@ -80,7 +67,6 @@ class SafetensorsReader:
         self._where = f"{Path(path)}"
         try:
             self.entries, self.metadata = self._read_header()
-            self.sum = self._read_sum()
         except BaseException:
             self._file.close()
             raise
@@ -100,41 +86,9 @@ class SafetensorsReader:
             raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
         return values
 
-    def verify(self, pace: Pace | None = None) -> None:
-        """Reads all bytes and checks them against `sum`; does nothing for a file without it.
-
-        `pace` limits the bytes read a second.
-
-        Raises:
-            ValueError: if the file is damaged.
-        """
-        if self.sum is None:
-            return
-        sums = RunningSums(FileSums())
-        chunk = torch.empty(SUMMED_BYTES, dtype=torch.uint8, device="cpu")
-        with naming(self._where):
-            self._file.seek(0)
-            header = self._file.read(self._begin)
-            sums.add(_as_tensor(header.replace(_sum_entry(self.sum), _sum_entry(0), 1)))
-            while size := self._file.readinto(chunk.numpy().data):
-                sums.add(chunk[:size])
-                if pace is not None:
-                    pace.wait(size)
-        total = sums.sums().total
-        if total != self.sum:
-            raise self._fault(f"bytes with the sum {self.sum:016x}", f"{total:016x}")
-
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def _read_sum(self) -> int | None:
-        text = self.metadata.pop(_SUM, None)
-        if text is None:
-            return None
-        if re.fullmatch("[0-9a-f]{16}", text) is None:
-            raise self._fault(f"{_SUM} of 16 hexadecimal digits", f"{text!r:.60}")
-        return int(text, 16)
 
     def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
@@ -153,8 +107,7 @@ class SafetensorsReader:
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
-        self._begin = _LENGTH_BYTES + length  # of the numbers
-        entries, end = {}, self._begin
+        entries, end = {}, _LENGTH_BYTES + length  # of the numbers
         for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
             entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
             end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
@@ -193,7 +146,7 @@ class SafetensorsReader:
         return entry
 
     def _fault(self, expected: str, got: str) -> ValueError:
-        return ValueError(f"{self._where}: expected {expected}, got {got}. {_DAMAGED}")
+        return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
 
 
 class SafetensorsWriter:
@@ -202,8 +155,7 @@ class SafetensorsWriter:
     Then it replaces an existing file at PATH. If the process is killed before, the file at PATH is unchanged,
     and the temporary file remains until the next export to PATH.
 
-    `tensors` has dtype and shape by name, in the order of writing. Wider numbers are first, so that all are
-    aligned. With `has_sum` the metadata get the sum of all bytes.
+    `tensors` has dtype and shape by name. Wider numbers are first, so that all are aligned.
     """
 
     def __init__(
@@ -211,55 +163,49 @@ class SafetensorsWriter:
         path: str | os.PathLike[str],
         tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str],
-        has_sum: bool = False,
     ) -> None:
         self._header: dict[str, Any] = {_METADATA: dict(metadata)}
-        self._missing = 0
+        self._left: dict[str, range] = {}  # the bytes of each tensor that are not written yet
+        end = 0
         for name, (dtype, shape) in tensors.items():
-            begin, self._missing = self._missing, self._missing + math.prod(shape) * dtype.itemsize
-            span = [begin, self._missing]
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            self._left[name] = range(begin, end)
             self._header[name] = {
                 "dtype": _NAMES[dtype],
                 "shape": list(shape),
-                "data_offsets": span,
+                "data_offsets": [begin, end],
             }
         self._path = Path(path)
-        self._sums = RunningSums(FileSums()) if has_sum else None
         self._file = write_beside(self._path)
         try:
             self._file.resize(0)
-            header = self._write_header(0)
+            self._numbers = self._write_header()
         except BaseException:
             self.drop()
             raise
-        if self._sums is not None:
-            self._sums.add(_as_tensor(header))
-        self._end = len(header)
 
-    def _write_header(self, total: int) -> bytes:
-        """Writes the header with the sum of all bytes, and returns it. Its length is the same for any sum."""
-        if self._sums is not None:
-            self._header[_METADATA][_SUM] = f"{total:016x}"
+    def _write_header(self) -> int:
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)  # so that numbers are aligned
-        header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        self._file.write(0, header)
-        return header
+        self._file.write(0, len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        return _LENGTH_BYTES + len(text)
 
-    def write(self, values: Tensor) -> None:
-        """Writes the next rows, values [M, ...], whole rows of the present tensor, in its dtype."""
+    def write(self, name: str, values: Tensor) -> None:
+        """Writes the next rows of a tensor, values [M, ...] in its dtype."""
         numbers = to_host(values).contiguous().flatten().view(torch.uint8)
-        self._file.write(self._end, numbers.numpy())
-        if self._sums is not None:
-            self._sums.add(numbers)
-        self._missing -= numbers.numel()
-        self._end += numbers.numel()
+        left = self._left[name]
+        self._file.write(self._numbers + left.start, numbers.numpy())
+        self._left[name] = left[numbers.numel() :]
 
-    def finish(self) -> None:
-        """Renames the file to its path; all tensors must have been written."""
-        assert self._missing == 0, f"{self._missing} bytes of {self._path} were not written"
-        if self._sums is not None:
-            self._write_header(self._sums.sums().total)
+    def finish(self, **metadata: str) -> None:
+        """Replaces metadata by others of the same length, and renames the file to its path.
+
+        All tensors must have been written.
+        """
+        left = sum(map(len, self._left.values()))
+        assert not left, f"{left} bytes of {self._path} were not written"
+        self._header[_METADATA] |= metadata
+        assert self._write_header() == self._numbers
         self._file.commit()
         os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
@@ -268,15 +214,6 @@ class SafetensorsWriter:
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
         self._file.drop()
-
-
-def _sum_entry(total: int) -> bytes:
-    """Returns the sum as it is in a header that we write."""
-    return f'"{_SUM}":"{total:016x}"'.encode()
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _are_sizes(given: Any) -> bool:

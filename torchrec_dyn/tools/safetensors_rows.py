@@ -9,7 +9,8 @@ Legend: R rows, D columns of the table.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -17,24 +18,87 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint_format import open_table
+from torchrec_dyn.checkpoint_format import MergedTable, RowSource, open_table, rows_at
 from torchrec_dyn.ranks import Table, agree, gather_results, run_together
-from torchrec_dyn.storage import to_host
 from torchrec_dyn.table import ROW_DTYPES
-from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
-from torchrec_dyn.whole_model import (
-    assign_rows,
-    lookup_rows,
-    read_ids,
-    tables_in,
-)
+from torchrec_dyn.tools.safetensors_file import DAMAGED, SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.whole_model import LiveRows, assign_rows, for_each_chunk, lookup_rows, tables_in
 
 T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
+_SUMS = "content_sums"  # in the metadata: of ids and rows, 16 hexadecimal digits each
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 _ROWS = ("rows", "weight")  # the names that the tensor of rows may have in a file
+
+
+class FileRows(RowSource):
+    """The ids and rows of a .safetensors file, in the order of the file, with their sums if it has them.
+
+    Attributes:
+        count: R.
+    """
+
+    damaged = DAMAGED
+    names = ("ids", "weight")
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.where, self._reader = f"{path}", SafetensorsReader(path)
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        entries, metadata = self._reader.entries, self._reader.metadata
+        names = [name for name in _ROWS if name in entries]
+        if len(names) != 1 or entries.keys() != {"ids", *names}:
+            raise ValueError(
+                f"{self.where}: expected tensors 'ids' and 'rows' (or 'weight'), got {sorted(entries)}. "
+                "Optimizer state and scores are saved in checkpoints only."
+            )
+        ids, rows = entries["ids"], entries[names[0]]
+        if ids.dtype != torch.int64 or len(ids.shape) != 1:
+            raise ValueError(
+                f"{self.where}: expected ids [R] of I64, got {list(ids.shape)} of {ids.dtype}."
+            )
+        if rows.dtype not in ROW_DTYPES or rows.shape[:1] != ids.shape or len(rows.shape) != 2:
+            raise ValueError(
+                f"{self.where}: expected {names[0]} [{ids.shape[0]}, D] of F32, F16 or BF16 for "
+                f"{ids.shape[0]} ids, got {list(rows.shape)} of {rows.dtype}."
+            )
+        self.count, self.embedding_dim, self.dtype = *rows.shape, rows.dtype
+        self.cuts, self.name = (0, self.embedding_dim), metadata.get("table", "")
+        self._entries = {"ids": "ids", "weight": names[0]}
+        if (text := metadata.get(_SUMS)) is not None:
+            if re.fullmatch("[0-9a-f]{16} [0-9a-f]{16}", text) is None:
+                raise ValueError(
+                    f"{self.where}: expected {_SUMS} of 16 digits each, got {text!r:.60}. {DAMAGED}"
+                )
+            self.sums = dict(zip(self.names, (int(word, 16) for word in text.split()), strict=True))
+
+    def is_rowwise(self, name: str) -> bool:
+        """Returns False: a file has no optimizer state."""
+        return False
+
+    def _places(
+        self, rows: int, mixed: Sequence[range], waiting: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for first in range(0, 0 if waiting else self.count, rows):
+            last = min(first + rows, self.count)
+            yield self._reader.rows("ids", first, last), torch.arange(first, last, device="cpu")
+
+    def _read(
+        self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
+    ) -> dict[str, Tensor]:
+        read = {name: partial(self._reader.rows, self._entries[name]) for name in names}
+        return {name: rows_at(read[name], places)[:, columns] for name in names}
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._reader.close()
 
 
 def export_rows(
@@ -50,53 +114,16 @@ def export_rows(
         collection: collection, sharded or not; it must not be trained or edited during the call.
         table: name of the table.
         path: path of the file; an existing file is replaced. Only rank 0 reads this argument.
-        checksum: True to write the sum of all bytes into the metadata, for `import_rows` and for
+        checksum: True to write the content sums of ids and rows into the metadata, for `import_rows` and for
             `python -m torchrec_dyn verify`. Only rank 0 reads this argument.
 
     Raises:
         ValueError: if there is no such table.
         OSError: if the file cannot be written, because the disk is full or fails; an older file is unchanged.
-        RuntimeError: if ids were removed during the call, or a rank failed; no new file is left.
+        RuntimeError: if the table was changed during the call, or a rank failed; no new file is left.
     """
-    listed = read_ids(collection, table)
-    held, where = tables_in(collection)[table], f"export_rows(table='{table}')"
-    ids = run_together(held.group, where, lambda: to_host(listed))
-    of_ranks = agree(held.group, where, value=[one.config.seed for one in held.shards])
-    seed = next(seeds[0] for seeds in of_ranks if seeds)
-    no_rows, _ = lookup_rows(collection, table, ids[:0])
-    writer: SafetensorsWriter | None = None
-
-    def begin() -> None:
-        nonlocal writer
-        tensors = {
-            "ids": (torch.int64, (len(ids),)),
-            "rows": (no_rows.dtype, (len(ids), no_rows.shape[1])),
-        }
-        writer = SafetensorsWriter(path, tensors, _metadata(table, seed), has_sum=checksum)
-        for first, last in _chunks(len(ids), ids.element_size()):
-            writer.write(ids[first:last])
-
-    try:
-        _on_first_rank(held, where, begin)
-        for first, last in _chunks(len(ids), no_rows.shape[1] * no_rows.element_size()):
-            asked = ids[first:last] if held.rank == 0 else ids[:0]
-            rows, found = lookup_rows(collection, table, asked)
-
-            def write(rows: Tensor = rows, found: Tensor = found) -> None:
-                if not bool(found.all()):
-                    removed = int(found.numel() - found.sum())
-                    raise RuntimeError(
-                        f"expected no id to be removed during the export, got {removed} removed ids. "
-                        "Export while the collection is not trained or edited."
-                    )
-                assert writer is not None
-                writer.write(to_host(rows))
-
-            _on_first_rank(held, where, write)
-        _on_first_rank(held, where, lambda: writer.finish() if writer else None)
-    finally:
-        if writer is not None:
-            writer.drop()
+    rows = LiveRows(collection, table, "export_rows", on_first_rank=True)
+    _write_file(rows, rows.count, path, checksum)
 
 
 def export_saved_rows(
@@ -122,20 +149,45 @@ def export_saved_rows(
         raise ValueError(
             f"{where}: expected a full checkpoint, got a delta, which has changes only. Give the full save."
         )
-    tensors = {
-        "ids": (torch.int64, (saved.num_rows,)),
-        "rows": (saved.dtype, (saved.num_rows, saved.embedding_dim)),
-    }
-    writer = SafetensorsWriter(
-        path, tensors, _metadata(saved.name, saved.config["seed"]), has_sum=checksum
-    )
+    _write_file(MergedTable([saved], where), saved.num_rows, path, checksum)
+
+
+def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_sums: bool) -> None:
+    """Writes the file of a table, from the rank that has all rows. Collective."""
+    writer: SafetensorsWriter | None = None
+    sums: dict[str, int] = {}
+
+    def begin() -> SafetensorsWriter | None:
+        if rows.share is None:
+            return None
+        shape = count, rows.embedding_dim
+        tensors = {"ids": (torch.int64, shape[:1]), "rows": (rows.dtype, shape)}
+        metadata = {"format": _FORMAT, "table": rows.name, "seed": str(rows.seed)}
+        return SafetensorsWriter(path, tensors, metadata | _metadata_of(sums, has_sums))
+
+    def write(chunk: Mapping[str, Tensor]) -> None:
+        if writer is not None:
+            writer.write("ids", chunk["ids"])
+            writer.write("rows", chunk["weight"])
+
+    def finish() -> None:
+        if writer is not None:
+            writer.finish(**_metadata_of(sums, has_sums))
+
     try:
-        for name in ("ids", "weight"):  # each tensor is checked against its content sum
-            for chunk in saved.chunks((name,), chunk_bytes=_CHUNK_BYTES):
-                writer.write(chunk[name])
-        writer.finish()
+        writer = run_together(rows.group, rows.where, begin)
+        for_each_chunk(
+            rows, rows.chunks(("weight",), _CHUNK_BYTES, sums=sums if has_sums else None), write
+        )
+        run_together(rows.group, rows.where, finish)
     finally:
-        writer.drop()
+        if writer is not None:
+            writer.drop()
+
+
+def _metadata_of(sums: Mapping[str, int], has_sums: bool) -> dict[str, str]:
+    words = (f"{sums.get(name, 0):016x}" for name in FileRows.names)
+    return {_SUMS: " ".join(words)} if has_sums else {}
 
 
 def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str]) -> int:
@@ -161,104 +213,74 @@ def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str])
     """
     no_rows, _ = lookup_rows(collection, table, _NO_IDS)
     held, where = tables_in(collection)[table], f"import_rows(table='{table}')"
-    reader: SafetensorsReader | None = None
+    rows: FileRows | None = None
+    chunks: Iterator[dict[str, Tensor]] = iter(())
 
-    def begin() -> tuple[int, str]:
-        nonlocal reader
-        reader = SafetensorsReader(path)
-        found = _checked(reader, no_rows.shape[1], f"{path}")
-        reader.verify()
-        return found
+    def begin() -> int:
+        nonlocal rows
+        rows = FileRows(path)
+        if rows.embedding_dim != no_rows.shape[1]:
+            raise ValueError(
+                f"{path}: expected rows {[rows.count, no_rows.shape[1]]} for a table with "
+                f"{no_rows.shape[1]} columns, got {[rows.count, rows.embedding_dim]}."
+            )
+        if rows.sums:  # before any row changes
+            for _ in rows.chunks(("weight",), _CHUNK_BYTES):
+                pass
+        return rows.count
 
     try:
-        count, name = _on_first_rank(held, where, begin)
-
-        def read(entry: str, first: int, last: int) -> Tensor:
-            assert reader is not None
-            return reader.rows(entry, first, last)
-
-        _check_room(held, where, count, partial(read, "ids"))
+        count = _on_first_rank(held, where, begin)
+        _check_room(held, where, count, rows)
+        chunks = iter(()) if rows is None else rows.chunks(("weight",), _CHUNK_BYTES)
         part = _NO_IDS, no_rows
-        for first, last in _chunks(count, 8 + no_rows.shape[1] * 4):
 
-            def read_part(first: int = first, last: int = last) -> None:
-                nonlocal part
-                part = read("ids", first, last), read(name, first, last)
+        def read_part() -> bool:
+            nonlocal part
+            chunk = next(chunks, None)
+            if chunk is not None:
+                part = chunk["ids"], chunk["weight"]
+            return chunk is not None
 
-            _on_first_rank(held, where, read_part)
+        while _on_first_rank(held, where, read_part):
             assign_rows(collection, table, *part)  # ranks other than 0 pass no ids
         return count
     finally:
-        if reader is not None:
-            reader.close()
+        if rows is not None:
+            rows.close()
 
 
-def _metadata(table: str, seed: int) -> dict[str, str]:
-    return {"format": _FORMAT, "table": table, "seed": str(seed)}
-
-
-def _checked(reader: SafetensorsReader, columns: int, where: str) -> tuple[int, str]:
-    """Returns the number of rows in a file, and the name of the tensor of rows.
-
-    Raises:
-        ValueError: if the file has other tensors than ids and rows [R, columns].
-    """
-    entries = reader.entries
-    names = [name for name in _ROWS if name in entries]
-    if len(names) != 1 or entries.keys() != {"ids", *names}:
-        raise ValueError(
-            f"{where}: expected tensors 'ids' and 'rows' (or 'weight'), got {sorted(entries)}. "
-            "Optimizer state and scores are saved in checkpoints only."
-        )
-    ids, rows = entries["ids"], entries[names[0]]
-    if ids.dtype != torch.int64 or len(ids.shape) != 1:
-        raise ValueError(f"{where}: expected ids [R] of I64, got {list(ids.shape)} of {ids.dtype}.")
-    if rows.dtype not in ROW_DTYPES or rows.shape != (*ids.shape, columns):
-        raise ValueError(
-            f"{where}: expected {names[0]} {[*ids.shape, columns]} of F32, F16 or BF16 for "
-            f"{ids.shape[0]} ids of a table with {columns} columns, got {list(rows.shape)} of {rows.dtype}."
-        )
-    return ids.shape[0], names[0]
-
-
-def _check_room(
-    table: Table, where: str, count: int, read_ids: Callable[[int, int], Tensor]
-) -> None:
+def _check_room(table: Table, where: str, count: int, rows: FileRows | None) -> None:
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
     first_shard = table.shards[:1]
-    tight = [one for one in first_shard if count and one.num_rows + count > one.row_limit]
+    tight = [shard for shard in first_shard if count and shard.num_rows + count > shard.row_limit]
     if not any(agree(table.group, where, value=bool(tight))):
         return
+    chunks = iter(()) if rows is None else rows.chunks(("ids",), _CHUNK_BYTES)
     absent: list[Tensor] = []
-    for first, last in _chunks(count, 8):
+    ids = _NO_IDS
 
-        def read(first: int = first, last: int = last) -> Tensor:
-            if table.rank == 0:
-                return read_ids(first, last)
-            return torch.empty(last - first, dtype=torch.int64, device="cpu")
+    def read() -> int:
+        nonlocal ids
+        ids = next(chunks, {"ids": _NO_IDS})["ids"]
+        return len(ids)
 
-        ids = run_together(table.group, where, read)
+    def find() -> None:
+        for shard in first_shard:
+            own = ids[table.owns(ids)].to(shard.device)
+            absent.append(own[torch.eq(shard.id_map.lookup(own), -1)])
+
+    while more := _on_first_rank(table, where, read):
         if table.group is not None:
+            ids = ids if table.rank == 0 else torch.empty(more, dtype=torch.int64, device="cpu")
             dist.broadcast(ids, dist.get_global_rank(table.group, 0), group=table.group)
-
-        def find(ids: Tensor = ids) -> None:
-            for one in first_shard:
-                own = ids[table.owns(ids)].to(one.device)
-                absent.append(own[torch.eq(one.id_map.lookup(own), -1)])
-
         run_together(table.group, where, find)
 
     def check() -> None:
-        for one in first_shard:
-            one.check_room(torch.unique(torch.cat(absent)).numel())
+        for shard in first_shard:
+            shard.check_room(torch.unique(torch.cat(absent)).numel())
 
     run_together(table.group, where, check)
-
-
-def _chunks(count: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    size = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, count, size):
-        yield first, min(first + size, count)
 
 
 def _on_first_rank(table: Table, where: str, work: Callable[[], T]) -> T:

@@ -6,25 +6,29 @@ Legend: D columns of the table.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint_format import RowSource, commit, remove_left, saved_rows
+from torchrec_dyn.checkpoint_format import (
+    Entry,
+    MergedTable,
+    RowSource,
+    commit,
+    open_table,
+    read_chain,
+)
 from torchrec_dyn.ranks import gather_results, run_together
-from torchrec_dyn.tools.arrow_batches import ArrowColumns, Gathered, pyarrow
-from torchrec_dyn.tools.arrow_file import FORMATS, ArrowFile
-from torchrec_dyn.whole_model import LiveRows
+from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
+from torchrec_dyn.whole_model import LiveRows, for_each_chunk
 
 BATCH_BYTES = 32 << 20
-_WAITING_BYTES = 24
 _Source = str | os.PathLike[str] | nn.Module
 
 
@@ -62,17 +66,9 @@ def read_batches(
         ImportError, ValueError: as `export_table`.
     """
     call = "read_batches"
-    rows, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
-
-    def batches() -> Iterator[Any]:
-        gathered = Gathered(batch_bytes)
-        for part in _parts(rows, made, ids, waiting, batch_bytes):
-            for ready in gathered.add(part):
-                yield made.batch(ready)
-        for ready in gathered.rest():
-            yield made.batch(ready)
-
-    return pyarrow(call).RecordBatchReader.from_batches(made.schema, batches())
+    _, chunks, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+    batches = map(made.batch, _joined(chunks, batch_bytes))
+    return pyarrow(call).RecordBatchReader.from_batches(made.schema, batches)
 
 
 def export_table(
@@ -123,12 +119,11 @@ def export_table(
             is no new file, and an older file is unchanged.
     """
     call = "export_table"
-    rows, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+    rows, chunks, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
     target = Path(path)
     kind = run_together(rows.group, rows.where, lambda: _kind_of(kind, target, rows))
     folder = _new_folder(target, rows) if rows.group is not None else None
     file: ArrowFile | None = None
-    gathered = Gathered(batch_bytes)
 
     def begin() -> ArrowFile | None:
         if rows.share is None:
@@ -137,16 +132,11 @@ def export_table(
         place = target if folder is None else folder / name
         return ArrowFile(pyarrow(call), place, made.schema, kind)
 
-    def write(batches: Iterator[dict[str, Tensor]]) -> None:
-        for batch in batches:
-            assert file is not None
+    def write(batch: dict[str, Tensor]) -> None:
+        if file is not None:
             file.write(made.batch(batch))
 
-    def write_part(part: dict[str, Tensor]) -> None:
-        write(gathered.add(part))
-
     def finish() -> int:
-        write(gathered.rest())
         if file is None:
             return 0
         file.finish()
@@ -156,8 +146,7 @@ def export_table(
 
     try:
         file = run_together(rows.group, rows.where, begin)
-        for part in _parts(rows, made, ids, waiting, batch_bytes):
-            run_together(rows.group, rows.where, partial(write_part, part))
+        for_each_chunk(rows, _joined(chunks, batch_bytes), write)
         count = sum(gather_results(rows.group, rows.where, finish))
         run_together(rows.group, rows.where, lambda: _publish(file, folder, target, rows))
         return count
@@ -179,15 +168,15 @@ def _opened(
     waiting: bool,
     batch_bytes: int,
     call: str,
-) -> tuple[RowSource, ArrowColumns]:
-    """Returns the rows of a call and their columns, after all arguments were checked on all ranks."""
+) -> tuple[RowSource, Iterator[dict[str, Tensor]], ArrowColumns]:
+    """Returns the rows of a call, their chunks and columns, after all arguments were checked on all ranks."""
     rows: RowSource
     if isinstance(source, nn.Module):
         rows = LiveRows(source, table, call)
     else:
         rows = saved_rows(source, table, step, call)
 
-    def made() -> ArrowColumns:
+    def checked() -> ArrowColumns:
         if isinstance(source, nn.Module) and step is not None:
             raise ValueError(f"{rows.where}: expected no step of a collection, got {step}.")
         if ids is not None and not isinstance(ids, range):
@@ -205,18 +194,75 @@ def _opened(
             )
         return ArrowColumns(rows, columns, waiting, call)
 
-    return rows, run_together(rows.group, rows.where, made)
+    made = run_together(rows.group, rows.where, checked)
+    return rows, rows.chunks(made.tensors, batch_bytes, ids=ids, waiting=waiting), made
 
 
-def _parts(
-    rows: RowSource, columns: ArrowColumns, ids: range | None, waiting: bool, part_bytes: int
-) -> Iterator[dict[str, Tensor]]:
-    if not waiting:
-        yield from rows.parts(columns.tensors, part_bytes, ids)
-        return
-    for part in rows.waiting(max(1, part_bytes // _WAITING_BYTES)):
-        named = zip(("ids", "last_seen", "count"), part.unbind(1), strict=True)
-        yield {name: numbers.contiguous() for name, numbers in named}
+def _joined(chunks: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    """Yields chunks joined to batches of `most` bytes: a range of few ids would make small ones."""
+    held: list[dict[str, Tensor]] = []
+    size = 0
+    for chunk in chunks:
+        more = sum(values.nbytes for values in chunk.values())
+        if held and size + more > most:
+            yield _concatenated(held)
+            held, size = [], 0
+        if len(chunk["ids"]):
+            held.append(chunk)
+            size += more
+    if held:
+        yield _concatenated(held)
+
+
+def _concatenated(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    if len(chunks) == 1:
+        return chunks[0]
+    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+
+def saved_rows(
+    path: str | os.PathLike[str], table: str | None, step: int | None, call: str
+) -> MergedTable:
+    """Returns a table of a checkpoint, or of a directory of `Checkpoints` at a step.
+
+    `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
+    newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
+
+    Raises:
+        ValueError: if there is no such table or step, or a save is missing, torn or damaged.
+    """
+    entry: Entry | None = None
+    chain = read_chain(path)
+    if chain.entries:
+        entry = chain.entries[-1] if step is None else chain.at(step)
+        if step is None and chain.highest > entry.sequence:
+            warnings.warn(
+                f"{call}: expected whole saves in {path}, got newer ones that are not: "
+                f"{' '.join(chain.skipped)} Step {entry.step} is read.",
+                stacklevel=4,
+            )
+        line = chain.line_of(entry)
+        if line is None:
+            raise ValueError(
+                f"{call}: expected the full save and all deltas before {entry.path}, got a line that is "
+                "not whole. Export another step, whose full save is there."
+            )
+        folders = [one.tables for one in line]
+    elif chain.skipped or step is not None:
+        why = f": {' '.join(chain.skipped)}" if chain.skipped else "."
+        raise ValueError(
+            f"{call}: expected a directory of Checkpoints with a whole entry, got {path} without "
+            f"one{why} Give a step of a directory of Checkpoints only."
+        )
+    else:
+        folders = [Path(path)]
+    saves = [open_table(folder, table, f"{call}({folder})") for folder in folders]
+    if saves[0].is_delta:
+        raise ValueError(
+            f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "
+            "Give the directory of Checkpoints that it is in."
+        )
+    return MergedTable(saves, f"{call}(table='{saves[-1].name}', {folders[-1]})", entry)
 
 
 def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
@@ -237,28 +283,12 @@ def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
 def _new_folder(path: Path, rows: RowSource) -> Path:
     """Makes the folder in which all ranks write, and returns it. Collective."""
 
-    def begin() -> str:
-        if rows.share is not None and rows.share[0] == 0:
-            _remove_left(path)
+    def new_name() -> str:
         return f".{path.name}.{uuid.uuid4().hex}"
 
-    name = gather_results(rows.group, rows.where, begin)[0]
-    folder = path.with_name(name)
+    folder = path.with_name(gather_results(rows.group, rows.where, new_name)[0])
     run_together(rows.group, rows.where, lambda: folder.mkdir(exist_ok=True))
     return folder
-
-
-def _remove_left(path: Path) -> None:
-    """Removes the folders beside a path whose exports were killed while they wrote the first file.
-
-    That file of an export that runs is locked, or has its name.
-    """
-    name = re.compile(re.escape(f".{path.name}.") + "[0-9a-f]{32}")
-    with suppress(OSError):
-        for one in [one for one in path.parent.iterdir() if name.fullmatch(one.name)]:
-            with suppress(OSError):  # another export removes it, too
-                for first in one.glob("part-00000-of-*.partial"):
-                    remove_left(first, partial(shutil.rmtree, one, ignore_errors=True))
 
 
 def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:
@@ -266,7 +296,7 @@ def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowS
         assert file is not None
         file.publish()
     elif rows.share is not None and rows.share[0] == 0:
-        inside = [one for one in folder.iterdir() if re.fullmatch(r"part-.*", one.name)]
+        inside = [*folder.glob("part-*")]
         if len(inside) != rows.share[1]:
             raise RuntimeError(
                 f"expected the files of {rows.share[1]} ranks in {folder}, got {len(inside)}. Give a "

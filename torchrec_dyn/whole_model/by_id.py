@@ -20,7 +20,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.ranks import TableHandle, agree
+from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection
 
 
@@ -43,7 +43,7 @@ def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor,
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
     """
-    return _handle(collection, table, "lookup_rows").whole.lookup(ids)
+    return _table(collection, table, "lookup_rows").lookup_rows(ids)
 
 
 @not_compiled
@@ -67,7 +67,7 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
         RuntimeError: if new ids exceed the limit of a table that does not evict when it is full, or memory
             is exhausted. Shards without this error may have written their rows.
     """
-    _handle(collection, table, "assign_rows").assign(ids, rows)
+    _table(collection, table, "assign_rows").assign(ids, rows)
 
 
 @not_compiled
@@ -88,7 +88,7 @@ def erase_rows(collection: nn.Module, table: str, ids: Tensor) -> int:
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64; nothing has changed then.
     """
-    return _handle(collection, table, "erase_rows").erase(ids)
+    return _table(collection, table, "erase_rows").erase(ids)
 
 
 @not_compiled
@@ -109,7 +109,7 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _handle(collection, table, "read_last_seen").whole.last_seen(ids)
+    return _table(collection, table, "read_last_seen").read_last_seen(ids)
 
 
 @not_compiled
@@ -129,7 +129,7 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _handle(collection, table, "read_counts").whole.count(ids)
+    return _table(collection, table, "read_counts").read_counts(ids)
 
 
 @not_compiled
@@ -145,7 +145,7 @@ def read_ids(collection: nn.Module, table: str) -> Tensor:
     Raises:
         ValueError: if there is no such table.
     """
-    return _handle(collection, table, "read_ids").whole.ids()
+    return _table(collection, table, "read_ids").read_ids()
 
 
 @not_compiled
@@ -169,7 +169,7 @@ def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
         ValueError: if there is no such table, it has no rows, or `n` or `seed` is not valid or not the same
             on every rank.
     """
-    return _handle(collection, table, "sample_ids").whole.sample_ids(n, seed)
+    return _table(collection, table, "sample_ids").sample_ids(n, seed)
 
 
 @not_compiled
@@ -183,7 +183,7 @@ def read_num_rows(collection: nn.Module, table: str) -> int:
     Raises:
         ValueError: if there is no such table.
     """
-    return _handle(collection, table, "read_num_rows").whole.num_rows
+    return _table(collection, table, "read_num_rows").read_num_rows()
 
 
 @not_compiled
@@ -201,15 +201,15 @@ def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
     Raises:
         ValueError: if there is no such table.
     """
-    return _handle(collection, table, "read_stats").whole.stats()
+    return _table(collection, table, "read_stats").read_stats()
 
 
-def _handle(collection: nn.Module, table: str, call: str) -> TableHandle:
-    """Returns the handle of a table. An unknown table name raises an error on every rank."""
+def _table(collection: nn.Module, table: str, call: str) -> Table:
+    """Returns a table. An unknown name raises an error on every rank."""
     collection = checked_collection(collection, call)
     try:
         return collection.table(table)
-    except Exception as fault:
+    except ValueError:
         if isinstance(collection, ShardedCollection):
-            agree(collection._env.process_group, call, fault)
+            run_together(collection._env.process_group, call, lambda: collection.table(table))
         raise

@@ -70,17 +70,11 @@ def clip_grad_norm_(
         RuntimeError: with `error_if_nonfinite`, the norm is NaN or infinite; no gradient has changed.
     """
     where = "clip_grad_norm_"
-    try:
-        power, most = float(norm_type), float(max_norm)
-    except (TypeError, ValueError, OverflowError):
-        power = most = math.nan
-    if not power > 0 or math.isnan(most) or most < 0:
-        raise ValueError(
-            f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type!r} and {max_norm!r}."
-        )
+    power, most = _checked_numbers(norm_type, max_norm, where)
     grouped = _deferring_groups(model, where, group)
     _check_no_sharded_gradients(model, where)
-    grads = [one.grad for one in model.parameters() if one.grad is not None and one.grad.numel()]
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    grads = [grad for grad in grads if grad.numel()]
     parts = [float(_whole(torch.linalg.vector_norm(grad, power))) for grad in grads]
     for process_group, groups in grouped:
         parts += gather_results(process_group, where, partial(_norm, groups, power))
@@ -94,10 +88,21 @@ def clip_grad_norm_(
     if not factor >= 1.0:
         for grad in grads:
             grad.mul_(factor)
-        for _, groups in grouped:
-            for one in groups:
-                one.scale_updates(factor)
+        for table_group in [table_group for _, groups in grouped for table_group in groups]:
+            table_group.scale_updates(factor)
     return torch.tensor(total, dtype=torch.float32, device="cpu")
+
+
+def _checked_numbers(norm_type: float, max_norm: float, where: str) -> tuple[float, float]:
+    try:
+        power, most = float(norm_type), float(max_norm)
+    except (TypeError, ValueError, OverflowError):
+        power = most = math.nan
+    if not power > 0 or math.isnan(most) or most < 0:
+        raise ValueError(
+            f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type!r} and {max_norm!r}."
+        )
+    return power, most
 
 
 def _unscaled(groups: list[TableGroup], factor: float, is_infinite: bool) -> bool:

@@ -1,0 +1,85 @@
+"""A commit takes no memory for tensors: all is taken while its call prepares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from interrupt_cases import LIVES, batch_of, collection_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import torchrec_dyn as dyn
+from torchrec_dyn.storage import commit
+
+# Calls that change tables outside of a forward, of a collection "t0", "t1". Add others here.
+CALLS: dict[str, Callable[[Any, Any], object]] = {
+    "assign": lambda model, saved: model.table("t0").assign(torch.arange(7), torch.ones(7, 4)),
+    "erase": lambda model, saved: model.table("t0").erase(torch.arange(3)),
+    "set_time": lambda model, saved: model.set_time(7),
+}
+
+
+LISTED = {"aten.searchsorted.Tensor", "aten.rsub.Scalar", "aten.__lshift__.Scalar"}
+
+
+class Allocations(TorchDispatchMode):
+    """Notes the ops whose results have memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        given = {None, *map(memory_of, tree_leaves((args, kwargs)))}
+        self.ops += [str(op) for value in tree_leaves(results) if memory_of(value) not in given]
+        return results
+
+
+def memory_of(value: Any) -> int | None:
+    """Returns the address of a tensor's memory; None if it has none, or for another value."""
+    if not isinstance(value, torch.Tensor) or value.is_meta or not value.untyped_storage().nbytes():
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
+    """The allocations within commits."""
+    mode, begin, end, depth = Allocations(), commit.__enter__, commit.__exit__, [0]
+
+    def enter(self: commit) -> None:
+        begin(self)
+        mode.__enter__()
+        depth[0] += 1
+
+    def leave(self: commit, *error: Any) -> None:
+        mode.__exit__(*error)
+        end(self, *error)
+
+    monkeypatch.setattr(commit, "__enter__", enter)
+    monkeypatch.setattr(commit, "__exit__", leave)
+    yield mode
+    assert depth[0], "the call has a commit"
+
+
+def model_of(options: dyn.DynamicTableConfig) -> Any:
+    model = collection_of(options, options)
+    for _ in range(2):
+        model(batch_of([1, 2, 5], [4, 5])).values().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_commit_allocates_nothing(call: str, life: str, allocations: Allocations) -> None:
+    model = model_of(LIVES[life][0])
+    {table.version(keeps_erased=True) for table in model.local_tables().values()}
+    CALLS[call](model, copy.deepcopy(model.state_dict()))
+    # Left out: the result of `erase`; and in a full table with a half-life the list of the next to go.
+    left_out = {"torchrec_dyn.erase.default"} | (LISTED if life == "half" else set())
+    assert not set(allocations.ops) - left_out

@@ -1,0 +1,309 @@
+"""Loads an entry: its full save, the dense part of its last delta, then the deltas."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchrec_dyn.checkpoint.dcp_files import load_files
+from torchrec_dyn.checkpoint.delta_apply import apply_changes
+from torchrec_dyn.checkpoint.delta_reader import has_scores
+from torchrec_dyn.checkpoint.dense_part import (
+    joined_state,
+    missing_names,
+    optimizers_in,
+    read_values,
+    set_options,
+    split_state,
+)
+from torchrec_dyn.checkpoint.entry_writing import sums_in_files
+from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
+    ENTRY,
+    Entry,
+    SavedTable,
+    check_config,
+    check_optimizer,
+    open_checkpoint,
+    open_files,
+    optimizer_config,
+    read_chain,
+)
+from torchrec_dyn.config import DynamicTableConfig
+from torchrec_dyn.name_lists import listed
+from torchrec_dyn.policies import is_timed
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.state_dict import LoadPlanner
+from torchrec_dyn.whole_model import tables_of
+
+_CALL = "Checkpoints.restore"
+_STATE = "optimizer.state."
+_PARTIAL = "To load what is in both, give restore(allow_partial_load=True)."
+
+
+class Restored(NamedTuple):
+    """The result of `Checkpoints.restore`.
+
+    Attributes:
+        step: the step that was given to `save`.
+        extra: the further values of this rank by name; of an object its state dict.
+        entry: the entry.
+        skipped: with `on_damage="previous"` a line for the newer entry that could not be loaded, and why.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    entry: Entry
+    skipped: list[str]
+
+
+class Choice(NamedTuple):
+    """What a restore may load.
+
+    Attributes:
+        entries: the entry that was asked for, and the newest one before it; fewer if there are no more.
+        lines: for each of them the full save and the deltas that lead to it; empty if one is missing.
+        fault: why a newer folder cannot be judged; "" without one.
+        highest: the highest sequence in the directory.
+    """
+
+    entries: Sequence[Entry]
+    lines: Sequence[Sequence[Entry]]
+    fault: str
+    highest: int
+
+
+def choice_of(path: Path, step: int | None) -> Choice:
+    """Returns what a restore of a directory may load: of a step, or of None the newest entry."""
+    chain = read_chain(path)
+    entries, fault = list(chain.entries), ""
+    if step is not None:
+        entries = entries[: entries.index(chain.at(step)) + 1]
+    elif chain.skipped and (not entries or entries[-1].sequence < chain.highest):
+        fault = chain.skipped[-1]
+    entries = entries[-2:][::-1]
+    return Choice(entries, [chain.line_of(entry) or [] for entry in entries], fault, chain.highest)
+
+
+class LineLoad:
+    """The load of a full save and the deltas after it. `prepare` loads nothing, `commit` is collective.
+
+    With `is_partial` only what the line and the model have both is loaded.
+
+    Attributes:
+        values: the further values of this rank.
+        group: the ranks; None: one process.
+        is_same: True if a delta may follow: the line has tables as the model saves them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        tables: Sequence[Table],
+        entry: Entry,
+        line: Sequence[Entry],
+        is_partial: bool,
+    ) -> None:
+        self.model, self._optimizer, self._tables = model, optimizer, tables
+        self._entry, self._line, self._is_partial = entry, line, is_partial
+        self.group = tables[0].group
+        self.values: dict[str, Any] = {}
+        self.is_same = False
+
+    def prepare(self, objects: Mapping[str, Any]) -> tuple[str, set[str], bool]:
+        """Checks the files and makes a place for all that is loaded.
+
+        Returns what does not fit the model and the objects, "" if all fits; the keys of saved optimizer state
+        without a place on this rank; and on rank 0 whether a delta may follow.
+        """
+        tables, line = self._tables, self._line
+        group, rank, misfit, is_same = self.group, tables[0].rank, "", False
+        if not line:
+            raise ValueError(
+                f"{self._entry.path}: expected the full save and deltas before it, got no such line."
+            )
+        _check_files(line, rank, 1 if group is None else dist.get_world_size(group))
+        if rank == 0:
+            misfit, is_same = _fit_of_tables(tables, line, self._is_partial)
+        self.values, self._options = read_values(line[-1], rank)
+        self._saved = open_files(line[0].tables)[1].state_dict_metadata
+        dense_saved = open_files(line[-1].dense)[1].state_dict_metadata
+        keys = _states_in([*self._saved, *dense_saved])
+        self._make_places(keys)
+        self._lazy = _lazy_states(self._optimizer)
+        self._rows, dense = split_state(self._state, tables)
+        self._dense = _with_states(dense, self._lazy, keys)
+        dense_misfit = _misfit_of_dense(line[-1], self._dense, dense_saved, self._is_partial)
+        left = _without_place(self._state, keys)
+        return misfit or dense_misfit or missing_names(self.values, objects), left, is_same
+
+    def misfit_in(self, ranks: Sequence[tuple[str, set[str], bool]]) -> str:
+        """Returns what does not fit, "" if all fits, from the results of `prepare` by rank."""
+        self.is_same = ranks[0][2]
+        for misfit, *_ in ranks:
+            if misfit:
+                return misfit
+        left = set.intersection(
+            *(keys for _, keys, _ in ranks)
+        )  # a static table lies on some ranks only
+        if not left or self._is_partial:
+            return ""
+        return (
+            f"{self._entry.path}: expected an optimizer with state for {_STATE}{min(left)}, got one without. "
+            f"Restore with the optimizers and parameters that were saved. {_PARTIAL}"
+        )
+
+    def _make_places(self, keys: set[str]) -> None:
+        """Makes the state dicts, with a place for saved state of parameters of this rank.
+
+        torch's optimizers make their state in the first step, and DCP reads only what has a place. So an
+        optimizer without state takes a step of zeros, whose results the load replaces.
+        """
+        model, optimizer = self.model, self._optimizer
+        self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        left = _without_place(self._state, keys)
+        own = set(optimizer.params)
+        if any(own & _begins(key) for key in left) and hasattr(optimizer, "init_state"):
+            optimizer.init_state()
+            optimizer.zero_grad()
+            self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def commit(self) -> None:
+        """Loads the line. Collective."""
+        model, optimizer, line = self.model, self._optimizer, self._line
+        group, is_partial = self.group, self._is_partial
+        planner = LoadPlanner(path=line[0].tables, allow_partial_load=is_partial)
+        load_files(self._rows, line[0].tables, planner, group)
+        # DCP's own planner would ask for the state {} of a static table that lies on another rank.
+        planner = LoadPlanner(allow_partial_load=is_partial)
+        load_files(self._dense, line[-1].dense, planner, group)
+        state = joined_state(self._rows, self._dense)
+        for name in self._lazy.keys() - state["optimizer"]["state"].keys():
+            del self._lazy[name][optimizer.params[name]]  # it had no state when the entry was saved
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        set_options(optimizer, self._options)
+        optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
+        tables = tables_of(model, _CALL)  # anew: the load has taken over initializers
+        tables = [table for table in tables if f"model.{table.key}.config" in self._saved]
+        held: Sequence[Mapping[str, int]] = ()
+        for delta in line[1:] if tables else ():
+            held = apply_changes(tables, delta.tables, is_partial, held)
+
+
+def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
+    """Raises ValueError if a rank's part of the files that a load reads is damaged, or of another entry."""
+    last = line[-1]
+    files = [(last, name) for name in sorted(last.digests) if "/" in name]
+    files += [(entry, f"{entry.tables.name}/.metadata") for entry in line[:-1]]
+    for entry, name in files[rank::ranks]:
+        entry.check_file(name)
+    for entry in line if rank == 0 else ():
+        # The load compares the rows with the content sums that are saved beside them.
+        sums = sums_in_files(entry)
+        for name in sorted({*sums, *entry.sums}):
+            if sums.get(name) != entry.sums.get(name):
+                raise ValueError(
+                    f"{entry.tables}: expected table {name!r} with the content sums of {ENTRY}, "
+                    f"{entry.sums.get(name)}, got {sums.get(name)}: it is of another entry. {DAMAGED}"
+                )
+
+
+def _fit_of_tables(
+    tables: Sequence[Table], line: Sequence[Entry], is_partial: bool
+) -> tuple[str, bool]:
+    """Returns what tables of a line do not fit a model, "" if all fit; and whether a delta can follow."""
+    own, is_same = {table.key: table for table in tables}, True
+    for entry in line:
+        found = open_checkpoint(entry.tables).tables
+        saved = {key.removeprefix("model."): one for key, one in found.items()}
+        if saved.keys() != own.keys():
+            is_same = False
+            if not is_partial:
+                told = (
+                    f"{entry.path}: expected an entry with the tables {listed(sorted(own))} of the model, "
+                    f"got {listed(sorted(saved))}. {_PARTIAL}"
+                )
+                return told, False
+        for key in sorted(saved.keys() & own.keys()):
+            one, table = saved[key], own[key]
+            where = f"{entry.path}(table={table.name!r})"
+            try:
+                check_config(where, one.config, table.config)
+                rule = optimizer_config(table.optimizer, table.cuts)
+                check_optimizer(where, one.optimizer or {}, rule)
+            except ValueError as error:
+                return str(error), False
+            scored = has_scores(one)
+            is_same &= one.dtype == table.dtype and scored in (None, table.options.has_life)
+            is_same &= not _has_more(one, table.options)
+    return "", is_same
+
+
+def _has_more(saved: SavedTable, options: DynamicTableConfig) -> bool:
+    """Returns True if waiting ids or times were saved that a table with these options does not keep."""
+    has_times = "clock" in saved.names and saved.read("clock").numel()
+    return bool(
+        (saved.rows_of("waiting") and not options.counts_waiting)
+        or (has_times and not is_timed(options.eviction))
+    )
+
+
+def _misfit_of_dense(
+    entry: Entry, state: Mapping[str, Any], saved: Mapping[str, Any], is_partial: bool
+) -> str:
+    """Returns what of the dense part is not in a checkpoint, or has another size; "" if all fits."""
+    for key, value in flatten_state_dict(dict(state))[0].items():
+        if not isinstance(value, (Tensor, ShardedTensor)):
+            continue
+        found = saved.get(key)
+        if found is None and not is_partial:
+            return f"{entry.path}: expected an entry with {key} as the model has, got one without. {_PARTIAL}"
+        if isinstance(found, TensorStorageMetadata) and found.size != value.size():
+            return (
+                f"{entry.path}: expected {key} of size {list(value.size())} as the model has, got "
+                f"{list(found.size)}. Restore with the parameters that were saved."
+            )
+    return ""
+
+
+def _states_in(saved: Iterable[str]) -> set[str]:
+    """Returns the keys of optimizer state among those saved; each begins with the name of a parameter."""
+    return {key.removeprefix(_STATE) for key in saved if key.startswith(_STATE)}
+
+
+def _begins(key: str) -> set[str]:
+    """Returns the begins of a key up to a dot, and the key: one of them is the name of a parameter."""
+    parts = key.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def _without_place(state: Mapping[str, Any], keys: set[str]) -> set[str]:
+    """Returns the keys of saved optimizer state that state dicts have no place for."""
+    places = {name for name, held in state["optimizer"]["state"].items() if held}
+    return {key for key in keys if places.isdisjoint(_begins(key))}
+
+
+def _with_states(state: Mapping[str, Any], lazy: Container[str], keys: set[str]) -> dict[str, Any]:
+    """Returns state dicts without the lazy state of parameters of which no state is among the keys."""
+    saved = set[str]().union(*map(_begins, keys))
+    states = state["optimizer"]["state"].items()
+    kept = {name: held for name, held in states if name in saved or name not in lazy}
+    return {"model": state["model"], "optimizer": {**state["optimizer"], "state": kept}}
+
+
+def _lazy_states(optimizer: Any) -> dict[str, dict[Any, Any]]:
+    """Returns, by names of parameters, the state that optimizers of torch have made in a step."""
+    # CombinedOptimizer joins states in a new dict.
+    made = [part.state for part in optimizers_in(optimizer) if isinstance(part.state, defaultdict)]
+    named = optimizer.params.items()
+    return {name: states for name, parameter in named for states in made if parameter in states}
