@@ -29,7 +29,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     from_words,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.entries import Entry
 from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
