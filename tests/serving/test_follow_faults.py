@@ -394,7 +394,7 @@ def kill_at(name: str, module: Any, call: Callable[[], Any]) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("at", ["write_tables", "write_changes", "switch"])
+@pytest.mark.parametrize("at", ["write_tables", "switch"])
 def test_a_build_aside_that_is_killed(job: Job, at: str) -> None:
     job.save()
     job.follower.poll()

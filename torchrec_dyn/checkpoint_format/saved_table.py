@@ -29,7 +29,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     from_words,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.entries import Entry
 from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
@@ -272,7 +271,6 @@ class MergedTable(RowSource):
         self._saves, self.last = tuple(saves), saves[-1]
         last = self.last
         self.where = where or last.where
-        self.most_rows = sum(save.num_rows for save in saves)
         dtypes = sorted({str(save.dtype) for save in saves})
         if len(dtypes) > 1:
             raise ValueError(
@@ -282,6 +280,7 @@ class MergedTable(RowSource):
         self.name, self.embedding_dim, self.dtype = last.name, last.embedding_dim, last.dtype
         self.seed = int(last.config.get("seed", 0))
         self.step = step
+        self.most_rows = sum(save.num_rows for save in saves)
         self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
         if "clock" in last.names:
             self.clock = last.read("clock")
