@@ -7,7 +7,7 @@ import workers
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_training import check_trains_as_unsharded
 
-from torchrec_dyn.sharding.output_dists import outputs_by_column
+from torchrec_dyn.sharding.dists import outputs_by_column
 
 # Pieces as (rank, first column, width) of 16 columns.
 EVEN = {

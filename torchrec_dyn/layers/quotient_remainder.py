@@ -26,8 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Uniform
-from torchrec_dyn.layers.bags import pooled_rows
-from torchrec_dyn.layers.inputs import check_unscored
+from torchrec_dyn.layers.inputs import check_unscored, pooled_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     FeatureReader,
@@ -103,8 +102,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         divisors = number_by_table(
             buckets, names, dict.fromkeys(names, _MOST_DIVISOR), f"{where}.buckets"
         )
-        limits = {config.name: config.num_embeddings for config in self._configs}
-        quotients = limits
+        quotients = limits = {config.name: config.num_embeddings for config in self._configs}
         if most_quotients is not None:
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
@@ -115,16 +113,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             [f"{where}(table='{name}')" for name in names],
         )
         self.ids = QuotientRemainderIds(pairs, read, where)
+        groups: dict[str, list[TablePair]] = {}
+        for pair in pairs:
+            groups.setdefault(pair.group, []).append(pair)
         self.rows = nn.ModuleDict(
             {
-                group: _collection(
-                    members,
-                    quotients,
-                    chosen,
-                    device,
-                    fused_params,
-                )
-                for group, members in _by_group(pairs).items()
+                group: _collection(members, quotients, chosen, device, fused_params)
+                for group, members in groups.items()
             }
         )
         self.pooling = PooledPairs(pairs, read)
@@ -155,13 +150,6 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""
         return self._is_weighted
-
-
-def _by_group(pairs: Sequence[TablePair]) -> dict[str, list[TablePair]]:
-    groups: dict[str, list[TablePair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.group, []).append(pair)
-    return groups
 
 
 def _check_op(op: str, configs: Sequence[EmbeddingBagConfig], where: str) -> None:
@@ -297,7 +285,7 @@ class QuotientRemainderIds(nn.Module):
         self._read = read
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, KeyedJaggedTensor]:
-        """Returns for each group the divided ids, all ids of a feature as *one* sequence.
+        """Returns the divided ids of each group, all ids of a feature as a single sequence.
 
         A lookup of rows needs no bags, so features may differ in their number of bags.
         """

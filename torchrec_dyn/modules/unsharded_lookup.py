@@ -17,13 +17,12 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, write_updates
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
 from torchrec_dyn.modules.optimizer_choice import (
     chosen_output_dtype,
     placement_options,
     placement_warning,
 )
-from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed

@@ -26,9 +26,13 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.planner.argument_checks import check_tables, checked_constraints, checked_count
 from torchrec_dyn.planner.balance import EvenLoad
-from torchrec_dyn.planner.measured import MeasuredConstraints
+from torchrec_dyn.planner.measured import (
+    MeasuredConstraints,
+    check_tables,
+    checked_constraints,
+    checked_count,
+)
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
 
 _MOST_TABLES = 8  # in a message

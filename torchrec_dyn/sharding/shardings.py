@@ -27,18 +27,19 @@ from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingShard
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn.sharding.dists import (
+    GridOutputDist,
+    NodeRowWiseInputDist,
+    NodeRowWiseOutputDist,
+    RoutesIds,
+    RowWiseOutputDist,
+    outputs_by_column,
+)
 from torchrec_dyn.sharding.grouped_lookups import (
     CreatesLookup,
     PooledLookup,
     SequenceLookup,
     device_of,
-)
-from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RoutesIds
-from torchrec_dyn.sharding.output_dists import (
-    GridOutputDist,
-    NodeRowWiseOutputDist,
-    RowWiseOutputDist,
-    outputs_by_column,
 )
 
 
