@@ -1,7 +1,7 @@
 """A typed Python function for each op of the core; its body is the fake kernel.
 
-The schemas, shapes and the meaning of every argument are in csrc/library.cpp. This is the only file that spells
-`torch.ops`. An op changes state in place only if its name or docstring says so.
+The schemas, shapes and the meaning of every argument are in csrc/library.cpp. This is the only file that
+spells `torch.ops`. An op changes state in place only if its name or docstring says so.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ Result = TypeVar("Result")
 
 
 def _op(fake: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns the op that has the name, the arguments and the docstring of a function.
-
-    The body is the fake kernel: it returns tensors of the right shapes, for torch.compile.
-    """
+    """Returns the op that has the name, the arguments and the docstring of its fake kernel."""
     name = fake.__name__
     torch.library.register_fake(f"torchrec_dyn::{name}")(fake)
     op = getattr(torch.ops.torchrec_dyn, name).default
@@ -45,13 +42,7 @@ def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
-    """Returns 0 and the cumulative sums of lengths, by an op of FBGEMM.
-
-    Shapes: lengths [M].
-
-    Returns:
-        [M + 1] int64.
-    """
+    """Returns 0 and the cumulative sums of lengths [M], by an op of FBGEMM: [M + 1] int64."""
     sums: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long().contiguous())
     return sums
 

@@ -153,8 +153,8 @@ def _bags_with_holes(
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
     """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable.
 
-    weights: in the shape of the ids, with the same bags if nested; for a JaggedTensor, which may contain
-    weights itself, one per value; or None.
+    weights: in the shape of the ids; for a JaggedTensor, which may have weights itself, one per value; or
+    None.
     """
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
@@ -368,13 +368,9 @@ class RowsPooler(nn.Module):
 
 
 def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Returns the pooled rows of bags, [B, columns], as the pooled collections do; zeros for an empty bag.
+    """Returns the pooled rows of bags, [B, columns]: float32 sums, rounded once; zeros for an empty bag.
 
-    Sums are float32, and rounded once to the dtype of the rows.
-
-    rows: [N, columns], bag after bag.
-    lengths: [B], number of ids in each bag, checked: none is negative, and they add up to N.
-    weights: [N], factor of each row, or None.
+    rows [N, columns], bag after bag; lengths [B], checked; weights [N], the factor of each row, or None.
     """
     terms = rows.float() if weights is None else rows.float() * weights[:, None]
     if lengths.numel() == 0:  # in the graph: other ranks wait for the backward of this rank
@@ -385,10 +381,7 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
 
 
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Divides each weight [K] by the sum of its bag, so that a weighted sum becomes a weighted mean.
-
-    lengths: [B] int64. Shares are zeros, with zero gradients, in a bag whose weights sum to 0.
-    """
+    """Divides each weight [K] by the sum of its bag, of lengths [B] int64; zeros if that is 0."""
     bag = torch.repeat_interleave(
         torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()
     )

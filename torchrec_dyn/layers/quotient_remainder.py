@@ -1,8 +1,7 @@
 """Quotient-remainder embeddings: two small dynamic tables in place of one large table.
 
-`QuotientRemainderEmbeddingBagCollection` runs three parts in this order: `QuotientRemainderIds` divides the
-ids, collections look up the rows of quotients and remainders, and `PooledPairs` combines the two rows of
-each id and pools. A `TablePair` stands for the two tables that replace one table of the user.
+`QuotientRemainderIds` divides the ids, collections look up the rows of quotients and remainders, and
+`PooledPairs` combines the two rows of each id and pools.
 
 Legend: N ids of a feature, B its bags, D the columns of all outputs together.
 """
@@ -263,10 +262,7 @@ class TablePair:
         return str(self.columns)
 
     def features(self, table: str) -> list[str]:
-        """Returns the features of one of the two tables, in the order of the config's features.
-
-        Table names have no dot, so features of different tables have different names.
-        """
+        """Returns the features of one of the two tables, in the order of the config's features."""
         return [f"{table}.{feature}" for feature in self.config.feature_names]
 
 
@@ -274,8 +270,6 @@ class QuotientRemainderIds(nn.Module):
     """A module that divides the ids of a batch into features of quotients and features of remainders.
 
     It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
-
-    `read` reads all features, in the order of the tables.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
@@ -341,10 +335,7 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 
 
 class PooledPairs(nn.Module):
-    """A module that combines the two rows of each id and pools the rows of a batch.
-
-    `read` reads all features, in the order of the tables.
-    """
+    """A module that combines the two rows of each id and pools the rows of a batch."""
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
         super().__init__()
@@ -363,10 +354,7 @@ class PooledPairs(nn.Module):
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]
     ) -> KeyedTensor:
-        """Combines and pools rows: [B, D], one key per feature and table, in the order of the tables.
-
-        `rows` are by group and feature, as the collections return them.
-        """
+        """Combines and pools rows, by group and feature: [B, D], in the order of the tables."""
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         lengths = torch.split(read.lengths, read.batch_sizes)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
@@ -80,23 +80,14 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
         raise faults[0]
 
 
-class Lookup(Protocol):
-    """Protocol of the lookup of an unsharded collection, of which a copied optimizer is a part."""
-
-    def optimizers(self) -> list[DynamicOptimizer]:
-        """Returns the optimizers of the tables, one for each distinct row optimizer."""
-
-
 class DynamicOptimizer(FusedOptimizer):
-    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`.
+    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`, from the next backward on.
 
-    Schedulers, WarmupOptimizer and assignments take effect at the next backward. A copy or a pickle has the
-    tables with it, as one of torch's optimizers has its parameters: it is the optimizer of the copied tables.
-    For a sharded collection, and if the tables have another optimizer since, it is a ValueError.
+    A copy or a pickle is the optimizer of the tables that are copied with it; for a sharded collection, and
+    if the tables have another optimizer since, it is a ValueError.
 
-    `groups` are the table groups that this optimizer updates in backward, `params` one placeholder per table
-    on the meta device, [num_embeddings, columns], by "{table}.weight". `lookup` is that of an unsharded
-    collection; None if the tables are sharded.
+    `groups` are the table groups that it updates in backward, `params` placeholders by "{table}.weight", and
+    `lookup` is the `UnshardedLookup`; None if the tables are sharded.
     """
 
     def __init__(
@@ -104,12 +95,12 @@ class DynamicOptimizer(FusedOptimizer):
         groups: Sequence[TableGroup],
         params: Mapping[str, Tensor],
         learning_rate: float,
-        lookup: Lookup | None = None,
+        lookup: Any = None,
     ) -> None:
         group = LearningRateGroup(list(params.values()), learning_rate)
         super().__init__(dict(params), {param: {} for param in params.values()}, [group])
         self._rates = group
-        # The lookup holds this optimizer: a cycle would keep the rows of a collection that nobody holds.
+        # The lookup holds this optimizer: a cycle would keep the rows of a deleted collection.
         self._lookup = None if lookup is None else weakref.ref(lookup)
         group.drive(groups)
 
@@ -154,7 +145,7 @@ class DynamicOptimizer(FusedOptimizer):
         self._rates.drive(groups)
 
 
-def _optimizer_of(lookup: Lookup, number: int) -> DynamicOptimizer:
+def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
     """Returns an optimizer of a copied lookup, by its number."""
     return lookup.optimizers()[number]
 
@@ -174,7 +165,11 @@ def _copy_rule(name: str) -> str:
 
 
 class SavedState:
-    """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded."""
+    """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded.
+
+    `save` returns the tensors of all entries by key, `load` gets those of the table by name. `exported` and
+    `given` hold the tensors that the other entries were not asked for yet.
+    """
 
     def __init__(
         self,
@@ -182,26 +177,25 @@ class SavedState:
         name: str,
         save: Callable[[], Mapping[str, Tensor]],
         load: Callable[[dict[str, Tensor]], None],
-        made: dict[tuple[int, str], Tensor],
+        exported: dict[tuple[int, str], Tensor],
         given: dict[str, Tensor | None],
     ) -> None:
         self._name = name
         self._key = f"{table}.{name}"
         self._save = save
         self._load = load
-        self._made = made
+        self._exported = exported
         self._given = given
 
     @not_compiled
     def state_dict(self) -> Tensor:
         """Returns the tensor."""
         thread = get_ident()
-        saved = self._made.pop((thread, self._key), None)
+        saved = self._exported.pop((thread, self._key), None)
         if saved is None:
-            made = {(thread, key): tensor for key, tensor in self._save().items()}
-            # Without this tensor: what an interrupt leaves here is then made anew by the next state dict.
-            saved = made.pop((thread, self._key))
-            self._made.update(made)
+            others = {(thread, key): tensor for key, tensor in self._save().items()}
+            saved = others.pop((thread, self._key))
+            self._exported.update(others)
         return saved
 
     def load_state_dict(self, saved: Tensor) -> None:
@@ -218,12 +212,14 @@ def saved_states(
     optimizer: RowOptimizer,
     save: Callable[[], Mapping[str, Tensor]],
     load: Callable[[dict[str, Tensor]], None],
-    made: dict[tuple[int, str], Tensor],
+    exported: dict[tuple[int, str], Tensor],
 ) -> dict[str, SavedState]:
     """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does."""
     names = ("optimizer_config", *optimizer.state_names, "step", OPTIMIZER_CHECKSUM)
     given: dict[str, Tensor | None] = dict.fromkeys(names)
-    return {f"{table}.{name}": SavedState(table, name, save, load, made, given) for name in names}
+    return {
+        f"{table}.{name}": SavedState(table, name, save, load, exported, given) for name in names
+    }
 
 
 def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
@@ -233,10 +229,10 @@ def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
     return saved_states(table.config.name, table.rows().optimizer, save, load, _Exported())
 
 
-def _save(table: UnshardedTable) -> Mapping[str, Tensor]:
-    with turn_of(table, also_torn=True):  # all tensors at one moment, or the places of a load
-        one = table.as_table()
-        return save_optimizer_states([one], f"{one.where}.state_dict")
+def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
+    with turn_of(unsharded, also_torn=True):  # all tensors at one moment, or the places of a load
+        table = unsharded.as_table()
+        return save_optimizer_states([table], f"{table.where}.state_dict")
 
 
 def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:

@@ -64,18 +64,13 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
             for config in configs
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
-        self._lookup = UnshardedLookup(tables, poolings, holder)
+        self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
         self._read = FeatureReader(
             [table.config.feature_names for table in tables],
             is_weighted,
             [table.where for table in tables],
             any(table.dynamic.scores_weights for table in tables),
         )
-
-    @property
-    def unsharded_lookup(self) -> UnshardedLookup:
-        """The lookup of all tables; its `prefix` is the attribute name of the collection's ModuleDict."""
-        return self._lookup
 
     @property
     def device(self) -> torch.device:
@@ -167,10 +162,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
 
 
 class DefaultSelection:
-    """Mixin of what TorchRec's sharded collection asks a module before it selects features.
-
-    Its default selection is correct for any ids.
-    """
+    """Mixin: TorchRec selects features in its default way, which is right for any ids."""
 
     def use_gather_select(self) -> bool:
         """Returns False: TorchRec does not select with torch.gather."""
@@ -247,8 +239,8 @@ class DynamicEmbeddingCollection(
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         if self.training:
-            self._lookup.note_training()
-        outputs = self._lookup.sequences(read, self.training)
+            self.unsharded_lookup.note_training()
+        outputs = self.unsharded_lookup.sequences(read, self.training)
         lengths = torch.split(read.lengths, read.batch_sizes)
         ids: Sequence[Tensor | None] = [None] * len(outputs)
         if self._need_indices:
@@ -266,7 +258,7 @@ class DynamicEmbeddingCollection(
 
     def embedding_dim(self) -> int:
         """Returns the number of columns of every table."""
-        return self._lookup.tables[0].config.embedding_dim
+        return self.unsharded_lookup.tables[0].config.embedding_dim
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Returns the output names of each table."""
@@ -358,8 +350,8 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         if inverse_indices is not None:
             checked_inverse(features, self._features, type(self).__name__)
         if self.training:
-            self._lookup.note_training()
-        pooled = self._lookup.pooled(read, self.training)
+            self.unsharded_lookup.note_training()
+        pooled = self.unsharded_lookup.pooled(read, self.training)
         if inverse_indices is not None and len(pooled) == 1:
             pooled = list(torch.split(pooled[0], self._columns, dim=1))
         if inverse_indices is not None or len(pooled) > 1:
@@ -392,14 +384,10 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 def outputs_by_sample(
     pooled: Sequence[Tensor], inverse_indices: tuple[list[str], Tensor] | None, names: list[str]
 ) -> Tensor:
-    """Returns the outputs of all features side by side, with the bags that each sample refers to.
+    """Returns the outputs [bags, columns] of all features side by side, in the bag of each sample: [B, D].
 
-    TorchRec's `process_pooled_embeddings` does the same, but adds gradients in any order on CUDA.
-
-    pooled: [bags, columns] of each feature; names: the feature of each output. inverse_indices: feature
-    names, and for each of them the bag of each sample, [features, B]; None if bag i belongs to sample i.
-
-    Returns [B, sum of columns].
+    TorchRec's `process_pooled_embeddings` does the same, but adds gradients in any order on CUDA. `names`
+    are the features of the outputs. Without inverse_indices bag i belongs to sample i.
     """
     if inverse_indices is not None:
         bags = bags_of_samples(inverse_indices, names)
@@ -434,11 +422,9 @@ def checked_inverse(
 
 
 def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> Tensor:
-    """Returns the bag of each sample, [F, B] int64, for some features in their order.
+    """Returns the bag of each sample, [F, B] int64, for chosen features in their order.
 
     As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
-
-    inverse_indices: feature names, and for each of them the bag of each sample, [features, B].
     """
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}

@@ -237,11 +237,7 @@ def check_tables(
     expected_rows: Iterable[str],
     device_type: str,
 ) -> None:
-    """Checks what a planner was given against the tables that it will plan.
-
-    The model is unsharded; `sharders` are those of its tables, static and dynamic. `expected_rows` are the
-    names of the tables with an expected number of rows, and `device_type` is "cpu" or "cuda".
-    """
+    """Checks what a planner was given against the tables of an unsharded model that it will plan."""
     by_type = {sharder.module_type: sharder for sharder in sharders}
     names: set[str] = set()
     for module in model.modules():

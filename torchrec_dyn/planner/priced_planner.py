@@ -128,8 +128,7 @@ class _QuickPartitioner(GreedyPerfPartitioner):
     """TorchRec's default partitioner, with the same plans in less time.
 
     To try a host for tables that stay on one host, TorchRec's code makes a deep copy of its devices. With 100
-    tables on 64 ranks that is most of the time of planning. The seam is TorchRec's method for tables of one
-    host. A version of TorchRec without this method makes the same plans in its own time.
+    tables on 64 ranks that is most of the time of planning.
     """
 
     @classmethod

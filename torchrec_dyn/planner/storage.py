@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -46,17 +46,6 @@ from torchrec_dyn.storage import (
     most_store_bytes,
 )
 from torchrec_dyn.table import ROW_DTYPES
-
-
-class _Share(NamedTuple):
-    """The maximum contents of one shard of a table."""
-
-    limit: int  # of rows
-    rows: int  # for the price
-    counters: int  # waiting ids for the price
-    has_life: bool
-    in_files: bool  # rows and optimizer state
-
 
 # Not in every version of TorchRec that is supported.
 _COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
@@ -140,44 +129,36 @@ class DynamicStorageEstimator(ShardEstimator):
         sharder_params = sharder_data_map[option.module_type_key].fused_params
         fused_params = merged_fused_params(sharder_params, _collection(option).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
-        share = self._share_of_a_shard(option)
-        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
-        for shard, batch_storage in zip(option.shards, batch, strict=True):
-            held = table_size(
-                share.rows,
-                shard.size[1],
-                option.tensor.dtype,
-                optimizer,
-                self._device_type,
-                share.limit,
-                share.has_life,
-                share.counters,
-                self._deltas,
-            )
-            on_disk = held.weights + held.optimizer_state if share.in_files else 0
-            memory = "ddr" if self._device_type == "cpu" else "hbm"
-            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
-            if _COUNTS_DISKS:
-                table.ssd = on_disk
-            shard.storage = table + batch_storage
-
-    def _share_of_a_shard(self, option: ShardingOption) -> _Share:
-        """Returns the maximum contents of a shard of this option."""
+        config = _collection(option).dynamic_configs()[option.name]
         limit = option.tensor.shape[0]
         rows, waiting = self._expected(option.name, limit)
         # TorchRec splits num_embeddings evenly among the ranks that share rows. The limit of a rank is
         # higher, because ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
-        config = _collection(option).dynamic_configs()[option.name]
-        limit_here = row_limit(limit, sharers)
-        rows_here = row_limit(rows, sharers)
-        admission = config_of_share(config, sharers).admission
-        counters = most_counters(admission, limit_here, rows_here)
+        limit, rows = row_limit(limit, sharers), row_limit(rows, sharers)
+        counters = most_counters(config_of_share(config, sharers).admission, limit, rows)
         if waiting is not None:
             counters = min(counters, row_limit(waiting, sharers) if waiting else 0)
-        in_files = config.storage is not None
-        return _Share(limit_here, rows_here, counters, config.has_life, in_files)
+        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
+        for shard, batch_storage in zip(option.shards, batch, strict=True):
+            held = table_size(
+                rows,
+                shard.size[1],
+                option.tensor.dtype,
+                optimizer,
+                self._device_type,
+                limit,
+                config.has_life,
+                counters,
+                self._deltas,
+            )
+            on_disk = held.weights + held.optimizer_state if config.storage is not None else 0
+            memory = "ddr" if self._device_type == "cpu" else "hbm"
+            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
+            if _COUNTS_DISKS:
+                table.ssd = on_disk
+            shard.storage = table + batch_storage
 
     def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
         """Returns the expected rows of a table, and the expected waiting ids (None: unknown)."""

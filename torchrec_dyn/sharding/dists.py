@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.dist_data import (
     PooledEmbeddingsAllToAll,
     PooledEmbeddingsAwaitable,
@@ -47,11 +48,7 @@ from torchrec_dyn.storage import host_numbers
 
 
 class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends ids to their owners among all ranks, for pooled and for sequence collections.
-
-    `device` is that of TorchRec's block sizes, which are not used. With `is_sequence` outputs are sent back
-    id by id.
-    """
+    """Sends ids to their owners among all ranks; `device` is that of TorchRec's block sizes."""
 
     def __init__(
         self,
@@ -130,9 +127,7 @@ def sorted_by_owner(
 ) -> tuple[KeyedJaggedTensor, Tensor]:
     """Sorts a batch of N ids in F features by the owners of its ids; every owner gets a part of each bag.
 
-    Returns:
-        The batch of ranks * F features, and [N] int64, the position of each id of `features` in that batch;
-        [0] without `positions`.
+    Returns the batch of ranks * F features, and with `positions` the position of each id there, [N] int64.
     """
     weights, varies = features.weights_or_none(), features.variable_stride_per_key()
     ids, lengths, sorted_weights, where = ops.sort_by_owner(
@@ -152,9 +147,8 @@ def sorted_by_owner(
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
     """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
 
-    A train pipeline replaces the forwards of the input dists and keeps the originals. If it is detached
-    after tables have moved (distributed/resharding.py), it puts the originals of the earlier plan on the
-    new input dists.
+    A pipeline that is detached after tables have moved puts the forwards of the earlier plan on the new
+    dists.
     """
     for input_dist in input_dists:
         sender: Any = getattr(input_dist, "_dist", input_dist)
@@ -164,10 +158,7 @@ def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
 
 
 class SumOverRanks(nn.Module):
-    """Sums partial bags over ranks; each rank receives the sums of its batch.
-
-    Quantized comms (`codecs`) are used only where TorchRec's reduce-scatter runs.
-    """
+    """Sums partial bags over ranks; codecs of quantized comms are those of TorchRec's reduce-scatter."""
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         super().__init__()
@@ -182,11 +173,7 @@ class SumOverRanks(nn.Module):
         batch_size_per_rank_per_feature: list[list[int]] | None = None,
         embedding_dims: list[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
-        """Starts the sum of local_embs [sum of batch sizes, D]; one dimension with a batch size per feature.
-
-        input_splits [ranks] are batch sizes; None: all are equal. batch_size_per_rank_per_feature [ranks][F]
-        and embedding_dims [F], the widths, are given if batch sizes vary by feature.
-        """
+        """Starts the sum of local_embs [sum of batch sizes, D]; one dimension if sizes vary by feature."""
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
             if self._gloo_fails_at(input_splits, local_embs.device):
                 return self._sum(local_embs, input_splits)
@@ -244,8 +231,8 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
 class GridOutputDist(GridPooledEmbeddingDist):
     """The output dist of grid tables.
 
-    Before stitching, a grid is a set of column shards, each table-row-wise. So with a batch size per feature
-    it uses the output dist of table-row-wise tables, and the collection stitches.
+    Before stitching, a grid is a set of column shards, each table-row-wise: so is its output dist with a
+    batch size per feature.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -268,12 +255,15 @@ class GridOutputDist(GridPooledEmbeddingDist):
         self._intra_dist: Any = SumOverRanks(self._intra_pg, self._intra_codecs)
 
 
-def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dict[str, list[int]]:
+def outputs_by_column(
+    names: Sequence[str], shards: Sequence[ShardMetadata | None]
+) -> dict[str, list[int]]:
     """Returns, for each name in order of first arrival, the positions of its outputs in column order.
 
-    `names` and `first_columns` are those of the outputs as they arrive. Example: column shards of width d on
-    ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns [0, 2d, d]; the result is [0, 2, 1].
+    Column shards of width d on ranks [0, 1, 0] give outputs with first columns [0, 2d, d]; the result is [0,
+    2, 1].
     """
+    first_columns = [0 if shard is None else shard.shard_offsets[1] for shard in shards]
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
@@ -302,10 +292,7 @@ def sequences_in_order(
 class MeanDivisor:
     """Computes the divisor of each output of a collection.
 
-    `features` [O] has for each output the feature whose bag lengths divide it; None: it is not divided.
-
-    Attributes:
-        is_needed: True if any output is divided.
+    `features` has for each output the feature whose bag lengths divide it; None: it is not divided.
     """
 
     def __init__(self, features: Sequence[str | None]) -> None:
