@@ -190,13 +190,10 @@ def _follow(chosen: argparse.Namespace) -> int:
 
 
 def _print_followed(followed: serving.Followed) -> None:
-    count = (
-        "all"
-        if followed.changed is None
-        else f"{sum(map(len, followed.changed.values())):,} changed"
-    )
+    entry, changed = followed.entry, followed.changed
+    count = "all" if changed is None else f"{sum(map(len, changed.values())):,} changed"
     print(
-        f"{followed.entry.path.name} (step {followed.entry.step}): generation {followed.generation}, {count} rows, "
+        f"{entry.path.name} (step {entry.step}): generation {followed.generation}, {count} rows, "
         f"{followed.lag:.1f} s after they were trained",
         *followed.skipped,
         sep="\n  skipped ",

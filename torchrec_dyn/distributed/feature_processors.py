@@ -82,7 +82,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             processors.to(device)  # TorchRec resets weights that it moves, also trained ones
             device = next((weight.device for weight in processors.parameters()), device)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
-        self._embedding_bag_collection.accept_unweighted_batches()
+        # They compute the weights, on the owners.
+        self._embedding_bag_collection._check_batch.needs_weights = False
         self._longest = _longest_bags(processors)
 
     def split(self) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:

@@ -301,25 +301,25 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
         return
     if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
-    mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
-    if "waiting" in state and mask is not None:
+    is_spread = table.layout.rows_are_spread
+    owned = table.owns(state["ids"]) if is_spread else slice(None)
+    if "waiting" in state and is_spread:
         state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
+        columns = slice(shard.first_column, shard.first_column + shard.columns)
         shard.load_state(
             {
-                name: values if name in NOT_BY_ROW else _part(values, mask, shard)
+                name: values if name in NOT_BY_ROW else _part(values, owned, columns)
                 for name, values in state.items()
             }
         )
 
 
-def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:
+def _part(values: Tensor, owned: Tensor | slice, columns: slice) -> Tensor:
     """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
-    if values.dim() and mask is not None:
-        values = values[mask]
-    if values.dim() == 2:
-        values = values[:, shard.first_column : shard.first_column + shard.columns]
-    return values.contiguous()
+    if values.dim():
+        values = values[owned]
+    return (values[:, columns] if values.dim() == 2 else values).contiguous()
 
 
 class ShardedOptimizer(KeyedOptimizer):

@@ -19,6 +19,7 @@ from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
 from torchrec_dyn.modules.optimizer_choice import (
+    chosen_fused_params,
     chosen_output_dtype,
     placement_options,
     placement_warning,
@@ -166,7 +167,11 @@ class UnshardedLookup:
         names = [table.config.name for table in self.tables]
         check_not_wrapped(f"{self._where}(tables={listed(names)})")
         self._has_warned = True
-        names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
+        names = [
+            table.config.name
+            for table in self.tables
+            if chosen_fused_params(table.weight, table.fused_params, table.where) is None
+        ]
         if names:
             warnings.warn(
                 f"{self._where}: expected an optimizer for tables "

@@ -14,14 +14,10 @@ from torchrec_dyn.sharding.dists import (
     MeanDivisor,
     divide,
     outputs_by_column,
-    pooled_in_order,
     remove_stale_forwards,
-    sequences_in_order,
 )
 from torchrec_dyn.sharding.grouped_lookups import (
     PrefetchedSteps,
-    ask_ahead,
-    drop_steps,
     kernels_of,
     prefetch,
     set_batch,
@@ -34,4 +30,4 @@ from torchrec_dyn.sharding.padded_batch import (
 )
 from torchrec_dyn.sharding.send_once import Expansion, SendOnce
 from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
-from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, pooled_sharding
+from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

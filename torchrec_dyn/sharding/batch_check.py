@@ -100,7 +100,8 @@ class BatchCheck:
             return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
         if not (self._weighted or self._scored):
             return None
-        if self._weighted and torch.is_grad_enabled() and weights.requires_grad:
+        has_gradient = torch.is_grad_enabled() and weights.requires_grad
+        if self._weighted and has_gradient:
             raise ValueError(
                 f"{self.where}: expected weights that require no gradient, got requires_grad=True. "
                 "TorchRec's all-to-all of ids and weights has no backward: detach the weights. To train "

@@ -14,7 +14,7 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
@@ -38,7 +38,7 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
@@ -271,22 +271,6 @@ def outputs_by_column(
         name: sorted(positions_of_name, key=lambda position: first_columns[position])
         for name, positions_of_name in positions.items()
     }
-
-
-def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
-    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
-    if pooled.keys() == names:
-        return pooled
-    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
-    values = torch.cat([pooled[name] for name in names], dim=1)
-    return KeyedTensor(list(names), [widths[name] for name in names], values)
-
-
-def sequences_in_order(
-    sequences: Mapping[str, JaggedTensor], names: Sequence[str]
-) -> dict[str, JaggedTensor]:
-    """Puts sequence outputs in the order of `names`."""
-    return {name: sequences[name] for name in names}
 
 
 class MeanDivisor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -132,12 +132,6 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
             yield kernel
 
 
-def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None:
-    """Asks for the rows in mapped files of a later batch, as far as this rank has them."""
-    for kernel in kernels_of(lookups):
-        kernel.ask_ahead(features)
-
-
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:
@@ -146,20 +140,13 @@ def set_batch(
     The steps are removed from `steps`: a second forward of the batch takes steps of its own.
     """
     for lookup, context in zip(lookups, contexts, strict=True):
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        bags, size = context.batch_size_per_rank, lookup.node_size
+        bags, size = context.batch_size_per_rank, cast(PooledLookup, lookup).node_size
         # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
         as_arrived = [rank_bags for place in range(size) for rank_bags in bags[place::size]]
-        for kernel in lookup._emb_modules:
+        for kernel in kernels_of([lookup]):
             kernel.bags_of_ranks = as_arrived
             # Also None: an interrupt may have left the step of another batch.
             kernel.prefetched_step = steps.pop(kernel, None)
-
-
-def drop_steps(lookups: Iterable[nn.Module]) -> None:
-    """Drops steps that a failed forward has not used: a step keeps its rows from being reused."""
-    for kernel in kernels_of(lookups):
-        kernel.prefetched_step = None
 
 
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
