@@ -26,8 +26,8 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.planner.balance import EvenLoad
 from torchrec_dyn.planner.measured import (
+    EvenLoad,
     MeasuredConstraints,
     check_tables,
     checked_constraints,

@@ -24,7 +24,7 @@ from torchrec_dyn.lookup import (
 )
 from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.sharding.send_once import counts_of
+from torchrec_dyn.sharding.batches import counts_of
 from torchrec_dyn.table import TableShard
 
 OPTIONS_KEY = "torchrec_dyn"
