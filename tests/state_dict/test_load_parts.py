@@ -235,7 +235,7 @@ def repeated_ids(path: str) -> str:
     model = DistributedModelParallel(module, plan=ShardingPlan({}), sharders=[])
     state: dict[str, Any] = dict(model.state_dict())
     prefix = "collection.embedding_bags.t."
-    del state[f"{prefix}checksum"], state[f"{prefix}config"]
+    del state[f"{prefix}weight_checksum"], state[f"{prefix}config"]
     state |= {f"{prefix}weight": torch.ones(2, 8), f"{prefix}ids": torch.tensor([7, 7])}
     try:
         model.load_state_dict(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchrec_dyn as dyn
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.storage import commit
 
 # Calls that change tables outside of a forward, of a collection "t0", "t1". Add others here.
@@ -20,7 +22,15 @@ CALLS: dict[str, Callable[[Any, Any], object]] = {
     "assign": lambda model, saved: model.table("t0").assign(torch.arange(7), torch.ones(7, 4)),
     "erase": lambda model, saved: model.table("t0").erase(torch.arange(3)),
     "set_time": lambda model, saved: model.set_time(7),
+    "load": lambda model, saved: model.load_state_dict(saved),
+    "load optimizer": lambda model, saved: optimizer_of(model).load_state_dict(
+        optimizer_of(model).state_dict()
+    ),
 }
+
+
+def optimizer_of(model: Any) -> Any:
+    return model.fused_optimizer
 
 
 LISTED = {"aten.searchsorted.Tensor", "aten.rsub.Scalar", "aten.__lshift__.Scalar"}
@@ -83,3 +93,24 @@ def test_a_commit_allocates_nothing(call: str, life: str, allocations: Allocatio
     # Left out: the result of `erase`; and in a full table with a half-life the list of the next to go.
     left_out = {"torchrec_dyn.erase.default"} | (LISTED if life == "half" else set())
     assert not set(allocations.ops) - left_out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("life", LIVES)
+def test_the_commit_of_a_delta_allocates_nothing(
+    life: str, allocations: Allocations, tmp_path: Path
+) -> None:
+    model = model_of(LIVES[life][0])
+    replica, marker = copy.deepcopy(model), mark(model)
+    versions = [table.version() for table in replica.local_tables().values()]
+    model.table("t0").assign(torch.tensor([5, 99]), torch.ones(2, 4))  # a row, and a new one
+    model.table("t0").erase(torch.tensor([1, 2]))
+    export_delta(model, tmp_path / "delta", marker)
+    allocations.ops.clear()
+    apply_delta(replica, tmp_path / "delta")
+    assert replica.table("t0").ids().equal(model.table("t0").ids()) and len(versions) == 2
+    # Left out: the results of `erase`, and of the record of a new row.
+    assert not set(allocations.ops) - {
+        "torchrec_dyn.erase.default",
+        "torchrec_dyn.mark_new_.default",
+    }
