@@ -8,8 +8,7 @@ peers that are made from the plan (simulated_ranks.py). A tenth of the tables is
 table-row-wise, column-wise on two ranks and grid-sharded on two nodes; the others are table-wise. Every
 table has admission, eviction and row-wise Adagrad. Phases: model, given plan, sharding, dists, the state
 dicts of model and optimizer, this rank's save plan, the whole save plan with DCP's metadata (on rank 0
-only), unpickled metadata and this rank's load plan, `inspect` without reading rows, and an entry of
-`Checkpoints`. What we add to a shard: bytes that a rank tells the others, and bytes of metadata.
+only), unpickled metadata and this rank's load plan, and an entry of `Checkpoints`. What we add to a shard: bytes that a rank tells the others, and bytes of metadata.
 """
 
 from __future__ import annotations
@@ -76,11 +75,9 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_CHECKSUM,
     SUMMED,
     Entry,
-    open_checkpoint,
 )
 from torchrec_dyn.planner import make_planner
 from torchrec_dyn.ranks import TableLayout
-from torchrec_dyn.tools.inspection import headline
 from torchrec_dyn.whole_model import tables_of
 
 COLUMNS = 256  # so many are cut in two by TorchRec, in a grid
@@ -316,9 +313,6 @@ def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
             loader = LoadPlanner()
             loader.set_up_planner(state, metadata, True)
             reads = len(loader.create_local_plan().items)
-        with phases.of("inspect"):
-            lines = headline(open_checkpoint(folder))
-        assert lines
         peak = resident("VmHWM")
     total = sum(one["cpu_s"] for one in phases.rows.values())
     return {

@@ -102,7 +102,7 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
     with (
         mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(min(NODE, ranks))}),
         mock.patch.object(dist.distributed_c10d, "_store_based_barrier"),  # nobody else comes
-        mock.patch.object(agreement, "_gather_heads", heads),
+        mock.patch.object(agreement, "_gather_numbers", heads),
         mock.patch.object(agreement, "_gather_bytes", gathered),
     ):
         dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=ranks)

@@ -163,7 +163,7 @@ def test_exactly_one_entry_back(line: tuple[Path, list[torch.Tensor]], tmp_path:
     for name in ("delta-00000003", "full-00000002"):
         flip(kept / name / "extra-0.pt")
     job = Job(kept)
-    with pytest.raises(ValueError, match=r"(?s)got delta-00000003: .* full-00000002: .*none"):
+    with pytest.raises(ValueError, match=r"(?s)got delta-00000003: .* full-00000002: .*No other was tried"):
         job.restore(on_damage="previous")
     with pytest.raises(ValueError, match="expected to write after a restore"):
         job.save()

@@ -18,7 +18,13 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint import Checkpoints, TableWriter, open_checkpoint
-from torchrec_dyn.checkpoint_format import SUMMED, content_sums, saved_tensor
+from torchrec_dyn.checkpoint_format import (
+    OPTIMIZER_CHECKSUM,
+    SUMMED,
+    content_sums,
+    from_words,
+    saved_tensor,
+)
 from torchrec_dyn.state_dict import saved_sums, saving
 from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.whole_model import tables_of as whole_tables_of
@@ -81,6 +87,7 @@ def check_sums(folder: str, sums: dict[str, int]) -> None:
         (table,) = open_checkpoint(folder).tables.values()
         table.verify()
         assert {name: table.sums[name] for name in SUMMED} == {**dict.fromkeys(SUMMED, 0), **sums}
+        assert from_words(table.read(OPTIMIZER_CHECKSUM))["ids"] == sums["ids"]
 
 
 def test_the_sums_are_those_of_the_table_under_every_plan_and_writer(tmp_path: Path) -> None:
@@ -151,14 +158,14 @@ def test_the_sum_is_of_the_rows_of_the_table_not_of_what_was_written(tmp_path: P
 def saves_over_another(path: str) -> None:
     """The save is killed when rank 0 has written its file: the index is still the old one."""
     model = trained("row_wise")
-    quietly(dcp.save, state_dict_of(model), checkpoint_id=path)
+    quietly(dcp.save, {"model": model.state_dict()}, checkpoint_id=path)
     step(model, [1, 2])
-    quietly(dcp.save, state_dict_of(model), checkpoint_id=f"{path} later")
+    quietly(dcp.save, {"model": model.state_dict()}, checkpoint_id=f"{path} later")
     if dist.get_rank() == 0:
         Path(f"{path} later/__0_0.distcp").replace(f"{path}/__0_0.distcp")
     dist.barrier()
     with pytest.raises((ValueError, RuntimeError), match="those of several saves"):
-        model.load_state_dict(read(state_dict_of(model), path)["model"])
+        model.load_state_dict(read({"model": model.state_dict()}, path)["model"])
 
 
 def test_a_save_that_was_killed_while_it_wrote_over_another_is_found(tmp_path: Path) -> None:

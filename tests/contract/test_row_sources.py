@@ -245,7 +245,7 @@ class TestMergedTable(RowSourceTests):
         chain = checkpoints.entries()
         saves = [next(iter(open_checkpoint(entry.tables).tables.values())) for entry in chain]
         assert [save.is_delta for save in saves] == [False, True, True]
-        return model.case(MergedTable(saves, entry=chain[-1]))
+        return model.case(MergedTable(saves))
 
 
 class TestOneSave(RowSourceTests):

@@ -14,14 +14,18 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
 from sharded_training import Holder, batches, collection_of, outputs_by_name, shard
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import (
     CacheParams,
     KeyValueParams,
     ParameterSharding,
     ShardingEnv,
+    ShardingPlan,
 )
 from torchrec.modules.embedding_configs import DataType
 
@@ -330,3 +334,63 @@ def test_sharders_offer_all_types_on_cpu() -> None:
     assert pooled.compute_kernels("row_wise", "cpu") == ["fused"]
     sequence = dyn.DynamicEmbeddingCollectionSharder()
     assert sorted(sequence.sharding_types("cpu")) == ["column_wise", "row_wise", "table_wise"]
+
+
+class TwoCollections(nn.Module):
+    """Two collections that both have a table named `t`."""
+
+    def __init__(self, sequence: bool) -> None:
+        super().__init__()
+        pooled = EmbeddingBagConfig(8, 100, name="t", feature_names=["a"])  # type: ignore[call-arg]
+        other = EmbeddingConfig(8, 100, name="t", feature_names=["b"])  # type: ignore[call-arg]
+        self.one = dyn.DynamicEmbeddingBagCollection([pooled])
+        self.two = (
+            dyn.DynamicEmbeddingCollection([other])
+            if sequence
+            else dyn.DynamicEmbeddingBagCollection([copy.deepcopy(pooled)])
+        )
+
+
+def refuse_two(sequence: bool, by: str) -> str:
+    model = TwoCollections(sequence)
+    dim = 100  # EmbeddingBagConfig(num_embeddings, embedding_dim, ...)
+    plan = {"t": shard_by_hand("table_wise", [([0], 0, dim)], rows=8)}
+    sharders = [
+        dyn.DynamicEmbeddingBagCollectionSharder(FUSED_PARAMS),
+        dyn.DynamicEmbeddingCollectionSharder(FUSED_PARAMS),
+    ]
+    make: Any = {"dmp": DistributedModelParallel, "shard_modules": shard_modules}[by]
+    with pytest.raises(ValueError) as caught:
+        make(
+            model,
+            plan=ShardingPlan({"one": plan, "two": plan}),  # type: ignore[dict-item]
+            sharders=sharders,
+        )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sequence, by", [(False, "dmp"), (True, "dmp"), (True, "shard_modules")])
+def test_one_name_in_two_collections_is_refused(sequence: bool, by: str) -> None:
+    (text,) = workers.run(refuse_two, sequence, by, world_size=1)
+    expected = "expected a name that is unique in the model, got the name of a table of 'one': "
+    expected += "both would have the same initial rows, which depend on the name. Rename one"
+    assert f"('two')(table='t'): {expected}" in text
+
+
+def shard_a_student_and_its_teacher() -> None:
+    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))])
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    models = [
+        DistributedModelParallel(
+            nn.ModuleDict({path: collection_of(case)}),
+            env=env,
+            plan=ShardingPlan({path: {"t": case.tables[0].plan}}),  # type: ignore[dict-item]
+            sharders=[dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))],  # type: ignore[list-item]
+        )
+        for path in ("student", "teacher")
+    ]
+    assert len(models) == 2
+
+
+def test_two_models_over_one_environment_may_have_the_same_tables() -> None:
+    workers.run(shard_a_student_and_its_teacher, world_size=1)

@@ -308,6 +308,17 @@ def test_a_fork_is_refused(job: Job, tmp_path: Path, is_full: bool, is_lost: boo
     other.trainer.checkpoints.close()
 
 
+def test_a_fork_is_seen_though_older_entries_are_gone(job: Job, tmp_path: Path) -> None:
+    job.save(3)
+    job.follower.poll()
+    other = job.restored_at(tmp_path, 2)
+    other.save(full=True)
+    shutil.rmtree(job.entry("full", 1))
+    with pytest.raises(serving.ForkedChain):
+        job.follower.poll()
+    other.trainer.checkpoints.close()
+
+
 def test_another_directory_is_a_fork(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.save(4)
     job.follower.poll()
@@ -383,7 +394,7 @@ def kill_at(name: str, module: Any, call: Callable[[], Any]) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("at", ["write_tables", "write_changes", "switch"])
+@pytest.mark.parametrize("at", ["write_tables", "switch"])
 def test_a_build_aside_that_is_killed(job: Job, at: str) -> None:
     job.save()
     job.follower.poll()

@@ -1,6 +1,5 @@
 """`python -m torchrec_dyn inspect`: what it tells, when it refuses, how it ends."""
 
-import io
 import os
 import re
 import runpy
@@ -28,9 +27,7 @@ from torchrec_dyn import __main__ as command_line
 from torchrec_dyn.__main__ import main
 from torchrec_dyn.checkpoint import export_delta, mark
 from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM
-from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 from torchrec_dyn.storage.id_map import canonical_order
-from torchrec_dyn.tools import inspection
 from torchrec_dyn.tools.inspection import (
     Histogram,
     histogram_of_norms,
@@ -262,29 +259,6 @@ def test_a_plot_that_cannot_be_made_is_a_wrong_usage(saved, tmp_path, capsys, mo
     with pytest.raises(SystemExit) as ended:
         told(capsys, saved, "--plot", tmp_path / "out.png")
     assert ended.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_a_slow_read_shows_a_bar_on_a_terminal_only(saved, capsys, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(inspection, "_SLOW", 0.0)
-    assert told(capsys, saved)[2] == ""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert command_line.main(["inspect", str(saved)]) == 0
-    assert "user" in terminal.getvalue() and "B/s" in terminal.getvalue()
-
-
-def test_progress_is_told_of_every_byte(saved, monkeypatch):
-    from torchrec_dyn.tools.inspection import names_to_read, read_rows
-
-    (table,) = open_checkpoint(saved).tables.values()
-    for verify in (False, True):
-        read = []
-        read_rows(table, verify, read.append)
-        assert sum(read) == 2000 * table.row_bytes_of(names_to_read(table, verify))
 
 
 def test_the_reader_of_the_output_may_leave(saved, tmp_path):

@@ -401,11 +401,7 @@ class Checkpoints:
 
         def choose() -> tuple[list[str], Choice | None]:
             check_optimizer(optimizer, _RESTORE)
-            if on_damage not in ("raise", "previous"):
-                raise ValueError(
-                    f'{_RESTORE}: expected on_damage "raise" or "previous", got {on_damage!r}.'
-                )
-            names = checked_names(extra or {}, leave_out)
+            names = checked_names(extra or {}, leave_out, on_damage)
             return names, None if rank else choice_of(self.path, step)
 
         ranks = gather_results(group, _RESTORE, choose)
@@ -423,31 +419,24 @@ class Checkpoints:
             check_ranks(entry, len(ranks), left_out)
             load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load)
             error = self._damage_in(load, extra or {})
-            if error is not None:
-                skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
-                if rank == 0:
-                    entry.note_failed()
-                continue
-            values = {name: value for name, value in load.values.items() if name not in left_out}
-            for name, target in (extra or {}).items():
-                target.load_state_dict(values[name])
-            # A delta would miss the tables that a partial load skipped.
-            is_marked = self._full_every > 1 and load.is_same and not allow_partial_load
-            self._marker = mark(model) if is_marked else None
-            self._line, self._highest = list(line), choice.highest
+            if error is None:
+                self._continue(load, choice.highest)
+                values = {name: one for name, one in load.values.items() if name not in left_out}
+                return Restored(entry.step, values, entry, skipped)
+            skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
             if rank == 0:
-                entry.note_restored(choice.highest)
-            return Restored(entry.step, values, entry, skipped)
-        before = choice.entries[last_try] if len(choice.entries) > last_try else None
-        hint = (
-            "There is none before it."
-            if before is None
-            else f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
-            'restore(on_damage="previous").'
-        )
+                entry.note_failed()
         raise ValueError(
-            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} {hint}"
+            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} "
+            f"{choice.way_out(last_try)}"
         ) from error
+
+    def _continue(self, load: LineLoad, highest: int) -> None:
+        """Makes the next save continue the chain of an entry that was loaded. Collective."""
+        self._marker = mark(load.model) if self._full_every > 1 and load.is_same else None
+        self._line, self._highest = list(load.line), highest
+        if load.rank == 0:
+            load.entry.note_restored(highest)
 
     def _damage_in(self, load: LineLoad, objects: Mapping[str, Any]) -> BaseException | None:
         """Loads an entry; returns the error if it is damaged. Collective."""
@@ -463,6 +452,8 @@ class Checkpoints:
             return error
         if misfit:
             raise ValueError(misfit)
+        for name, target in objects.items():
+            target.load_state_dict(load.values[name])
         return None
 
     def forget(

@@ -18,19 +18,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from torchrec_dyn.checkpoint.table_writer import TableWriter
-from torchrec_dyn.checkpoint_format import FileWriter, digest_of_file, naming
+from torchrec_dyn.checkpoint_format import FileWriter, naming
 from torchrec_dyn.ranks import run_together
 from torchrec_dyn.storage import lacks_memory
 
 _BUFFER_BYTES = 1 << 20
 _SEEN_WITHIN = 30.0  # seconds, for file systems that show new files late
-_DIGESTS = "__digests"
 
 
 def save_files(
@@ -44,7 +40,7 @@ def save_files(
 
     `is_new` is True if the directory did not exist before the call on any rank. An error leaves no file.
     """
-    writer = None if "://" in str(path) else PartWriter(path)
+    writer = None if "://" in str(path) else writer_of(path)
     try:
         save_part(state, path, writer, group)
         if writer is not None and group is not None:
@@ -54,6 +50,15 @@ def save_files(
         if writer is not None:
             _remove_files(Path(path), is_new)
         raise
+
+
+def writer_of(
+    path: str | os.PathLike[str], write_beside: Callable[[], Path] | None = None
+) -> TableWriter:
+    """Returns a writer whose errors are OSErrors that name the file; `write_beside` is as of TableWriter."""
+    writer = TableWriter(path)
+    writer.fs, writer._write_beside = _Files(), write_beside
+    return writer
 
 
 def save_part(
@@ -121,52 +126,6 @@ def _remove_files(folder: Path, is_new: bool) -> None:
             path.unlink(missing_ok=True)
         if is_new:
             folder.rmdir()
-
-
-class PartWriter(TableWriter):
-    """Writes the files of a state dict to a folder.
-
-    Each rank calls `write_beside`, which writes one file more and returns its path. When the save has ended
-    rank 0 has the digests of these files: DCP brings them, and an error of one rank to all ranks.
-
-    Attributes:
-        files: the files that the ranks have written; on rank 0.
-        digests: with `write_beside`, their digests by path in the folder above; on rank 0.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], write_beside: Callable[[], Path] | None = None
-    ) -> None:
-        super().__init__(path)
-        self.fs = _Files()
-        self._folder, self._write_beside = Path(path), write_beside
-        self.files: list[Path] = []
-        self.digests: dict[str, str] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the files of this rank; called by DCP."""
-        written = super().write_data(plan, planner)
-        if self._write_beside is None:
-            return written
-        names = {result.storage_data.relative_path for result in written.value()}
-        files = [self._write_beside(), *(self._folder / name for name in sorted(names))]
-        digests = {
-            str(file.relative_to(self._folder.parent)): digest_of_file(file) for file in files
-        }
-        results: Future[list[WriteResult]] = Future()
-        results.set_result([*written.value(), WriteResult(MetadataIndex(_DIGESTS), 0, digests)])
-        return results
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Takes over the digests, and writes DCP's metadata; called by DCP on the coordinator."""
-        written = [result for of_rank in results for result in of_rank]
-        for result in written:
-            if result.index.fqn == _DIGESTS:
-                self.digests |= result.storage_data
-        written = [result for result in written if result.index.fqn != _DIGESTS]
-        names = {getattr(result.storage_data, "relative_path", "") for result in written}
-        self.files = [self._folder / name for name in sorted(names - {""})]
-        super().finish(metadata, [written])
 
 
 class _Files(FileSystem):

@@ -283,8 +283,14 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     return values, saved["options"]
 
 
-def checked_names(objects: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
-    """Returns the names of the values that are left out, if values can be loaded into the objects."""
+def checked_names(
+    objects: Mapping[str, Any], left_out: Collection[str], on_damage: str
+) -> list[str]:
+    """Returns the names of the values that are left out, if the arguments of `restore` are right."""
+    if on_damage not in ("raise", "previous"):
+        raise ValueError(
+            f'Checkpoints.restore: expected on_damage "raise" or "previous", got {on_damage!r}.'
+        )
     _check_named(objects, "Checkpoints.restore")
     if isinstance(left_out, str) or not objects.keys().isdisjoint(left_out):
         raise ValueError(

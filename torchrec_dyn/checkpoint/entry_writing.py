@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from torchrec_dyn.checkpoint.dcp_files import PartWriter, check_is_shared, save_part
+from torchrec_dyn.checkpoint.dcp_files import check_is_shared, save_part, writer_of
 from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, mark
 from torchrec_dyn.checkpoint.dense_part import (
     SavedValue,
@@ -153,9 +153,9 @@ class EntryWriter:
         """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
         entry, group = self.entry, self.group
         path = entry.extra_of(self.rank)
-        dense = PartWriter(entry.dense, partial(write_values, self.values, self.options, path))
+        dense = writer_of(entry.dense, partial(write_values, self.values, self.options, path))
         try:
-            save_part(self.parts.rows, entry.tables, PartWriter(entry.tables), group)
+            save_part(self.parts.rows, entry.tables, writer_of(entry.tables), group)
             save_part(self.parts.dense, entry.dense, dense, group)
             ranks = gather_results(group, _CALL, lambda: self._commit(dense.digests))
         except BaseException:

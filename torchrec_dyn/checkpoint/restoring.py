@@ -80,6 +80,16 @@ class Choice(NamedTuple):
     fault: str
     highest: int
 
+    def way_out(self, tries: int) -> str:
+        """Returns what to do if none of the first entries could be loaded."""
+        if len(self.entries) <= tries:
+            return "No other was tried."
+        before = self.entries[tries]
+        return (
+            f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
+            'restore(on_damage="previous").'
+        )
+
 
 def choice_of(path: Path, step: int | None) -> Choice:
     """Returns what a restore of a directory may load: of a step, or of None the newest entry."""
@@ -114,8 +124,8 @@ class LineLoad:
         is_partial: bool,
     ) -> None:
         self.model, self._optimizer, self._tables = model, optimizer, tables
-        self._entry, self._line, self._is_partial = entry, line, is_partial
-        self.group = tables[0].group
+        self.entry, self.line, self._is_partial = entry, line, is_partial
+        self.group, self.rank = tables[0].group, tables[0].rank
         self.values: dict[str, Any] = {}
         self.is_same = False
 
@@ -125,11 +135,11 @@ class LineLoad:
         Returns what does not fit the model and the objects, "" if all fits; the keys of saved optimizer state
         without a place on this rank; and on rank 0 whether a delta may follow.
         """
-        tables, line = self._tables, self._line
-        group, rank, misfit, is_same = self.group, tables[0].rank, "", False
+        tables, line = self._tables, self.line
+        group, rank, misfit, is_same = self.group, self.rank, "", False
         if not line:
             raise ValueError(
-                f"{self._entry.path}: expected the full save and deltas before it, got no such line."
+                f"{self.entry.path}: expected the full save and deltas before it, got no such line."
             )
         _check_files(line, rank, 1 if group is None else dist.get_world_size(group))
         if rank == 0:
@@ -148,7 +158,8 @@ class LineLoad:
 
     def misfit_in(self, ranks: Sequence[tuple[str, set[str], bool]]) -> str:
         """Returns what does not fit, "" if all fits, from the results of `prepare` by rank."""
-        self.is_same = ranks[0][2]
+        # A delta would miss the tables that a partial load skipped.
+        self.is_same = ranks[0][2] and not self._is_partial
         for misfit, *_ in ranks:
             if misfit:
                 return misfit
@@ -158,7 +169,7 @@ class LineLoad:
         if not left or self._is_partial:
             return ""
         return (
-            f"{self._entry.path}: expected an optimizer with state for {_STATE}{min(left)}, got one without. "
+            f"{self.entry.path}: expected an optimizer with state for {_STATE}{min(left)}, got one without. "
             f"Restore with the optimizers and parameters that were saved. {_PARTIAL}"
         )
 
@@ -179,7 +190,7 @@ class LineLoad:
 
     def commit(self) -> None:
         """Loads the line. Collective."""
-        model, optimizer, line = self.model, self._optimizer, self._line
+        model, optimizer, line = self.model, self._optimizer, self.line
         group, is_partial = self.group, self._is_partial
         planner = LoadPlanner(path=line[0].tables, allow_partial_load=is_partial)
         load_files(self._rows, line[0].tables, planner, group)

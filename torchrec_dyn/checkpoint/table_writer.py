@@ -6,20 +6,23 @@ have no CRC-32, which torch.load does not compare: the rows of dynamic tables ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from torchrec_dyn.checkpoint_format import ROW_TENSORS, SavedTensor
+from torchrec_dyn.checkpoint_format import ROW_TENSORS, SavedTensor, digest_of_file
+
+_DIGESTS = "__digests"
 
 
 class TableWriter(FileSystemWriter):
@@ -35,6 +38,11 @@ class TableWriter(FileSystemWriter):
     zip file reports a wrong CRC-32.
     """
 
+    files: Sequence[Path] = ()  # that the ranks have written; on rank 0
+    digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
+    # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to all.
+    _write_beside: Callable[[], Path] | None = None
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Writes the files of this rank; called by DCP."""
         state = getattr(planner, "state_dict", {})
@@ -44,7 +52,28 @@ class TableWriter(FileSystemWriter):
             is_serial = self.thread_count == 1
             items = [item for item in plan.items if is_serial and item.index.fqn in tables]
             ahead = _Ahead(planner, tables, items, reader)
-            return super().write_data(plan, cast(SavePlanner, ahead))
+            written = super().write_data(plan, cast(SavePlanner, ahead))
+        if self._write_beside is None:
+            return written
+        files = [self._write_beside(), *self._files(written.value())]
+        folder = Path(self.path).parent
+        digests = {str(file.relative_to(folder)): digest_of_file(file) for file in files}
+        results: TorchFuture[list[WriteResult]] = TorchFuture()
+        results.set_result([*written.value(), WriteResult(MetadataIndex(_DIGESTS), 0, digests)])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Takes over the digests, and writes DCP's metadata; called by DCP on the coordinator."""
+        both = [result for of_rank in results for result in of_rank]
+        written = [result for result in both if result.index.fqn != _DIGESTS]
+        digests = [result.storage_data for result in both if result.index.fqn == _DIGESTS]
+        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        self.files = self._files(written)
+        super().finish(metadata, [written])
+
+    def _files(self, written: Sequence[WriteResult]) -> list[Path]:
+        names = {result.storage_data.relative_path for result in written}
+        return [Path(self.path) / name for name in sorted(names)]
 
 
 @contextmanager

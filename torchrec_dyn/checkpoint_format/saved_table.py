@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,6 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     from_words,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.entries import Entry
 from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
@@ -259,7 +258,7 @@ class SavedTable:
 class MergedTable(RowSource):
     """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
 
-    `entry` is that of the last save, whose content sums the rows must have; None: they are in the save.
+    A delta names the content sums to which it leads; the rows must have them. `step` is that of the entry.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
@@ -267,12 +266,11 @@ class MergedTable(RowSource):
     """
 
     def __init__(
-        self, saves: Sequence[SavedTable], where: str | None = None, entry: Entry | None = None
+        self, saves: Sequence[SavedTable], where: str | None = None, step: int | None = None
     ) -> None:
         self._saves, self.last = tuple(saves), saves[-1]
         last = self.last
         self.where = where or last.where
-        self.most_rows = sum(save.num_rows for save in saves)
         dtypes = sorted({str(save.dtype) for save in saves})
         if len(dtypes) > 1:
             raise ValueError(
@@ -281,15 +279,24 @@ class MergedTable(RowSource):
             )
         self.name, self.embedding_dim, self.dtype = last.name, last.embedding_dim, last.dtype
         self.seed = int(last.config.get("seed", 0))
-        self.step = None if entry is None else entry.step
+        self.step = step
+        self.most_rows = sum(save.num_rows for save in saves)
         self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
         if "clock" in last.names:
             self.clock = last.read("clock")
-        saved = last.sums if entry is None else entry.sums_by_tensor().get(last.name, {})
         rounded = _rounded(self._saves)
+        is_chain = len(saves) > 1 and last.is_delta
+        saved = from_words(last.read("result")) if is_chain else last.sums
         self.sums = {
             name: saved.get(name, 0) for name in (*ROW_TENSORS, "waiting") if name not in rounded
         }
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The number of rows; of several saves all ids are read."""
+        if len(self._saves) == 1:
+            return self.last.num_rows
+        return sum(len(chunk["ids"]) for chunk in self.chunks(()))
 
     @property
     def names(self) -> tuple[str, ...]:

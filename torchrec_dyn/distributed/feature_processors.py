@@ -117,7 +117,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             if spread := _spread_tables(changed):
                 _check_sends_positions(processors, spread, self._where)
 
-        def follow(_: bool) -> None:
+        def follow() -> None:
             self._lookups = collection._lookups
             self._row_wise_sharded = bool(_spread_tables(collection.module_sharding_plan))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
 from torchrec_dyn.sharding import kernels_of
 from torchrec_dyn.state_dict import load_tables, save_tables
-from torchrec_dyn.storage import OpenForwards, TableLock, changes, locked, run_to_end
+from torchrec_dyn.storage import OpenForwards, TableLock, commit, locked
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
@@ -260,25 +259,23 @@ class LocalShards:
         self._tables = self._by_name()
 
     @locked
-    @changes
-    def replace_with(self, other: LocalShards, *others: Callable[[bool], object]) -> None:
-        """Replaces the shards by the shards of another plan. Existing handles then use the new shards.
+    def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:
+        """Replaces the shards by the shards of another plan, also in the tables that users hold.
 
-        Further actions of `run_to_end` make the same change elsewhere.
+        `follow` makes the same change elsewhere.
         """
-        run_to_end(partial(self._replace, other), *others)
-
-    def _replace(self, other: LocalShards, again: bool) -> None:
-        for shards in self._tables.values():
-            for shard in shards:
-                if shard not in other._tables[shard.name]:
-                    # Earlier state dicts and graphs are not valid any more. Two more, after an interrupt, say
-                    # the same as one more.
-                    shard.generation += 1
-        kept = {"batches": self.batches, "_handles": self._handles}
-        self.__dict__.update({**other.__dict__, **kept})
-        for name, handle in self._handles.items():
-            handle.follow(self.table(name))
+        with commit(*self.tables()):
+            for shards in self._tables.values():
+                for shard in shards:
+                    if shard not in other._tables[shard.name]:
+                        shard.generation += (
+                            1  # earlier state dicts and graphs are not valid any more
+                        )
+            kept = {"batches": self.batches, "_handles": self._handles}
+            self.__dict__.update({**other.__dict__, **kept})
+            for name, handle in self._handles.items():
+                handle.follow(self.table(name))
+            follow()
 
     def groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""

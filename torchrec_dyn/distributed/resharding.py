@@ -3,7 +3,7 @@
 1. A second collection is created with the new plan.
 2. Tables that move are copied into it; the shards of all other tables are put into it without a copy.
 3. After steps 1 and 2 succeeded on all ranks, the first collection gets the attributes of the second. Before
-   this step the first collection has not changed. This step is run to its end, whatever interrupts it.
+   this step the first collection has not changed.
 
 The first collection stays the same module with the same optimizer, so models and pipelines that hold them
 continue.
@@ -42,14 +42,14 @@ def reshard(
     env: ShardingEnv,
     device: torch.device | None,
     wrapped: Callable[[], None] | None = None,
-    follow: Callable[[bool], None] | None = None,
+    follow: Callable[[], None] | None = None,
 ) -> None:
     """Moves tables of a collection to the ranks of another plan: all of these tables, or none. Collective.
 
     The sharder has the arguments with which the collection was sharded. `changed` is the new plan of the
     tables that move; it may contain others. A device of None leaves the rows where they are. `wrapped` checks
-    the plan for the feature processors around the collection; None: there are none. `follow`, an action of
-    `run_to_end`, changes them with the collection.
+    the plan for the feature processors around the collection; None: there are none. `follow`
+    changes them with the collection.
 
     Raises:
         ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
@@ -177,11 +177,13 @@ def _check_at_rest(shards: LocalShards) -> None:
     )
 
 
-def _replace_attributes(collection: Any, made: Any, follow: Callable[[bool], None] | None) -> None:
+def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] | None) -> None:
     attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
-    collection._shards.replace_with(
-        made._shards,
-        lambda _: collection._optim.drive(made._shards.groups()),
-        lambda _: vars(collection).update(attributes),
-        *([follow] if follow else []),
-    )
+
+    def replace() -> None:
+        collection._optim.drive(made._shards.groups())
+        vars(collection).update(attributes)
+        if follow is not None:
+            follow()
+
+    collection._shards.replace_with(made._shards, replace)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from torchrec_dyn.modules import (
     chosen_fused_params,
     chosen_output_dtype,
     merged_fused_params,
+    model_being_sharded,
     placement_options,
     placement_warning,
     with_fbgemm_dtype,
@@ -84,7 +86,7 @@ def set_up(
     device: torch.device | None,
     module_fqn: str | None,
 ) -> ShardingSetup:
-    """Checks the plan and the optimizers, before anything is built.
+    """Checks the plan, the optimizers and the names of the tables, before anything is built.
 
     `holder` is the attribute of the unsharded collection that holds the tables, `sharding_types` are those
     that it supports, and `module_fqn` is its path in the model. A device of None is the CPU.
@@ -101,6 +103,7 @@ def set_up(
     tables: dict[str, UnshardedTable] = {config.name: held[config.name] for config in configs}
     merged = merged_fused_params(fused_params, module.fused_params)
     view = ShardableView(module, configs, tables, holder, layouts, merged, for_our_kernel, where)
+    _claim_names([config.name for config in configs], module_fqn, where)
     if view.tables_by_default:
         warnings.warn(
             f"{where}: no optimizer was chosen for tables {listed(view.tables_by_default)}; their rows "
@@ -156,6 +159,29 @@ def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str
 
 # Fields of a plan, from ParameterConstraints, that place rows as PLACEMENT_KEYS of `fused_params` do.
 _PLACED_BY_PLAN = ("cache_params", "enforce_hbm", "key_value_params")
+
+
+_tables_of_model: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> None:
+    """Raises ValueError if another collection of the model has a table of the same name.
+
+    Both tables would have the same initial rows. Tables of two models may have the same name: a student and
+    its teacher begin alike. Collections that are sharded one by one, by calls of a sharder, are not compared.
+    """
+    model = model_being_sharded()
+    if module_fqn is None or model is None:
+        return
+    claimed = _tables_of_model.setdefault(model, {})
+    for name in names:
+        if claimed.get(name, module_fqn) != module_fqn:
+            raise ValueError(
+                f"{where}(table='{name}'): expected a name that is unique in the model, got the name of a "
+                f"table of '{claimed[name]}': both would have the same initial rows, which depend on the "
+                "name. Rename one of the tables in its config, before it is trained."
+            )
+    claimed.update(dict.fromkeys(names, module_fqn))
 
 
 class ShardableView(DefaultSelection, nn.Module):

@@ -59,5 +59,6 @@ from torchrec_dyn.modules.wrapper_checks import (
     check_is_no_dmp,
     check_not_gathered,
     check_runs_once,
+    model_being_sharded,
 )
 from torchrec_dyn.ranks import TableHandle

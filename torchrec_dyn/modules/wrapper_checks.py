@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.shard import shard_modules
 
 from torchrec_dyn.name_lists import listed
 
@@ -38,6 +39,8 @@ _DDP_BUILT = _codes(DistributedDataParallel.__init__)
 _WRAPPED = _codes(DistributedDataParallel.forward, DistributedModelParallel.forward)
 _STATIC_BUILT = _codes(ShardedEmbeddingBagCollection.__init__, ShardedEmbeddingCollection.__init__)
 _FULLY_SHARD = _codes(fully_shard)
+_DMP_BUILT = _codes(DistributedModelParallel.__init__)
+_MODULES_SHARDED = _codes(shard_modules)
 _SAVED = _codes(dcp_state_dict._get_model_state_dict)
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
@@ -97,6 +100,12 @@ def check_not_made_static(where: str, collection: nn.Module) -> None:
             f"{where}: expected a sharder of torchrec_dyn, got TorchRec's, which makes static tables. "
             f"{_WHAT_TO_DO}. A managed-collision module cannot contain dynamic tables."
         )
+
+
+def model_being_sharded() -> nn.Module | None:
+    """Returns the DMP, or the model of `shard_modules`, around a collection; None: it is sharded alone."""
+    dmp: nn.Module | None = _running("self", _DMP_BUILT)
+    return _running("module", _MODULES_SHARDED) if dmp is None else dmp
 
 
 def check_not_gathered(where: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_dyn.checkpoint_format import SavedTable, commit, open_checkpoint
+from torchrec_dyn.checkpoint_format import MergedTable, commit, open_checkpoint
 from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, only_writer
 from torchrec_dyn.serving.id_maps import maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
@@ -26,7 +26,6 @@ from torchrec_dyn.serving.manifest import (
     served_manifest,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.update import write_changes
 from torchrec_dyn.serving.writing import (
     CHUNK_BYTES,
     chosen_tables,
@@ -80,14 +79,14 @@ def build_new(
             f"serving.build: expected nothing at {target}, got something. "
             f"Build at a path that does not exist, such as {target / 'tables'}, or remove it first."
         )
-    saved = _full_tables(checkpoints[0], tables, f"serving.build({checkpoints[0]})")
+    saved = _merged_tables(checkpoints, tables, f"serving.build({checkpoints[0]})")
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         beside.chmod(0o755)
         with only_writer(beside):  # so that `remove_unfinished` sees that the folder is in use
-            generation = _write_chain(beside, saved, row_format, checkpoints[1:], entry)
+            generation = _serve(beside, saved, row_format, entry)
             os.rename(beside, target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -124,35 +123,39 @@ def build_instead(
     entry: ServedEntry | None = None,
 ) -> str:
     """Replaces generation `before` by a full checkpoint and the deltas after it; returns the new one."""
-    saved = _full_tables(checkpoints[0], tables, f"serving.build_again({checkpoints[0]})")
+    saved = _merged_tables(checkpoints, tables, f"serving.build_again({checkpoints[0]})")
     with replacing(path, before):
-        return _write_chain(path, saved, RowFormat(rows), checkpoints[1:], entry)
+        return _serve(path, saved, RowFormat(rows), entry)
 
 
-def _full_tables(
-    checkpoint: Folder, names: Sequence[str] | None, where: str
-) -> dict[str, SavedTable]:
-    saved = chosen_tables(open_checkpoint(checkpoint).tables, names, where)
+def _merged_tables(
+    checkpoints: Sequence[Folder], names: Sequence[str] | None, where: str
+) -> dict[str, MergedTable]:
+    """Returns the tables by name as they are after a full checkpoint and the deltas after it."""
+    saved = chosen_tables(open_checkpoint(checkpoints[0]).tables, names, where)
     for name, table in saved.items():
         if table.is_delta:
             raise ValueError(
                 f"{where}: expected a checkpoint, got a delta of table '{name}'. Build from the full "
                 "checkpoint, then call serving.apply_delta."
             )
-    return saved
+    deltas = [
+        chosen_tables(open_checkpoint(folder).tables, tuple(saved), f"{where}, {folder}")
+        for folder in checkpoints[1:]
+    ]
+    return {
+        name: MergedTable([table, *(delta[name] for delta in deltas)])
+        for name, table in saved.items()
+    }
 
 
-def _write_chain(
+def _serve(
     folder: Path,
-    saved: Mapping[str, SavedTable],
+    saved: Mapping[str, MergedTable],
     row_format: RowFormat,
-    deltas: Sequence[Folder],
     entry: ServedEntry | None,
 ) -> str:
-    """Writes the tables of a full checkpoint with the deltas after it, and serves them."""
     generation = write_tables(folder, saved, row_format, entry)
-    if deltas:
-        generation = write_changes(folder, generation, deltas, entry)
     # The files of before go at once, too: some of their rows may have been forgotten.
     switch(folder, generation)
     return generation
@@ -160,7 +163,7 @@ def _write_chain(
 
 def write_tables(
     folder: Path,
-    saved: Mapping[str, SavedTable],
+    saved: Mapping[str, MergedTable],
     row_format: RowFormat,
     entry: ServedEntry | None,
 ) -> str:
@@ -186,12 +189,12 @@ def write_tables(
     return generation
 
 
-def _new_table(table: SavedTable) -> ServedTable:
+def _new_table(table: MergedTable) -> ServedTable:
     return ServedTable(
         embedding_dim=table.embedding_dim,
-        trained_as=str(table.config["rows"]),
-        initializer=dict(table.config["initializer"]),
-        seed=int(table.config["seed"]),
+        trained_as=str(table.last.config["rows"]),
+        initializer=dict(table.last.config["initializer"]),
+        seed=int(table.last.config["seed"]),
         num_rows=table.num_rows,
         capacity=slots_for(table.num_rows),
         key=new_key(),

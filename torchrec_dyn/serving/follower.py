@@ -351,7 +351,7 @@ def _is_fork(chain: SavedChain, served: ServedEntry) -> bool:
         return False
     if newest.sequence < served.sequence:  # the newest entries cannot be read, or were never here
         return chain.highest < served.sequence
-    return line[-1].parent is None or line[-1].sequence <= served.sequence
+    return line[-1].sequence <= served.sequence
 
 
 def _way_to(chain: SavedChain, entry: Entry, begin: str | None) -> list[Entry] | None:

@@ -125,10 +125,7 @@ def _tables_after(line: Sequence[Entry]) -> dict[str, MergedTable]:
         {table.name: table for table in open_checkpoint(entry.tables).tables.values()}
         for entry in line
     ]
-    return {
-        name: MergedTable([save[name] for save in saves if name in save], entry=line[-1])
-        for name in saves[-1]
-    }
+    return {name: MergedTable([save[name] for save in saves if name in save]) for name in saves[-1]}
 
 
 def _tables_that_differ(first: Entry, second: Entry) -> list[str]:

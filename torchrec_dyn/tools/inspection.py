@@ -8,11 +8,10 @@ Legend: M values of a chunk, E edges of a histogram.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
+    SCORES,
     SavedCheckpoint,
     SavedTable,
     open_checkpoint,
@@ -28,8 +28,6 @@ from torchrec_dyn.checkpoint_format import (
 
 _MOST_BARS = 10
 _BAR_WIDTH = 32
-_SCORES = ("last_seen", "count")
-_SLOW = 1.0  # seconds after which a progress bar appears
 _BLUE = "#3b6ea5"
 
 
@@ -47,9 +45,7 @@ def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
     block = _block()
     reports = []
     for table in checkpoint.tables.values():
-        size = table.num_rows * table.row_bytes_of(names_to_read(table, verify))
-        with _progress(size, table.name) as advance:
-            reports.append(read_rows(table, verify, advance))
+        reports.append(read_rows(table, verify))
         print("\n".join(table_lines(reports[-1], block)), flush=True)
     if verify:
         print("\neverything read and checked: no damage")
@@ -65,20 +61,6 @@ def _block() -> str:
     except UnicodeEncodeError:
         return "#"
     return "█"
-
-
-@contextlib.contextmanager
-def _progress(size: int, name: str) -> Iterator[Callable[[int], object]]:
-    """Shows a progress bar on a terminal if a table takes long."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError:
-        yield lambda read: None
-        return
-    with tqdm(
-        total=size, desc=name, unit="B", unit_scale=True, delay=_SLOW, disable=None, leave=False
-    ) as bar:
-        yield bar.update
 
 
 def headline(checkpoint: SavedCheckpoint) -> list[str]:
@@ -182,41 +164,24 @@ class TableReport:
     histograms: list[Histogram]  # of the norms, and of ages and counts if scores are saved
 
 
-def read_rows(table: SavedTable, verify: bool, progress: Callable[[int], object]) -> TableReport:
-    """Reads all rows of a table, in chunks, and returns the report.
-
-    With `verify` all other tensors are read and checked, too. `progress` gets the bytes of each chunk.
-    """
+def read_rows(table: SavedTable, verify: bool) -> TableReport:
+    """Reads rows, scores and, with `verify`, all other tensors of a table, and returns the report."""
     if verify:
         table.verify_small()
     norms, not_finite = histogram_of_norms(), 0
     ages = histogram_of_steps("age of rows (steps since last seen)")
     counts = histogram_of_steps("count of rows (times seen)")
-    names = names_to_read(table, verify)
+    scores = [name for name in SCORES if name in table.row_names]
     now = _last_step(table)
-    for chunk in table.chunks(names):
-        if "weight" in chunk:
-            lengths = _norms(chunk["weight"])
-            finite = lengths.isfinite()
-            norms.add(lengths[finite])
-            not_finite += int((~finite).sum())
-        if "last_seen" in chunk:
+    for chunk in table.chunks(table.row_names if verify else ("weight", *scores)):
+        lengths = _norms(chunk["weight"])
+        finite = lengths.isfinite()
+        norms.add(lengths[finite])
+        not_finite += int((~finite).sum())
+        if scores:
             ages.add((now - chunk["last_seen"]).clamp(min=0))
-        if "count" in chunk:
             counts.add(chunk["count"])
-        progress(sum(one.numel() * one.itemsize for one in chunk.values()))
-    shown = [
-        norms,
-        *(one for one, name in zip((ages, counts), _SCORES, strict=True) if name in names),
-    ]
-    return TableReport(table, not_finite, shown)
-
-
-def names_to_read(table: SavedTable, verify: bool) -> tuple[str, ...]:
-    """Returns the names of the tensors by row that `read_rows` reads."""
-    if verify:
-        return table.row_names
-    return tuple(name for name in ("ids", "weight", *_SCORES) if name in table.row_names)
+    return TableReport(table, not_finite, [norms, *([ages, counts] if scores else [])])
 
 
 def _last_step(table: SavedTable) -> int:

@@ -262,7 +262,8 @@ def saved_rows(
             f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "
             "Give the directory of Checkpoints that it is in."
         )
-    return MergedTable(saves, f"{call}(table='{saves[-1].name}', {folders[-1]})", entry)
+    where = f"{call}(table='{saves[-1].name}', {folders[-1]})"
+    return MergedTable(saves, where, None if entry is None else entry.step)
 
 
 def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
