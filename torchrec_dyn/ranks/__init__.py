@@ -7,8 +7,15 @@ Imports `table`, `storage` and the ground; this is the lowest room that imports 
 `host_group` returns the group for tensors of the CPU.
 """
 
-from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
-from torchrec_dyn.ranks.groups import background_group, host_group
+from torchrec_dyn.ranks.agreement import (
+    agree,
+    background_group,
+    exchange,
+    gather_results,
+    host_group,
+    run_together,
+    settle,
+)
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,

@@ -19,15 +19,19 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrec_dyn.ranks.groups import host_group
 from torchrec_dyn.storage import lacks_memory
 
 T = TypeVar("T")
+
+_HOST = torch.device("cpu")
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
@@ -196,3 +200,64 @@ def _gather(group: dist.ProcessGroup, sent: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
     dist.all_gather(parts, own, group=host_group(group))
     return [bytes(received[begin : begin + size]) for begin in range(0, len(received), size)]
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of the same ranks that can send tensors of the CPU. Collective.
+
+    It is `group` itself if that has a backend for the CPU, as groups of "gloo" and of "cpu:gloo,cuda:nccl"
+    have. Else it is a group of gloo with the same time-out, made by the first call; later calls return it
+    without communication.
+
+    Raises:
+        ValueError: if `group` has no backend for the CPU, and not all ranks in their order.
+    """
+    if _HOST in group._device_types:
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        if not _has_all_ranks(group):
+            raise ValueError(
+                f"process group of ranks {ranks}: expected a backend for tensors of the CPU, or all "
+                f"{dist.get_world_size()} ranks in order, got backend '{dist.get_backend(group)}' alone. "
+                "Create the group with backend='cpu:gloo,cuda:nccl'."
+            )
+        _host_groups[group] = _new_group(group)
+    return _host_groups[group]
+
+
+def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a group of gloo of the same ranks, for a thread beside the one that trains. Collective.
+
+    The first call makes it; later calls return it without communication.
+
+    Raises:
+        ValueError: if `group` has not all ranks in their order.
+    """
+    if group not in _background_groups:
+        if not _has_all_ranks(group):
+            raise ValueError(
+                f"process group of ranks {dist.get_process_group_ranks(group)}: expected all "
+                f"{dist.get_world_size()} ranks in order to save in the background, got some. "
+                "Save without it."
+            )
+        _background_groups[group] = _new_group(group)
+    return _background_groups[group]
+
+
+def _has_all_ranks(group: dist.ProcessGroup) -> bool:
+    """Returns True if a group like this one can be made.
+
+    torch sorts the ranks of a new group, and counts the groups of a rank to name a group of some ranks: ranks
+    in different numbers of groups would wait for each other.
+    """
+    return dist.get_process_group_ranks(group) == list(range(dist.get_world_size()))
+
+
+def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    backend: Any = group._get_backend(group._device_types[0])
+    group = dist.new_group(
+        timeout=getattr(getattr(backend, "options", None), "_timeout", None), backend="gloo"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
