@@ -36,10 +36,10 @@ MEETINGS = {
     "erase_rows": 2,
     "Replicas.sync": 7,
     "state_dict": 2,
-    "load_state_dict": 4,
-    "reshard": 20,
+    "load_state_dict": 2,
+    "reshard": 11,
     "export_delta": 14,
-    "apply_delta": 11,
+    "apply_delta": 2,
     "Checkpoints.save": 13,
     "Checkpoints.restore": 23,
 }
