@@ -51,7 +51,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     try:
         sent = _bytes_of(work())
     except Exception as error:
-        if getattr(error, "agreed_by", None) is group or getattr(error, "is_agreed", False):
+        if getattr(error, "agreed_by", None) is group:
             raise  # `work` met, too: all ranks have the error already
         _gather_numbers(group, [_number_of(call), 1, 0])
         raise _error_of_ranks(group, call, error) from error
@@ -72,9 +72,6 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
-
-
-settle = run_together
 
 
 def agree(group: dist.ProcessGroup | None, call: str, value: Any) -> list[Any]:
