@@ -8,7 +8,8 @@ peers that are made from the plan (simulated_ranks.py). A tenth of the tables is
 table-row-wise, column-wise on two ranks and grid-sharded on two nodes; the others are table-wise. Every
 table has admission, eviction and row-wise Adagrad. Phases: model, given plan, sharding, dists, the state
 dicts of model and optimizer, this rank's save plan, the whole save plan with DCP's metadata (on rank 0
-only), unpickled metadata and this rank's load plan, and an entry of `Checkpoints`. What we add to a shard: bytes that a rank tells the others, and bytes of metadata.
+only), unpickled metadata and this rank's load plan, and an entry of `Checkpoints`. What we add to a shard:
+bytes that a rank tells the others, and bytes of metadata.
 """
 
 from __future__ import annotations

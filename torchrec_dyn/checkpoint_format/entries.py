@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
 from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
 
@@ -109,7 +110,7 @@ class Entry:
 
     def check_file(self, name: str) -> None:
         """Raises ValueError unless a file of the entry has its digest."""
-        digest = digest_of_file(self.path / name)
+        digest = digest_of_file(file_inside(self.path, name, DAMAGED))
         if digest != self.digests.get(name):
             raise ValueError(
                 f"{self.path / name}: expected digest {self.digests.get(name)}, got {digest}. {DAMAGED}"
