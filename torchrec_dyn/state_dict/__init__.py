@@ -18,7 +18,7 @@ the table has. A load runs in this order; each file checks its part and may refu
     no load_state_dict  awaited_loads     makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
-before. A plain state dict, as of an unsharded table, begins with `fill` of `loading`. A delta
+before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A delta
 (checkpoint/delta_apply.py) is a load whose rows are merged into the table, a move to another plan
 (distributed/table_move.py) a load whose rows come from other shards.
 """
