@@ -321,14 +321,7 @@ def _failed(options: argparse.Namespace, text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command.
-
-    Args:
-        arguments: command-line arguments; None: the arguments of this process.
-
-    Returns:
-        The exit status.
-    """
+    """Runs a command."""
     parser = _arguments()
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):

@@ -47,8 +47,7 @@ def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
 def complete_cumsum(lengths: Tensor) -> Tensor:
     """Returns 0 and the cumulative sums of lengths, by an op of FBGEMM.
 
-    Args:
-        lengths: [M] integer.
+    Shapes: lengths [M].
 
     Returns:
         [M + 1] int64.

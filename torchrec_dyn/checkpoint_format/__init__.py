@@ -15,7 +15,6 @@ from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     open_table,
 )
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
-from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
     DAMAGED,
@@ -58,6 +57,7 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     check_config_is_whole,
     check_optimizer,
     from_bytes,
+    mean_over_cuts,
     named_initializer,
     optimizer_config,
     saved_initializer,

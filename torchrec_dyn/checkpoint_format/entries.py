@@ -264,20 +264,23 @@ def outdated(entries: Sequence[Entry], keep: int) -> list[Entry]:
     to load are not counted, and nothing goes until `keep` full saves came after them. What leads to an entry
     that stays, stays, too.
     """
-    counted = [entry.sequence for entry in entries if entry.is_full and not entry.has_failed]
-    doubted = [entry.sequence for entry in entries if entry.has_failed]
-    oldest = counted[-keep] if len(counted) >= keep else 0
-    if doubted and doubted[-1] > oldest:
-        return []
+    oldest = _oldest_counted(entries, keep)
     removed: list[Entry] = []
-    needed = {entries[-1].id} if entries else set()
+    needed: set[str | None] = {entries[-1].id} if entries else set()
     for entry in reversed(entries):
-        is_recent = entry.sequence >= oldest or (entry.restored_at or 0) >= oldest
-        if not is_recent and entry.id not in needed:
+        if max(entry.sequence, entry.restored_at or 0) < oldest and entry.id not in needed:
             removed.append(entry)
-        elif not entry.is_full and entry.parent is not None:
+        elif not entry.is_full:
             needed.add(entry.parent)
     return removed
+
+
+def _oldest_counted(entries: Sequence[Entry], keep: int) -> int:
+    """Returns the sequence of the oldest full save that is counted; 0 if nothing may go."""
+    counted = [entry.sequence for entry in entries if entry.is_full and not entry.has_failed]
+    oldest = counted[-keep] if len(counted) >= keep else 0
+    failed = max((entry.sequence for entry in entries if entry.has_failed), default=0)
+    return 0 if failed > oldest else oldest
 
 
 def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:

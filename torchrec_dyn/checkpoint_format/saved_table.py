@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
-from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
     MODEL_CHECKSUM,
@@ -30,6 +29,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     sum_of_small,
 )
 from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
     SHAPES,

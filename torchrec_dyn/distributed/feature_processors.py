@@ -56,10 +56,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     Created by `DynamicFeatureProcessedEmbeddingBagCollectionSharder`. Every rank has all processors;
     DistributedDataParallel averages their gradients. The collection of the unsharded module is not changed;
     its processors become this module's.
-
-    Raises:
-        ValueError: if a table has LowestScore, a processor does not support spread rows, or the plan is not
-            valid; raised before anything is built.
     """
 
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
@@ -105,12 +101,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         env: ShardingEnv,
         device: torch.device | None,
     ) -> None:
-        """Moves tables to the ranks of another plan: all of these tables, or none. Collective.
-
-        Raises:
-            ValueError, RuntimeError: as `DynamicEmbeddingBagCollectionSharder.reshard`. ValueError also if
-                the new plan spreads rows and a processor does not support this.
-        """
+        """Moves tables to the ranks of another plan: all of these tables, or none. Collective."""
         collection, processors = self._embedding_bag_collection, self._feature_processors
 
         def check() -> None:
@@ -130,10 +121,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread.
 
         The batch of the user is not changed.
-
-        Raises:
-            ValueError: if a feature is missing, the tensors do not match each other, weights require a
-                gradient, or a bag has more ids than its feature has position weights.
         """
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)

@@ -39,11 +39,7 @@ class ShardedTables:
 
     @not_compiled
     def table(self, name: str) -> TableHandle:
-        """Returns the handle of one table; it reads this rank's shard.
-
-        Raises:
-            ValueError: if the collection has no such table.
-        """
+        """Returns the handle of one table; it reads this rank's shard."""
         return self._shards.handle(name)
 
     @not_compiled
@@ -75,11 +71,7 @@ class ShardedTables:
         return module._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses a copy or a pickle, also by `torch.save`.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses a copy or a pickle, also by `torch.save`."""
         raise ValueError(
             f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
             "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
@@ -132,11 +124,7 @@ class LocalShards:
         return [name for name in self._tables if name not in self.frozen]
 
     def handle(self, name: str) -> Table:
-        """Returns one table; the object stays valid when the table moves.
-
-        Raises:
-            ValueError: if the collection has no such table.
-        """
+        """Returns one table; the object stays valid when the table moves."""
         if name not in self._tables:
             raise ValueError(
                 f"{self.where}.table: expected a name among {list(self._tables)}, got {name!r}."

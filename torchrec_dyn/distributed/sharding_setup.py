@@ -90,10 +90,6 @@ def set_up(
 
     `holder` is the attribute of the unsharded collection that holds the tables, `sharding_types` are those
     that it supports, and `module_fqn` is its path in the model. A device of None is the CPU.
-
-    Raises:
-        ValueError: if there is no process group, or the model is in a DMPCollection, or the device, the plan,
-            or an optimizer is not valid.
     """
     where = f"{type(module).__name__}('{module_fqn}')" if module_fqn else type(module).__name__
     check_surroundings(env, device, where)
@@ -195,10 +191,6 @@ class ShardableView(DefaultSelection, nn.Module):
         placement_options: options for a cache or another place of rows, which have no effect.
         optimizers: the row optimizer of each table, by name.
         output_dtypes: the dtypes of the tables' outputs.
-
-    Raises:
-        ValueError: if a table's optimizer or an option of its plan is not supported, or tables whose outputs
-            are joined have different dtypes.
     """
 
     def __init__(

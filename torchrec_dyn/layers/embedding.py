@@ -51,11 +51,7 @@ class OneTable(nn.Module):
         return self.collection.table(self.name)
 
     def set_time(self, time: int) -> None:
-        """Sets the clock of policies that count in time. Collective if the table is sharded.
-
-        Args:
-            time: an integer, 0 or more, in the unit of the policy; never below the previous time.
-        """
+        """Sets the clock of policies that count in time. Collective if the table is sharded."""
         self.collection.set_time(time)
 
 

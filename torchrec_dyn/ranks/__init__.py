@@ -14,7 +14,6 @@ from torchrec_dyn.ranks.agreement import (
     gather_results,
     host_group,
     run_together,
-    settle,
 )
 from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import (

@@ -51,7 +51,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     try:
         sent = _bytes_of(work())
     except Exception as error:
-        if getattr(error, "agreed_by", None) is group or getattr(error, "is_agreed", False):
+        if getattr(error, "agreed_by", None) is group:
             raise  # `work` met, too: all ranks have the error already
         _gather_numbers(group, [_number_of(call), 1, 0])
         raise _error_of_ranks(group, call, error) from error
@@ -72,9 +72,6 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
-
-
-settle = run_together
 
 
 def agree(group: dist.ProcessGroup | None, call: str, value: Any) -> list[Any]:
@@ -203,14 +200,10 @@ def _gather(group: dist.ProcessGroup, sent: bytes) -> list[bytes]:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks that can send tensors of the CPU. Collective.
+    """Returns a group of the same ranks that can send tensors of the CPU. Collective at its first call.
 
     It is `group` itself if that has a backend for the CPU, as groups of "gloo" and of "cpu:gloo,cuda:nccl"
-    have. Else it is a group of gloo with the same time-out, made by the first call; later calls return it
-    without communication.
-
-    Raises:
-        ValueError: if `group` has no backend for the CPU, and not all ranks in their order.
+    have; else a group of gloo with the same time-out.
     """
     if _HOST in group._device_types:
         return group
@@ -227,13 +220,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of gloo of the same ranks, for a thread beside the one that trains. Collective.
-
-    The first call makes it; later calls return it without communication.
-
-    Raises:
-        ValueError: if `group` has not all ranks in their order.
-    """
+    """Returns a group of gloo of the same ranks, for another thread. The first call is collective."""
     if group not in _background_groups:
         if not _has_all_ranks(group):
             raise ValueError(

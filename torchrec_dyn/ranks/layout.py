@@ -98,11 +98,7 @@ def node_size(env: ShardingEnv) -> int:
 
 
 def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str, ParameterSharding]:
-    """Returns a copy of the plan with the compute kernel that TorchRec reserves for plugins.
-
-    Raises:
-        ValueError: if the plan has another compute kernel than "fused" or that one.
-    """
+    """Returns a copy of the plan, checked, with the compute kernel that TorchRec reserves for plugins."""
     checked = {}
     for table, sharding in plan.items():
         if sharding.compute_kernel not in _KERNELS:
@@ -123,11 +119,7 @@ def table_layouts(
     sharding_types: Sequence[str],
     where: str,
 ) -> dict[str, TableLayout]:
-    """Returns the layout of every table of a collection, by name, as its plan defines it.
-
-    Raises:
-        ValueError: if a table is missing from the plan or cannot be sharded as the plan defines.
-    """
+    """Returns the layout of every table of a collection, by name, as its plan defines it."""
     missing = [config.name for config in configs if config.name not in plan]
     if missing:
         raise ValueError(
@@ -202,18 +194,23 @@ def _shards_and_ranks(
             f"{where}: expected ranks from 0 to {env.world_size - 1}, got {outside}. "
             "Make the plan for the ranks of this run."
         )
-    placed = [shard.placement.rank() if shard.placement else None for shard in spec.shards]
+    _check_shards(spec.shards, ranks, where)
+    return list(spec.shards), ranks
+
+
+def _check_shards(shards: Sequence[ShardMetadata], ranks: list[int], where: str) -> None:
+    """Raises ValueError unless shards are of rows and columns, and are placed on these ranks."""
+    placed = [shard.placement.rank() if shard.placement else None for shard in shards]
     if any(place not in (None, rank) for place, rank in zip(placed, ranks, strict=True)):
         raise ValueError(
             f"{where}: expected shards placed on the ranks {ranks} of the plan, got placements on {placed}. "
             f"{_MADE_BY}"
         )
-    for shard in spec.shards:
+    for shard in shards:
         if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
             raise ValueError(
                 f"{where}: expected shards of rows and columns, got {shard}. {_MADE_BY}"
             )
-    return list(spec.shards), ranks
 
 
 def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:

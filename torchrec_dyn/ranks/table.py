@@ -107,7 +107,8 @@ class Table:
 
     def __repr__(self) -> str:
         where = "" if self.group is None else " on this rank"
-        return f"TableHandle(name='{self.name}', num_rows={self.num_rows}{where})"
+        rows = sum(shard.id_map.num_ids for shard in self.shards[:1])  # of a torn table, too
+        return f"TableHandle(name='{self.name}', num_rows={rows}{where})"
 
     # This rank's part of the table.
 
