@@ -188,7 +188,7 @@ def test_a_copy_has_none_of_the_tensors_that_a_save_has_exported(
     first_entry(
         model
     ).state_dict()  # and no other: the save was interrupted, or goes on in a thread
-    assert first_entry(model)._made and not first_entry(way(model))._made
+    assert first_entry(model)._exported and not first_entry(way(model))._exported
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])

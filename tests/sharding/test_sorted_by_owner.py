@@ -7,7 +7,7 @@ from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank
-from torchrec_dyn.sharding.input_dists import sorted_by_owner
+from torchrec_dyn.sharding.dists import sorted_by_owner
 
 pytestmark = pytest.mark.usefixtures("device")
 
