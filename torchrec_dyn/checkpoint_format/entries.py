@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
-from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
+from torchrec_dyn.checkpoint_format.file_writer import replace_file, sync_to_disk
 
 FORMAT = 2
 LOCK = "writer.lock"
@@ -252,7 +252,7 @@ def commit_entry(entry: Entry) -> None:
         entry.path,
         entry.path.parent,
     ]:
-        commit(folder)
+        sync_to_disk(folder)
     replace_file(entry.path / ENTRY, entry.as_json().encode())
 
 
@@ -291,5 +291,5 @@ def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
     """
     for folder in folders:
         (folder / ENTRY).unlink(missing_ok=True)
-        commit(folder)
+        sync_to_disk(folder)
         shutil.rmtree(folder, ignore_errors=ignore_errors)

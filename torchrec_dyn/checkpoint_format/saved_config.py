@@ -20,7 +20,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.optimizers import RowOptimizer
 
-FORMAT = 1
+FORMAT = 2
 RENAMED = "The table was renamed: give it its saved name, on which its initial rows depend."
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 

@@ -25,18 +25,16 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    from_words,
-    sum_of_small,
-)
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
-from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
-from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
     fits,
+    from_words,
     is_canonical,
+    sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import canonical_keys
 
@@ -58,11 +56,9 @@ class SavedTable:
         num_rows: R; of a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
-        sums: content sum of each tensor as saved, 0 for a missing tensor.
 
     Raises:
-        ValueError: if tensors are missing or do not match each other, or a config does not have its content
-            sum.
+        ValueError: if tensors are missing or do not match each other.
     """
 
     def __init__(
@@ -83,19 +79,27 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
+
+    @cached_property
+    def sums(self) -> dict[str, int]:
+        """The content sum of each tensor as saved, 0 for a missing tensor; ValueError if they do not match.
+
+        Read when they are needed: the rows of a checksum lie in files of all ranks.
+        """
         words = from_words(self._read_words(MODEL_CHECKSUM))
-        self.sums = {name: words[name] for name in MODEL_TENSORS}
-        if optimizer is not None:
+        sums = {name: words[name] for name in MODEL_TENSORS}
+        if self.optimizer is not None:
             words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
-            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+            sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
             if optimizer_ids := words["ids"]:  # 0: the state has no rows
-                self._check_sum("ids", self.sums["ids"], optimizer_ids)
-        for name, total in self.sums.items():
+                self._check_sum("ids", sums["ids"], optimizer_ids)
+        for name, total in sums.items():
             if name not in self._tensors:
                 self._check_sum(name, 0, total)
-        for name in ("config", "optimizer_config"):
-            if name in self._tensors:
-                self.read(name)
+        for name in {"config", "optimizer_config"} & self._tensors.keys():
+            saved = self._tensors[name].whole()
+            self._check_sum(name, sum_of_small(self.name, name, saved), sums[name])
+        return sums
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -241,7 +245,7 @@ class SavedTable:
             self.dtype = self._tensors["weight"].dtype
         sizes = {"R": self.num_rows, "D": self.embedding_dim}
         for name, one in self._tensors.items():
-            if not fits(one, SHAPES[name], sizes):
+            if not fits(name, one.shape, one.dtype, sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
                     f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",

@@ -20,9 +20,9 @@ from torchrec_dyn.checkpoint_format import (
     Entry,
     MergedTable,
     RowSource,
-    commit,
     open_table,
     read_chain,
+    sync_to_disk,
 )
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
@@ -304,4 +304,4 @@ def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowS
                 "directory of a file system that all ranks share."
             )
         os.rename(folder, path)
-        commit(path.parent)
+        sync_to_disk(path.parent)
