@@ -56,9 +56,6 @@ class SavedTable:
         num_rows: R; of a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
-
-    Raises:
-        ValueError: if tensors are missing or do not match each other.
     """
 
     def __init__(
@@ -137,11 +134,6 @@ class SavedTable:
     def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
         """Returns the fingerprint of the contents, 64 bits. It does not depend on the plan.
 
-        Args:
-            when: "checksum": the contents as saved here; of a delta also "base" or "result": the whole table
-                before or after the delta.
-            of_optimizer: True for the optimizer state, False for the table.
-
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
         sums = self.sums if when == "checksum" else from_words(self._read_words(when))
@@ -150,11 +142,7 @@ class SavedTable:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
-        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small.
-
-        Raises:
-            ValueError: if the tensor is missing or damaged.
-        """
+        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small."""
         if name in ROW_TENSORS:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
@@ -170,15 +158,8 @@ class SavedTable:
 
         Do not rely on any chunk before the last.
 
-        Args:
-            names: names of tensors by row.
-            chunk_bytes: most bytes of a chunk; a chunk has at least one row.
-
         Returns:
             Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
-
-        Raises:
-            ValueError: if a tensor is missing; while reading, if a tensor is damaged.
         """
         return MergedTable([self]).chunks(names, chunk_bytes)
 
@@ -206,22 +187,14 @@ class SavedTable:
         return ids if ids.dim() == 1 else ids[:, 0].contiguous()
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
-        """Reads and checks all tensors.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+        """Reads and checks all tensors."""
         self.verify_small()
         for chunk in self.chunks(self.row_names):
             if progress is not None:
                 progress(len(chunk["ids"]))
 
     def verify_small(self) -> None:
-        """Reads and checks the tensors that are not by row.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+        """Reads and checks the tensors that are not by row."""
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)

@@ -30,11 +30,7 @@ _DEFAULT = ("id", "row", "last_seen", "count")
 
 
 def pyarrow(call: str) -> Any:
-    """Returns the package pyarrow.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Returns the package pyarrow."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -54,10 +50,6 @@ class ArrowColumns:
     Attributes:
         schema: the schema of Arrow; its metadata tell table, seed and step.
         tensors: names of the tensors by row that the columns need.
-
-    Raises:
-        ValueError: if the table has no such column.
-        ImportError: if pyarrow is not installed.
     """
 
     def __init__(
@@ -124,9 +116,6 @@ class ArrowFile:
 
     `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
     Feather 2). It is written beside `path`.
-
-    Raises:
-        OSError: if the file cannot be opened; of every method, if the disk is full or fails.
     """
 
     def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:

@@ -51,10 +51,6 @@ class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
     `entries` are the tensors by name, `metadata` the strings of the header by name.
-
-    Raises:
-        ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
-            other dtypes than int64, float32, float16 and bfloat16.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -72,11 +68,7 @@ class SafetensorsReader:
             raise
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Reads the rows [first, last) of a tensor.
-
-        Raises:
-            ValueError: if the file was truncated after it was opened.
-        """
+        """Reads the rows [first, last) of a tensor."""
         entry = self.entries[name]
         shape = last - first, *entry.shape[1:]
         values = torch.empty(shape, dtype=entry.dtype, device="cpu")

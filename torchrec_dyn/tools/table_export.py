@@ -227,9 +227,6 @@ def saved_rows(
 
     `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
     newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
-
-    Raises:
-        ValueError: if there is no such table or step, or a save is missing, torn or damaged.
     """
     entry: Entry | None = None
     chain = read_chain(path)
