@@ -8,7 +8,6 @@ Imports `table`, `storage` and the ground; this is the lowest room that imports 
 """
 
 from torchrec_dyn.ranks.agreement import (
-    agree,
     background_group,
     exchange,
     gather_results,
