@@ -1,6 +1,6 @@
 """A typed Python function for each op of the core; its body is the fake kernel.
 
-The schemas, shapes and the meaning of every argument are in csrc/library.cpp. This is the only file that
+The schemas, the shapes and the meaning of every argument are in csrc/library.cpp. This is the only file that
 spells `torch.ops`. An op changes state in place only if its name or docstring says so.
 """
 

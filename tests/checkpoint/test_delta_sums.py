@@ -15,7 +15,6 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.migration.trained_collections import put_rows
 from torchrec_dyn.state_dict import row_sums, saved_sums
 from torchrec_dyn.storage import touched_rows
 from torchrec_dyn.whole_model import tables_of
@@ -215,14 +214,6 @@ def test_deferred_updates_are_touched_when_they_are_written():
     assert check_sums(model) == 1
     model.fused_optimizer.step()
     assert check_sums(model) == 1 and first is not second
-
-
-def test_rows_put_without_a_record_are_summed_again():
-    model = plain(20)
-    marker = mark(model)
-    table = model.local_tables()["t"]
-    put_rows(table, ids_of(77), torch.ones(1, 4), {})
-    assert check_sums(model) == 0 and marker is not None
 
 
 def test_the_ids_of_a_long_time_take_no_more_than_twice_the_rows():

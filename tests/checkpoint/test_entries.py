@@ -30,7 +30,10 @@ def directories(draw: st.DrawFn) -> list[Entry]:
         parent = draw(st.sampled_from(entries)) if entries else None
         is_full = parent is None or draw(st.booleans())
         restored_at = draw(st.sampled_from([None, None, None, *range(sequence, 13)]))
-        flags = {"has_failed": draw(st.integers(0, 9)) == 0, "restored_at": restored_at}
+        flags = {
+            "has_failed": draw(st.sampled_from([False, False, True])),
+            "restored_at": restored_at,
+        }
         entries.append(entry(sequence, is_full, parent and parent.sequence, **flags))
     return entries
 

@@ -35,13 +35,13 @@ MEETINGS = {
     "assign_rows": 2,
     "erase_rows": 2,
     "Replicas.sync": 7,
-    "state_dict": 2,
-    "load_state_dict": 4,
-    "reshard": 20,
-    "export_delta": 14,
-    "apply_delta": 11,
-    "Checkpoints.save": 13,
-    "Checkpoints.restore": 23,
+    "state_dict": 1,
+    "load_state_dict": 2,
+    "reshard": 11,
+    "export_delta": 2,
+    "apply_delta": 2,
+    "Checkpoints.save": 5,
+    "Checkpoints.restore": 7,
 }
 
 

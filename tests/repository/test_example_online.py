@@ -17,16 +17,16 @@ SCRIPT = EXAMPLES / "online.py"
 
 
 def run_until(folder: str, dies_at: int | None) -> None:
-    """Runs the script; the rank that writes dies at the n-th entry, before it is published."""
+    """Runs the script; the rank that writes dies at the n-th entry, before its commit file is written."""
     if dies_at is not None and os.environ["RANK"] == "0":
-        publish = entry_writing.publish
+        commit_entry = entry_writing.commit_entry
 
-        def publish_or_die(entry, path):
+        def commit_or_die(entry):
             if entry.sequence == dies_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            publish(entry, path)
+            commit_entry(entry)
 
-        entry_writing.publish = publish_or_die
+        entry_writing.commit_entry = commit_or_die
     sys.argv = [str(SCRIPT), folder]
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), {"__name__": "__main__"})
 

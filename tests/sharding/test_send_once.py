@@ -69,7 +69,7 @@ def test_each_shard_sends_its_distinct_ids_in_order_of_first_sight(case, counted
         assert sent[feature].tolist() == list(distinct)
         assert not any(per_feature[feature + 1 : feature + width])
         lengths = once.lengths()[feature * stride : (feature + 1) * stride]
-        assert int(lengths.max() - lengths.min()) <= 1
+        assert int(lengths.max() - lengths.min()) <= 1 and int(lengths.sum()) == len(distinct)
         if counted:
             assert counts[feature].tolist() == [ids.count(one) for one in distinct]
         feature += width

@@ -35,7 +35,7 @@ from torchrec.inference.state_dict_transform import state_dict_gather
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format.saved_tensor import numbers_of
-from torchrec_dyn.state_dict import aligned_state, loading, staged_rows
+from torchrec_dyn.state_dict import aligned_state, staged_rows, whole_tensors
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -151,7 +151,7 @@ def taken_in_small_chunks(path: str) -> list[list[str]]:
     plain = {"model": whole.state_dict(), "optimizer": optimizer_of(whole).state_dict()}
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
-            (loading, "CHUNK_BYTES"),
+            (whole_tensors, "CHUNK_BYTES"),
             (aligned_state, "CHUNK_BYTES"),
             (staged_rows, "_READ_AT_ONCE"),
         ):

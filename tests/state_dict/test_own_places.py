@@ -7,7 +7,7 @@ import torch
 from oracle import unmixed
 
 from torchrec_dyn.ranks import ids_per_rank, owners
-from torchrec_dyn.state_dict import own_places
+from torchrec_dyn.state_dict import places as own_places
 from torchrec_dyn.storage import canonical_order
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import signal
+import tempfile
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from interrupt_cases import batch_of, collection_of
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import Checkpoints
+from torchrec_dyn.checkpoint import Checkpoints, export_rows, mark
 from torchrec_dyn.storage import commit
 
 
@@ -93,6 +94,8 @@ CALLS = {
     "export_state": lambda model, output: model.local_tables()["t0"].export_state(),
     "half": lambda model, output: model.half(),
     "stats": lambda model, output: model.table("t0").stats(),
+    "mark": lambda model, output: mark(model),
+    "export_rows": lambda model, output: export_rows(model, "t0", f"{tempfile.mkdtemp()}/rows"),
 }
 
 
@@ -114,11 +117,13 @@ def test_a_load_into_the_state_dict_of_a_torn_table():
     model, _ = trained()
     saved = copy.deepcopy(model.state_dict())
     tear(model)
-    places = model.state_dict()
+    places, torn = model.state_dict(), copy.deepcopy(model.state_dict())
     for name, tensor in places.items():
         tensor.copy_(saved[name])
+    with pytest.raises((ValueError, RuntimeError), match="table='t0'"):
+        model.load_state_dict(torn)
     model.load_state_dict(places)
-    assert model.table("t0").num_rows == 3
+    assert model.table("t0").num_rows == 3 and "torn" not in repr(model)
 
 
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

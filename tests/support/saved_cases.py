@@ -59,7 +59,7 @@ def model_state(
         state["waiting"] = waiting[canonical_order(waiting[:, 0].contiguous())]
         state["clock"] = torch.tensor([[3, 5, 9], [100, 200, 2**50]])
     config = {
-        **{"format": 1, "table": "user", "embedding_dim": EMBEDDING_DIM, "seed": 7},
+        **{"format": 2, "table": "user", "embedding_dim": EMBEDDING_DIM, "seed": 7},
         **{"rows": str(dtype)[6:], "initializer": {"name": "Uniform", "low": -0.5, "high": 0.5}},
     }
     return state | {"config": config_bytes(config)}
@@ -68,7 +68,7 @@ def model_state(
 def optimizer_state(rows: int = 50, cuts: tuple[int, ...] = (0, 6)) -> dict[str, Tensor]:
     """Returns the tensors of the table in the optimizer's state dict, for row-wise Adagrad, by name."""
     shards = len(cuts) - 1
-    config = {"format": 1, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
+    config = {"format": 2, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
     return {
         "momentum1": torch.arange(float(rows * shards)).reshape(rows, shards),
         "step": torch.tensor(123),

@@ -53,9 +53,6 @@ def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
     """Returns the ids that any rank names, [M] int64 without repeats, by table. Collective.
 
     `ids` are those of this rank, by name of a table.
-
-    Raises:
-        ValueError: on every rank, if there is no such table, or ids are not [M] int64.
     """
     names = [table.name for table in tables]
 
@@ -121,12 +118,7 @@ def erase(model: nn.Module, tables: Sequence[Table], ids: Ids) -> None:
 
 
 def ids_in_entry(entry: Entry, ids: Ids) -> dict[str, set[int]]:
-    """Returns those of the ids that an entry has, by table; reads it in chunks. Not collective.
-
-    Raises:
-        ValueError: it is damaged.
-        OSError: it cannot be read.
-    """
+    """Returns those of the ids that an entry has, by table; reads it in chunks. Not collective."""
     saved = open_checkpoint(entry.tables).tables.values()
     return {one.name: _ids_in_table(one, ids[one.name]) for one in saved if one.name in ids}
 

@@ -21,8 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
-from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
+from torchrec_dyn.checkpoint_format.file_writer import replace_file, sync_to_disk
 
 FORMAT = 2
 LOCK = "writer.lock"
@@ -109,7 +110,7 @@ class Entry:
 
     def check_file(self, name: str) -> None:
         """Raises ValueError unless a file of the entry has its digest."""
-        digest = digest_of_file(self.path / name)
+        digest = digest_of_file(file_inside(self.path, name, DAMAGED))
         if digest != self.digests.get(name):
             raise ValueError(
                 f"{self.path / name}: expected digest {self.digests.get(name)}, got {digest}. {DAMAGED}"
@@ -150,11 +151,7 @@ class SavedChain:
         return {entry.id: entry for entry in self.entries}
 
     def at(self, step: int) -> Entry:
-        """Returns the newest entry of a step.
-
-        Raises:
-            ValueError: no entry is of this step.
-        """
+        """Returns the newest entry of a step."""
         entries = [entry for entry in self.entries if entry.step == step]
         if not entries:
             steps = sorted({entry.step for entry in self.entries})
@@ -180,11 +177,7 @@ class SavedChain:
 
 
 def read_chain(path: str | os.PathLike[str]) -> SavedChain:
-    """Returns the entries of a checkpoint directory; of a directory that does not exist, none.
-
-    Raises:
-        OSError: if the directory cannot be read.
-    """
+    """Returns the entries of a checkpoint directory; of a directory that does not exist, none."""
     folder = Path(path)
     entries, skipped, unfinished, highest = [], [], [], 0
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -241,17 +234,13 @@ def digest_of_file(path: Path) -> str:
 
 
 def commit_entry(entry: Entry) -> None:
-    """Makes the folder of an entry an entry, when all of its files are on the disk.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Makes the folder of an entry an entry, when all of its files are on the disk."""
     for folder in [
         *(one for one in entry.path.iterdir() if one.is_dir()),
         entry.path,
         entry.path.parent,
     ]:
-        commit(folder)
+        sync_to_disk(folder)
     replace_file(entry.path / ENTRY, entry.as_json().encode())
 
 
@@ -263,29 +252,28 @@ def outdated(entries: Sequence[Entry], keep: int) -> list[Entry]:
     to load are not counted, and nothing goes until `keep` full saves came after them. What leads to an entry
     that stays, stays, too.
     """
-    counted = [entry.sequence for entry in entries if entry.is_full and not entry.has_failed]
-    doubted = [entry.sequence for entry in entries if entry.has_failed]
-    oldest = counted[-keep] if len(counted) >= keep else 0
-    if doubted and doubted[-1] > oldest:
-        return []
+    oldest = _oldest_counted(entries, keep)
     removed: list[Entry] = []
-    needed = {entries[-1].id} if entries else set()
+    needed: set[str | None] = {entries[-1].id} if entries else set()
     for entry in reversed(entries):
-        is_recent = entry.sequence >= oldest or (entry.restored_at or 0) >= oldest
-        if not is_recent and entry.id not in needed:
+        if max(entry.sequence, entry.restored_at or 0) < oldest and entry.id not in needed:
             removed.append(entry)
-        elif not entry.is_full and entry.parent is not None:
+        elif not entry.is_full:
             needed.add(entry.parent)
     return removed
 
 
-def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
-    """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none.
+def _oldest_counted(entries: Sequence[Entry], keep: int) -> int:
+    """Returns the sequence of the oldest full save that is counted; 0 if nothing may go."""
+    counted = [entry.sequence for entry in entries if entry.is_full and not entry.has_failed]
+    oldest = counted[-keep] if len(counted) >= keep else 0
+    failed = max((entry.sequence for entry in entries if entry.has_failed), default=0)
+    return 0 if failed > oldest else oldest
 
-    Raises:
-        OSError: a commit file cannot be removed; without `ignore_errors`, any file.
-    """
+
+def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
+    """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none."""
     for folder in folders:
         (folder / ENTRY).unlink(missing_ok=True)
-        commit(folder)
+        sync_to_disk(folder)
         shutil.rmtree(folder, ignore_errors=ignore_errors)

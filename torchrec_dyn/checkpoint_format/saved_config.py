@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.optimizers import RowOptimizer
 
-FORMAT = 1
+FORMAT = 2
 RENAMED = "The table was renamed: give it its saved name, on which its initial rows depend."
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
@@ -149,3 +150,22 @@ def check_optimizer(where: str, saved: dict[str, Any], own: dict[str, Any]) -> N
             f"{where}: expected optimizer state of {own['optimizer']} as the model has, got that of "
             f"{saved.get('optimizer')}. Choose that optimizer, or load the model's state dict only."
         )
+
+
+def mean_over_cuts(state: Tensor, cuts: Sequence[int], columns: tuple[int, int]) -> Tensor:
+    """Returns the mean of row-wise state [M, C] over columns [begin, end), weighted by widths, [M, 1].
+
+    C is the number of column shards, `cuts` are the first columns of these and the end of the last. For
+    row-wise Adagrad, whose number is itself a mean, this is exact from column shards to whole rows.
+    """
+    begin, end = columns
+    total = None
+    for number, (first, last) in enumerate(pairwise(cuts)):
+        width = min(last, end) - max(first, begin)
+        if width == end - begin:
+            return state[:, number : number + 1]  # the saved number, to the last bit
+        if width > 0:
+            part = state[:, number : number + 1].double() * (width / (end - begin))
+            total = part if total is None else total + part
+    assert total is not None
+    return total.to(state.dtype)

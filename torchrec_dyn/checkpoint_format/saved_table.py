@@ -19,24 +19,22 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
-from torchrec_dyn.checkpoint_format.column_cuts import mean_over_cuts
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
     MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    from_words,
-    sum_of_small,
-)
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
-from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
     fits,
+    from_words,
     is_canonical,
+    sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import canonical_keys
 
@@ -58,11 +56,6 @@ class SavedTable:
         num_rows: R; of a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
-        sums: content sum of each tensor as saved, 0 for a missing tensor.
-
-    Raises:
-        ValueError: if tensors are missing or do not match each other, or a config does not have its content
-            sum.
     """
 
     def __init__(
@@ -83,19 +76,27 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
+
+    @cached_property
+    def sums(self) -> dict[str, int]:
+        """The content sum of each tensor as saved, 0 for a missing tensor; ValueError if they do not match.
+
+        Read when they are needed: the rows of a checksum lie in files of all ranks.
+        """
         words = from_words(self._read_words(MODEL_CHECKSUM))
-        self.sums = {name: words[name] for name in MODEL_TENSORS}
-        if optimizer is not None:
+        sums = {name: words[name] for name in MODEL_TENSORS}
+        if self.optimizer is not None:
             words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
-            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+            sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
             if optimizer_ids := words["ids"]:  # 0: the state has no rows
-                self._check_sum("ids", self.sums["ids"], optimizer_ids)
-        for name, total in self.sums.items():
+                self._check_sum("ids", sums["ids"], optimizer_ids)
+        for name, total in sums.items():
             if name not in self._tensors:
                 self._check_sum(name, 0, total)
-        for name in ("config", "optimizer_config"):
-            if name in self._tensors:
-                self.read(name)
+        for name in {"config", "optimizer_config"} & self._tensors.keys():
+            saved = self._tensors[name].whole()
+            self._check_sum(name, sum_of_small(self.name, name, saved), sums[name])
+        return sums
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,11 +134,6 @@ class SavedTable:
     def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
         """Returns the fingerprint of the contents, 64 bits. It does not depend on the plan.
 
-        Args:
-            when: "checksum": the contents as saved here; of a delta also "base" or "result": the whole table
-                before or after the delta.
-            of_optimizer: True for the optimizer state, False for the table.
-
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
         sums = self.sums if when == "checksum" else from_words(self._read_words(when))
@@ -146,11 +142,7 @@ class SavedTable:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
-        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small.
-
-        Raises:
-            ValueError: if the tensor is missing or damaged.
-        """
+        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small."""
         if name in ROW_TENSORS:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
@@ -166,15 +158,8 @@ class SavedTable:
 
         Do not rely on any chunk before the last.
 
-        Args:
-            names: names of tensors by row.
-            chunk_bytes: most bytes of a chunk; a chunk has at least one row.
-
         Returns:
             Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
-
-        Raises:
-            ValueError: if a tensor is missing; while reading, if a tensor is damaged.
         """
         return MergedTable([self]).chunks(names, chunk_bytes)
 
@@ -202,22 +187,14 @@ class SavedTable:
         return ids if ids.dim() == 1 else ids[:, 0].contiguous()
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> None:
-        """Reads and checks all tensors.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+        """Reads and checks all tensors."""
         self.verify_small()
         for chunk in self.chunks(self.row_names):
             if progress is not None:
                 progress(len(chunk["ids"]))
 
     def verify_small(self) -> None:
-        """Reads and checks the tensors that are not by row.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+        """Reads and checks the tensors that are not by row."""
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
@@ -241,7 +218,7 @@ class SavedTable:
             self.dtype = self._tensors["weight"].dtype
         sizes = {"R": self.num_rows, "D": self.embedding_dim}
         for name, one in self._tensors.items():
-            if not fits(one, SHAPES[name], sizes):
+            if not fits(name, one.shape, one.dtype, sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
                     f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",

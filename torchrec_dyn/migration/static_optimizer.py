@@ -58,13 +58,6 @@ def trainer_of(
     """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
 
     weight: [N, D], the parameter. `optimizer` may be plain, keyed, wrapped or combined, or None.
-
-    Returns:
-        The optimizer; None if `optimizer` is None or the parameter needs no gradient.
-
-    Raises:
-        ValueError: if the parameter has two optimizers in its backward, or needs a gradient but is not in
-            `optimizer`.
     """
     in_backward = getattr(weight, "_in_backward_optimizers", [])
     if len(in_backward) > 1:
@@ -100,9 +93,6 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     """Returns the hyper-parameters for further training of the rows by the same rule.
 
     `group` is the optimizer's parameter group, with the present learning rate.
-
-    Raises:
-        ValueError: if the class has no row rule, or an option has no equal in row rules.
     """
     name = type(trainer.optimizer).__name__
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
@@ -144,9 +134,6 @@ def saved_moments(
     """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
 
     weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
-
-    Raises:
-        ValueError: if the state is the state of another rule, or its shape does not match the rows.
     """
     state = getattr(trainer.optimizer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): one for name, one in state.items()}

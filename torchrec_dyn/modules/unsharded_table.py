@@ -248,6 +248,9 @@ class UnshardedTable(nn.Module):
             rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
             table = Table.of_one(rows, self.where, self.saved_config())
             save_tables(destination, {prefix: table}, self.where)
+            if self.config.name in self.lock.torn:
+                # Places of a load. What saves these tensors saves rows that no load takes.
+                destination[f"{prefix}weight_checksum"].fill_(-1)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows."""
@@ -295,7 +298,7 @@ class UnshardedTable(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes and the number of rows in use, for the printed model."""
-        rows = 0 if self.shard is None else self.shard.num_rows
+        rows = 0 if self.shard is None else self.shard.id_map.num_ids  # of a torn table, too
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"
 
 

@@ -7,9 +7,13 @@ Imports `table`, `storage` and the ground; this is the lowest room that imports 
 `host_group` returns the group for tensors of the CPU.
 """
 
-from torchrec_dyn.ranks.agreement import agree, exchange, gather_results, run_together, settle
-from torchrec_dyn.ranks.groups import background_group, host_group
-from torchrec_dyn.ranks.id_exchange import IdExchange
+from torchrec_dyn.ranks.agreement import (
+    background_group,
+    exchange,
+    gather_results,
+    host_group,
+    run_together,
+)
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,
@@ -19,6 +23,7 @@ from torchrec_dyn.ranks.layout import (
     table_layouts,
 )
 from torchrec_dyn.ranks.routing import (
+    IdExchange,
     config_of_share,
     ids_per_rank,
     mixed_ranges,

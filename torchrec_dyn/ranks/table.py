@@ -26,9 +26,8 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks.agreement import exchange, gather_results
-from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import Piece, TableLayout
-from torchrec_dyn.ranks.routing import ids_per_rank, owners
+from torchrec_dyn.ranks.routing import IdExchange, ids_per_rank, owners
 from torchrec_dyn.storage import (
     CanonicalRows,
     IdMap,
@@ -107,7 +106,8 @@ class Table:
 
     def __repr__(self) -> str:
         where = "" if self.group is None else " on this rank"
-        return f"TableHandle(name='{self.name}', num_rows={self.num_rows}{where})"
+        rows = sum(shard.id_map.num_ids for shard in self.shards[:1])  # of a torn table, too
+        return f"TableHandle(name='{self.name}', num_rows={rows}{where})"
 
     # This rank's part of the table.
 

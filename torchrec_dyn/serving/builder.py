@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from torchrec_dyn.checkpoint_format import MergedTable, commit, open_checkpoint
+from torchrec_dyn.checkpoint_format import MergedTable, open_checkpoint, sync_to_disk
 from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, only_writer
 from torchrec_dyn.serving.id_maps import maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
@@ -91,7 +91,7 @@ def build_new(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    commit(target.parent)
+    sync_to_disk(target.parent)
     return generation
 
 

@@ -287,7 +287,7 @@ class Follower:
         now, folders = way[-1], [entry.tables for entry in way]
         # Before the rows are served: the entries may be removed then.
         changes = self._changes(seen.chain, now)
-        entry = ServedEntry(now.sequence, now.id)
+        entry = ServedEntry(now.sequence, now.id, now.chain)
         if not way[0].is_full:
             assert seen.generation is not None
             generation = apply_deltas(self.to, folders, seen.generation, entry)
@@ -346,12 +346,11 @@ def _is_fork(chain: SavedChain, served: ServedEntry) -> bool:
     if not chain.entries:
         return False
     newest = chain.entries[-1]
+    if newest.chain != served.chain:
+        return True
     line = list(chain.backward(newest))
-    if served.id in {line[-1].parent, *(entry.id for entry in line)}:
-        return False
-    if newest.sequence < served.sequence:  # the newest entries cannot be read, or were never here
-        return chain.highest < served.sequence
-    return line[-1].sequence <= served.sequence
+    is_among = served.id in {line[-1].parent, *(entry.id for entry in line)}
+    return not is_among and line[-1].sequence <= served.sequence <= newest.sequence
 
 
 def _way_to(chain: SavedChain, entry: Entry, begin: str | None) -> list[Entry] | None:

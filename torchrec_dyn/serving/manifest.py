@@ -12,8 +12,8 @@
 
 manifest.json, keys sorted:
 
-    {"digest": "90ab...", "entry": {"id": "51ab20fe...", "sequence": 12}, "format": 4, "rows": "int8",
-     "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
+    {"digest": "90ab...", "entry": {"chain": "07c2...", "id": "51ab20fe...", "sequence": 12}, "format": 4,
+     "rows": "int8", "rows_bytes": 6800, "rows_file": "rows-51ab20fe", "tables": {"user": {
         "capacity": 148, "embedding_dim": 64, "first_slot": 0, "initializer": {...}, "key": 51966,
         "num_rows": 100, "row_sum": 789, "seed": 0, "sums": {"ids": 123, "weight": 456},
         "trained_as": "float32"}}}
@@ -62,6 +62,7 @@ class ServedEntry:
 
     sequence: int
     id: str
+    chain: str  # id of the first save of its chain
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import SavedTable, commit, replace_file
+from torchrec_dyn.checkpoint_format import SavedTable, replace_file, sync_to_disk
 from torchrec_dyn.serving.files import SecondWriter, new_mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES
 from torchrec_dyn.serving.manifest import (
@@ -94,10 +94,10 @@ def new_slots(
 
 def complete(folder: Path, generation: str, manifest: Manifest) -> None:
     """Commits a generation to the disk, all but its name in `current`."""
-    commit(folder / generation / SLOTS)
+    sync_to_disk(folder / generation / SLOTS)
     write_index(folder, generation, manifest)
     replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
-    commit(folder)
+    sync_to_disk(folder)
 
 
 def switch(folder: Path, generation: str, before: str | None = None) -> None:

@@ -8,7 +8,7 @@ asked for starts anew. A state dict of the optimizer alone is loaded if its numb
 the table has. A load runs in this order; each file checks its part and may refuse the load:
 
     dcp.load            load_planner      makes a `TableLoad` of the tensors of each table
-                        own_places        finds this rank's rows by a few of the saved ids
+                        places            finds this rank's rows by a few of the saved ids
                         row_reads         reads them, a window at a time
                         staged_rows       puts them into a shard beside the table, and checks their order
     load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
@@ -18,7 +18,7 @@ the table has. A load runs in this order; each file checks its part and may refu
     no load_state_dict  awaited_loads     makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
-before. A plain state dict, as of an unsharded table, begins with `fill` of `loading`. A delta
+before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A delta
 (checkpoint/delta_apply.py) is a load whose rows are merged into the table, a move to another plan
 (distributed/table_move.py) a load whose rows come from other shards.
 """
@@ -36,8 +36,15 @@ from torchrec_dyn.state_dict.collection_state import (
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.loading import CheckedPart, TableLoad
-from torchrec_dyn.state_dict.own_places import places_here, places_of_part
-from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.places import (
+    Places,
+    Run,
+    Share,
+    places_here,
+    places_of_part,
+    runs_of,
+    share_of,
+)
 from torchrec_dyn.state_dict.row_reads import read_table
 from torchrec_dyn.state_dict.saving import (
     Counts,

@@ -27,6 +27,7 @@ from torchrec_dyn.state_dict.awaited_loads import note_taken
 from torchrec_dyn.state_dict.loading import CheckedPart, LoadSession, LoadTarget, TableLoad
 from torchrec_dyn.state_dict.places import runs_of
 from torchrec_dyn.state_dict.saving import saved_tensors
+from torchrec_dyn.state_dict.whole_tensors import fill
 
 _NEEDED = ("weight", "ids")
 _leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
@@ -139,7 +140,7 @@ def stage_table(table: Table, saved: Mapping[str, Tensor]) -> TableLoad:
     Raises ValueError if the table is damaged or does not match the model.
     """
     load = TableLoad(table)
-    load.fill(_plain(saved))
+    fill(load, _plain(saved))
     verify(None, table.where, lambda: [load])
     return load
 
@@ -174,7 +175,7 @@ def _load_of(
             target.table.check_model(table)
             return [target.load]
     load = TableLoad(table, has_rows=not is_optimizer, has_state=is_optimizer)
-    load.fill(saved)
+    fill(load, saved)
     return [load]
 
 

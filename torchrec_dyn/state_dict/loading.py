@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import (
-    CHUNK_BYTES,
     DAMAGED,
     MODEL_CHECKSUM,
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    SavedTensor,
     add_sums,
     check_config,
     check_config_is_whole,
@@ -29,8 +27,6 @@ from torchrec_dyn.checkpoint_format import (
     compare_sums,
     from_bytes,
     from_words,
-    is_canonical,
-    numbers_of,
     optimizer_config,
     saved_initializer,
     sum_of_small,
@@ -47,17 +43,15 @@ from torchrec_dyn.storage import (
     CanonicalRows,
     RowStore,
     TableLock,
-    canonical_order,
     commit,
-    to_host,
     turn_of,
 )
-from torchrec_dyn.table import ROW_DTYPES, Commit, TableShard, check_state, replace
+from torchrec_dyn.table import Commit, TableShard, replace
 
 # By the checksum of a state dict: its config, the names of its tensors, and the end of the message for a
 # checkpoint without it.
 _CONFIGS = {MODEL_CHECKSUM: "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
-_TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
+TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
 _MISSING = {
     MODEL_CHECKSUM: "this table, got one without. "
     "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True).",
@@ -192,7 +186,8 @@ class TableLoad:
         return [*([MODEL_CHECKSUM] if self.has_rows else []), *of_state]
 
     @property
-    def _names(self) -> set[str]:
+    def names(self) -> set[str]:
+        """Names of all tensors that the table can use."""
         return {*self.row_names, *self.small_names, *self.checksums}
 
     # Reading.
@@ -222,7 +217,7 @@ class TableLoad:
                 f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
             )
         self.saved, self.small, self.words = saved, {}, {}
-        self.unread = set(saved) - self._names
+        self.unread = set(saved) - self.names
         self.is_verified, self.sums_as_read = False, None
         self.total = next(iter(rows.values()), 0)
         counters = saved["waiting"].size[0] if "waiting" in saved else 0
@@ -293,97 +288,13 @@ class TableLoad:
         for staged in self.staged or ():
             staged.receive(name, offset[0], offset[1] if len(offset) > 1 else 0, block)
 
-    # Plain tensors of the whole table, or copies of this rank's saved tensors.
-
-    def fill(self, saved: Mapping[str, Any]) -> None:
-        """Stages this rank's rows of tensors by name; raises ValueError if they do not fit."""
-        self.unread = set(saved) - self._names
-        if self.table.group is None:  # a load of an unsharded table may lack parts
-            names = (_TENSORS[checksum] for checksum in self.checksums)
-            self.unread |= {name for of_checksum in names for name in of_checksum} - set(saved)
-        for name in self.checksums:
-            if name in saved:
-                self.words[name] = self._words_in(saved[name])
-        for name in self.small_names:
-            if name in saved:
-                self.small[name] = to_host(numbers_of(saved[name]))
-        by_row = {name: saved[name] for name in self.row_names if name in saved}
-        if not self.has_rows:
-            self._fill_state(by_row, isinstance(saved["optimizer_config"], SavedTensor))
-        elif isinstance(saved["weight"], SavedTensor):
-            # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
-            self.stage(Places(row_ranges_of(saved["ids"])), saved["weight"].dtype, {})
-            self._receive_copies(by_row)
-        else:
-            self._fill_rows(by_row)
-
-    def _words_in(self, checksum: Tensor) -> list[list[int]]:
-        """Returns this rank's rows of a checksum: a copy has one, a plain tensor those of all ranks."""
-        if isinstance(checksum, SavedTensor):
-            return [row for _, block in checksum.local() for row in block.tolist()]
-        ranks = 1 if self.table.group is None else self.table.group.size()
-        rows: list[list[int]] = checksum[self.table.rank :: ranks].tolist()
-        return rows
-
-    def _receive_copies(self, by_row: Mapping[str, SavedTensor]) -> None:
-        for name, tensor in by_row.items():
-            for offset, block in tensor.local():
-                self.receive(name, offset, block)
-
-    def _fill_rows(self, by_row: Mapping[str, Tensor]) -> None:
-        """Stages this rank's rows of plain tensors, which hold the rows of all ranks in any order."""
-        table = self.table
-        weight = by_row["weight"].detach()
-        _check_shapes(table, weight, by_row["ids"])
-        given = {name: to_host(values) for name, values in by_row.items() if name != "weight"}
-        ids = given["ids"].contiguous()
-        for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
-            if name in given and not len(given[name]):
-                del given[name]
-        if MODEL_CHECKSUM not in self.words:  # not as a table has saved it
-            state = {"weight": weight, **given, **self.small}
-            state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
-            check_state(table.where, state, table.embedding_dim, {})
-        given["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
-        order = None if is_canonical(ids) else canonical_order(ids)
-        if table.layout.rows_are_spread or not table.shards:
-            order = torch.arange(len(ids), device="cpu") if order is None else order
-            order = order[table.owns(ids[order])]
-        count = len(ids) if order is None else order.numel()
-        self.stage(Places([(0, count)]), given["weight"].dtype, {})
-        if "waiting" in given:
-            self.receive("waiting", (0, 0), given.pop("waiting"))
-        for name, rows in given.items():
-            step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
-            for start in range(0, count, step):
-                some = slice(start, start + step)
-                chosen = some if order is None else order[some].to(rows.device)
-                self.receive(name, (start, 0), rows[chosen])
-
-    def _fill_state(self, by_row: Mapping[str, Any], are_copies: bool) -> None:
-        table = self.table
-        if are_copies and self._cuts != table.cuts:
-            raise ValueError(
-                f"{table.where}: expected optimizer state cut at columns {table.cuts}, got a copy of state "
-                f"cut at {self._cuts}. Save and load it with torch.distributed.checkpoint."
-            )
-        first = next(iter(by_row.values()), torch.empty(0, device="cpu"))
-        widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
-        self.total = len(first)
-        self.stage(Places(row_ranges_of(first)), torch.float32, widths, not are_copies)
-        if are_copies:
-            self._receive_copies(by_row)
-        else:
-            for name, tensor in by_row.items():
-                self.receive(name, (0, 0), tensor)
-
     # Verifying.
 
     def _config(self, name: str) -> dict[str, Any]:
         return from_bytes(self.table.where, self.small[name]) if name in self.small else {}
 
     @property
-    def _cuts(self) -> list[int]:
+    def cuts(self) -> list[int]:
         """The column cuts of row-wise state as saved."""
         return self._config("optimizer_config").get("cuts", self.table.cuts)
 
@@ -395,11 +306,9 @@ class TableLoad:
     def check(self) -> CheckedPart:
         """Checks this rank's part of the load."""
         table, where = self.table, self.table.where
-        for checksum, words in self.words.items():
-            if words:
-                small = {
-                    name: self.small[name] for name in self.small if name in _TENSORS[checksum]
-                }
+        for checksum in self.checksums:
+            if words := self.words.get(checksum):
+                small = {name: self.small[name] for name in self.small if name in TENSORS[checksum]}
                 saved = from_words(torch.tensor(words, device="cpu"))
                 check_config_is_whole(where, table.name, small, saved)
         if config := self._config("config"):
@@ -450,7 +359,7 @@ class TableLoad:
             if not rows:
                 continue
             saved = from_words(torch.tensor(rows, device="cpu"))
-            names = [name for name in _TENSORS[checksum] if name not in self.unread]
+            names = [name for name in TENSORS[checksum] if name not in self.unread]
             if checksum == OPTIMIZER_CHECKSUM and self.table.optimizer.state_names:
                 if not self.has_rows and saved["ids"] != summed.get("ids", 0):
                     raise ValueError(
@@ -500,12 +409,12 @@ class TableLoad:
         step = int(self.small["step"]) if "step" in self.small else None
         if self.has_rows:
             return [
-                staged.finish(clock, initializer, self.step, step, self._cuts)
+                staged.finish(clock, initializer, self.step, step, self.cuts)
                 for staged in self.staged or ()
             ]
         self._aligned_to = self._present
         return [
-            with_state(shard, staged, self._stretches(rows), step, self._cuts)
+            with_state(shard, staged, self._stretches(rows), step, self.cuts)
             for shard, staged, rows in zip(
                 self.table.shards, self.staged or (), self._aligned_to, strict=True
             )
@@ -547,24 +456,3 @@ class LoadSession:
             if load.lock is lock:
                 load.staged = load.session = None
         self.loads = [load for load in self.loads if load.lock is not lock]
-
-
-def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
-    """Raises ValueError if saved rows and ids do not match a table, or each other."""
-    columns = table.embedding_dim
-    if weight.dim() != 2 or weight.shape[1] != columns:
-        raise ValueError(
-            f"{table.where}: expected saved rows [R, {columns}], got {list(weight.shape)}."
-        )
-    if ids.dtype != torch.int64 or ids.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{table.where}: expected {len(weight)} saved ids of dtype int64, "
-            f"got {list(ids.shape)} {ids.dtype}."
-        )
-
-
-def row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
-    """Returns the ranges of rows of a saved tensor that this rank has; a plain tensor has all rows."""
-    if not isinstance(value, SavedTensor):
-        return [(0, len(value))]
-    return [(part.offset[0], part.offset[0] + part.size[0]) for part in value.parts]

@@ -6,16 +6,19 @@ after the last range, at most S, are single places at the end of the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import Table, ids_per_rank
-from torchrec_dyn.storage import CanonicalRows, unsigned
+from torchrec_dyn.checkpoint_format import ChunkedTensor
+from torchrec_dyn.ranks import Table, ids_per_rank, owners
+from torchrec_dyn.storage import CanonicalRows, signed, unsigned
 
 
 class Share(NamedTuple):
@@ -151,3 +154,63 @@ def chunks_to_read(
                 yield ChunkStorageMetadata(
                     torch.Size([low, *first_column]), torch.Size([high - low, *width])
                 )
+
+
+ReadIds = Callable[[int, int], Tensor]  # returns the ids at the places [first, last), int64
+
+_READ_AT_ONCE = 1 << 14  # ids
+_TOP_BIT = 1 << 63
+
+
+def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
+    """Returns the places of this rank's rows in a saved tensor of ids, or of waiting ids [Q, 3].
+
+    None if they are all places, or the tensor is None.
+    """
+    part, ranks = table.part, table.layout.row_ranks
+    if saved is None or part is None or ranks == 1:
+        return None
+    tensor = saved
+
+    def read(first: int, last: int) -> Tensor:
+        rows = tensor.rows(first, last)
+        return rows if rows.dim() == 1 else rows[:, 0].contiguous()
+
+    return places_of_part(read, saved.shape[0], part, ranks)
+
+
+def places_of_part(read: ReadIds, total: int, part: int, ranks: int) -> Places:
+    """Returns the places of the ids of a part, and no others.
+
+    `read` is a function that reads saved ids, of which there are `total`; `part` is the number of the rank
+    among the `ranks` that share the rows.
+    """
+    if ranks == 1:
+        return Places([(0, total)])
+    block = ids_per_rank(ranks)
+    end = _first_from((part + 1) * block, total, read)
+    # The ids after the last range, at most one a rank, are of any part.
+    after = end if part == ranks - 1 else _first_from(ranks * block, total, read)
+    own = owners(read(after, total), ranks) == part
+    last = [(after + i, after + i + 1) for i in own.nonzero().flatten().tolist()]
+    return Places([(_first_from(part * block, total, read), end), *last])
+
+
+def _first_from(bound: int, total: int, read: ReadIds) -> int:
+    """Returns the first place from which on mixed ids are at least `bound`, unsigned."""
+    low, high = 0, total if bound else 0
+    expected, reach = bound * total >> 64, 4 * isqrt(total)
+    near: Iterator[int] = iter((expected - reach, expected + reach))
+    while high - low > _READ_AT_ONCE:
+        middle = next(near, (low + high) // 2)
+        if not low <= middle < high:
+            continue
+        if unsigned(int(ops.mix64(read(middle, middle + 1)))) < bound:
+            low = middle + 1
+        else:
+            high = middle
+    if low == high:
+        return low
+    # Unsigned words compare as signed ones whose top bits are flipped.
+    mixed = ops.mix64(read(low, high)) ^ signed(_TOP_BIT)
+    return low + int((mixed < signed(bound ^ _TOP_BIT)).sum())

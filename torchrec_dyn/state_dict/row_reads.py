@@ -32,33 +32,43 @@ class _Piece(NamedTuple):
 
 def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     """Reads all tensors of a load that has begun, by name; raises ValueError if a file is damaged."""
-    for name in files:
-        if name in load.small_names:
-            if load.wanted(name):
+    table, others = load.table, (*load.small_names, *load.checksums, "waiting")
+    for name in files.keys() & {*others}:
+        for chunk in load.wanted(name):
+            if chunk.sizes and name not in load.small_names:
+                first = chunk.offsets[0]
+                block = files[name].rows(first, first + chunk.sizes[0])
+                load.receive(name, (first, 0), block)
+            else:
                 load.receive(name, (), files[name].whole())
-        elif name in load.checksums or (name == "waiting" and name in load.row_names):
-            for chunk in load.wanted(name):
-                first, last = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-                load.receive(name, (first, 0), files[name].rows(first, last))
     rows = {name: files[name] for name in load.row_names if name in files and name != "waiting"}
-    table = load.table
     # Column shards sum parts of what is read; a GPU sums what it holds.
     is_whole = len(table.cuts) == 2 and table.has_first_column and table.device.type == "cpu"
     load.sums_as_read = SumsAsRead(table.name) if is_whole and load.has_rows else None
     blocks = {name: load.wanted(name) for name in rows}
     for first in range(0, load.total, _WINDOW_ROWS):
-        ids: dict[int, Tensor] = {}  # of the window, by their places
-        for name in sorted(rows, key=lambda name: name != "ids"):
-            number_bytes = 0 if name == "ids" else rows[name].dtype.itemsize
-            pieces = [*_pieces(blocks[name], first, number_bytes)]
-            if name == "ids":
-                ids = _joined({one.row: _read(load, name, rows[name], one) for one in pieces})
-                for begin, some in ids.items():
-                    _add_to_sums(load, name, _Piece(begin, len(some), 0, 1), some, ids)
-            else:
-                for piece in pieces:
-                    block = _read(load, name, rows[name], piece)
-                    _add_to_sums(load, name, piece, block, ids)
+        _read_window(load, rows, blocks, first)
+
+
+def _read_window(
+    load: TableLoad,
+    files: Mapping[str, ChunkedTensor],
+    blocks: Mapping[str, Sequence[ChunkStorageMetadata]],
+    first: int,
+) -> None:
+    """Reads the wanted blocks of all tensors by row in the window from a row on."""
+    ids: dict[int, Tensor] = {}  # by their places
+    for name in sorted(files, key=lambda name: name != "ids"):
+        number_bytes = 0 if name == "ids" else files[name].dtype.itemsize
+        pieces = [*_pieces(blocks[name], first, number_bytes)]
+        if name == "ids":
+            ids = _joined({piece.row: _read(load, name, files[name], piece) for piece in pieces})
+            for begin, some in ids.items():
+                _add_to_sums(load, name, _Piece(begin, len(some), 0, 1), some, ids)
+        else:
+            for piece in pieces:
+                block = _read(load, name, files[name], piece)
+                _add_to_sums(load, name, piece, block, ids)
 
 
 def _joined(ids: dict[int, Tensor]) -> dict[int, Tensor]:

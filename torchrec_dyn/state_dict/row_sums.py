@@ -33,8 +33,8 @@ def sums_of_shard(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[RowTensor]
 ) -> dict[str, int]:
     """Returns the content sums of all of a shard's rows, by tensor; 0 for a tensor without rows."""
-    saved = [one for one in tensors if one.is_saved]
-    sums = dict.fromkeys((one.name for one in saved), 0)
+    saved = [tensor for tensor in tensors if tensor.is_saved]
+    sums = dict.fromkeys((tensor.name for tensor in saved), 0)
     most = rows_summed(shard.weights.row_bytes, shard.device)
     for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
         sums = add_sums(sums, _sums_of(shard, saved, ids, places, True))
@@ -61,16 +61,17 @@ def present_sums(
 
 def _summing(shard: TableShard, tensors: Sequence[RowTensor]) -> SumRows:
     """Returns a function that sums rows of a shard. It does not keep the shard: markers hold it."""
-    saved, of_shard = [one for one in tensors if one.is_saved], weakref.ref(shard)
+    saved = [tensor for tensor in tensors if tensor.is_saved]
+    reference = weakref.ref(shard)
 
     def sum_rows(ids: Tensor, rows: Tensor) -> dict[str, int]:
-        held = of_shard()
+        held = reference()
         assert held is not None
         sums: dict[str, int] = {}
         most = rows_summed(held.weights.row_bytes, held.device)
-        for some, places in zip(ids.split(most), rows.split(most), strict=True):
+        for part, places in zip(ids.split(most), rows.split(most), strict=True):
             if places.numel():
-                sums = add_sums(sums, _sums_of(held, saved, some, places, False))
+                sums = add_sums(sums, _sums_of(held, saved, part, places, False))
         return sums
 
     return sum_rows
@@ -85,14 +86,14 @@ def _sums_of(
 ) -> dict[str, int]:
     """Returns the content sums of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
     return {
-        one.name: content_sum(
+        tensor.name: content_sum(
             shard.name,
-            one.name,
+            tensor.name,
             ids,
-            ids if one.name == "ids" else read_tensor(shard, one.name, rows, are_ascending),
-            *one.first,
+            ids if tensor.name == "ids" else read_tensor(shard, tensor.name, rows, are_ascending),
+            *tensor.first,
         )
-        for one in tensors
+        for tensor in tensors
     }
 
 

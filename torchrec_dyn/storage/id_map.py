@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.host_reads import host_numbers
-from torchrec_dyn.storage.stream_order import keep_in_use
-from torchrec_dyn.storage.tokens import SLOTS
+from torchrec_dyn.storage.host_reads import host_numbers, keep_in_use
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
@@ -340,3 +338,24 @@ class MapList:
         if self._token is not token:
             self._arrays, self._token = arrays_of(self._maps), token
         return self._arrays
+
+
+class Token:
+    """A token.
+
+    Attributes:
+        now: the present token, compared by identity.
+    """
+
+    def __init__(self) -> None:
+        self.now = object()
+
+    def renew(self) -> None:
+        """Replaces the token. Call it before the change: an interrupt may come between the two."""
+        self.now = object()
+
+
+SLOTS = Token()  # renewed before an id map gets other slots, or moves slots
+BLOCKS = Token()  # renewed before a store gets other blocks
+TABLES = Token()  # renewed before a table gets other contents or settings
+CLOCKS = Token()  # renewed before the clock of a table is set

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.storage.stream_order import keep_in_use
+from torchrec_dyn.storage.host_reads import keep_in_use
 
 _numbers = itertools.count(1)  # of all forwards of this process
 

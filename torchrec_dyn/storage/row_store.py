@@ -28,10 +28,8 @@ from torchrec_dyn.storage.block_memory import (
     lasting,
     mapped_block,
 )
-from torchrec_dyn.storage.host_reads import for_device
-from torchrec_dyn.storage.id_map import SLOT_BYTES
-from torchrec_dyn.storage.stream_order import keep_in_use
-from torchrec_dyn.storage.tokens import BLOCKS
+from torchrec_dyn.storage.host_reads import for_device, keep_in_use
+from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 
 # Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
 # used block costs little where memory is committed at once.

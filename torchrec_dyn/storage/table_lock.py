@@ -17,8 +17,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from torchrec_dyn.storage.host_reads import StreamOrder
 from torchrec_dyn.storage.interrupts import check_stack, torn_error
-from torchrec_dyn.storage.stream_order import StreamOrder
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import RowSource, commit, write_beside
+from torchrec_dyn.checkpoint_format import RowSource, sync_to_disk, write_beside
 from torchrec_dyn.life import Clock
 from torchrec_dyn.optimizers import STATE_NAMES
 
@@ -30,11 +30,7 @@ _DEFAULT = ("id", "row", "last_seen", "count")
 
 
 def pyarrow(call: str) -> Any:
-    """Returns the package pyarrow.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Returns the package pyarrow."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -54,10 +50,6 @@ class ArrowColumns:
     Attributes:
         schema: the schema of Arrow; its metadata tell table, seed and step.
         tensors: names of the tensors by row that the columns need.
-
-    Raises:
-        ValueError: if the table has no such column.
-        ImportError: if pyarrow is not installed.
     """
 
     def __init__(
@@ -124,9 +116,6 @@ class ArrowFile:
 
     `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
     Feather 2). It is written beside `path`.
-
-    Raises:
-        OSError: if the file cannot be opened; of every method, if the disk is full or fails.
     """
 
     def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:
@@ -147,13 +136,13 @@ class ArrowFile:
     def finish(self) -> None:
         """Writes the end of the file, and waits until all of it is on the disk."""
         self._writer.close()
-        self._sink.file.commit()
+        self._sink.file.sync()
 
     def publish(self) -> None:
         """Renames the file to its path, after `finish`, and closes it."""
         os.replace(self._sink.file.path, self._path)  # while it is locked
         self._sink.file.close()
-        commit(self._path.parent)
+        sync_to_disk(self._path.parent)
 
     def drop(self) -> None:
         """Removes the unfinished file; does nothing after `publish`."""

@@ -41,14 +41,6 @@ def print_difference(first: Path, second: Path) -> bool:
 
     Of two directories of `Checkpoints` it prints the first step at which tables differ by the sums of the
     entries, and what differs there.
-
-    Returns:
-        True if all tables are equal, bit for bit.
-
-    Raises:
-        ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not; of
-            directories of `Checkpoints`, if no entry can be read, or some cannot and the others are equal.
-        OSError: if a file cannot be read.
     """
     chains = [read_chain(path) for path in (first, second)]
     if all(chain.entries for chain in chains):

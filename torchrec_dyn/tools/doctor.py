@@ -56,11 +56,7 @@ except BaseException as error:
 
 
 def print_report() -> int:
-    """Prints the report, then what is wrong.
-
-    Returns:
-        The exit status: 0 if nothing is wrong, else 1.
-    """
+    """Prints the report, then what is wrong."""
     told, fault_of_import = _probe()
     trio, fault_of_versions = _trio()
     # Where the versions do not belong together, the import fails for the same reason.

@@ -35,10 +35,6 @@ def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
     """Prints the tables of a checkpoint or a delta; with `picture`, also draws their histograms.
 
     Without `verify` only what is printed is read.
-
-    Raises:
-        ValueError: if the checkpoint is torn or damaged, or the directory is no checkpoint.
-        OSError: if a file cannot be read or written.
     """
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)

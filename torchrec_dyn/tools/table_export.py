@@ -20,9 +20,9 @@ from torchrec_dyn.checkpoint_format import (
     Entry,
     MergedTable,
     RowSource,
-    commit,
     open_table,
     read_chain,
+    sync_to_disk,
 )
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
@@ -227,9 +227,6 @@ def saved_rows(
 
     `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
     newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
-
-    Raises:
-        ValueError: if there is no such table or step, or a save is missing, torn or damaged.
     """
     entry: Entry | None = None
     chain = read_chain(path)
@@ -304,4 +301,4 @@ def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowS
                 "directory of a file system that all ranks share."
             )
         os.rename(folder, path)
-        commit(path.parent)
+        sync_to_disk(path.parent)

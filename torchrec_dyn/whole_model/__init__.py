@@ -9,6 +9,8 @@ from torchrec_dyn.whole_model.by_id import (
     assign_rows,
     erase_rows,
     lookup_rows,
+    mixed_ids,
+    owner_ranks,
     read_counts,
     read_ids,
     read_last_seen,
@@ -18,7 +20,6 @@ from torchrec_dyn.whole_model.by_id import (
 )
 from torchrec_dyn.whole_model.gradients import GradScaler, clip_grad_norm_
 from torchrec_dyn.whole_model.live_rows import LiveRows, for_each_chunk
-from torchrec_dyn.whole_model.owners import mixed_ids, owner_ranks
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, stats_layout
 from torchrec_dyn.whole_model.tables import (
     Collection,

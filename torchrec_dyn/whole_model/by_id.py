@@ -11,17 +11,22 @@ error on one rank is raised on every rank.
 *Ids* are a tensor [M] int64. Any values, any order and repeats are valid; M may differ between ranks.
 Other ids raise ValueError; nothing has changed then.
 
+`mixed_ids` and `owner_ranks` compute where the row of an id is, and are not collective.
+
 No function counts as a training step or takes part in autograd, and only `assign_rows` gives a row to an
 unseen id. Frozen tables are read and edited like other tables.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.ranks import Table, run_together
-from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection
+from torchrec_dyn.name_lists import listed
+from torchrec_dyn.ranks import Table, owners, run_together
+from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection, tables_in
 
 
 @not_compiled
@@ -204,6 +209,57 @@ def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
     return _table(collection, table, "read_stats").read_stats()
 
 
+def mixed_ids(ids: Tensor) -> Tensor:
+    """Returns the mixed ids, the words that choose the owner of an id and its place in the table.
+
+    Mixing is a bijection: two ids never have the same mixed id. It is the same for all tables, plans and
+    versions. Source: the output function of SplitMix64, see csrc/mix64.h.
+
+    Args:
+        ids: int64 of any shape.
+
+    Returns:
+        int64 in the shape of `ids`: the 64 bits of the mixed ids. Row-wise plans and the canonical order
+        read these bits as unsigned numbers.
+
+    Raises:
+        ValueError: if `ids` are not int64.
+    """
+    _check_dtype("mixed_ids", ids)
+    return ops.mix64(ids.reshape(-1)).view(ids.shape)
+
+
+def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
+    """Returns the ranks that hold each id, whether it has a row or not. Not collective: reads only the plan.
+
+    Args:
+        collection: the collection, sharded or not.
+        table: name of the table.
+        ids: [M] int64, any values in any order, with or without repeats.
+
+    Returns:
+        [M, P] int64, the rank of each of the P column shards of the table, in column order. P is 1 where
+        columns are not cut. Unsharded: zeros.
+
+    Raises:
+        ValueError: if there is no such table, or `ids` are not [M] int64.
+    """
+    _check_dtype("owner_ranks", ids)
+    if ids.dim() != 1:
+        raise ValueError(f"owner_ranks.ids: expected ids [M], got {list(ids.shape)}.")
+    tables = tables_in(collection, call="owner_ranks")
+    if table not in tables:
+        raise ValueError(
+            f"owner_ranks.table: expected a table of the collection, {listed(sorted(tables))}, got '{table}'."
+        )
+    layout = tables[table].layout
+    # [P, ranks that share the rows]
+    ranks = torch.tensor([piece.ranks for piece in layout.pieces], device=ids.device)
+    if not layout.rows_are_spread:
+        return ranks.T.expand(ids.numel(), -1).contiguous()
+    return ranks[:, owners(ids, layout.row_ranks)].T.contiguous()
+
+
 def _table(collection: nn.Module, table: str, call: str) -> Table:
     """Returns a table. An unknown name raises an error on every rank."""
     collection = checked_collection(collection, call)
@@ -213,3 +269,9 @@ def _table(collection: nn.Module, table: str, call: str) -> Table:
         if isinstance(collection, ShardedCollection):
             run_together(collection._env.process_group, call, lambda: collection.table(table))
         raise
+
+
+def _check_dtype(where: str, ids: Tensor) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{where}.ids: expected an int64 tensor, got {got}. Convert with .long().")
