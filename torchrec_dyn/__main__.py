@@ -293,7 +293,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--counters",
-        type=_from(0, 2**53, "a number from 0 to 2^53"),
+        type=_from(0, 2**53, "a number from 1 to 2^53"),
         default=0,
         help="ids that wait for AdmitAfter; implies --policy",
     )
