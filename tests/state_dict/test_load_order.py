@@ -167,7 +167,7 @@ def test_unsharded_optimizer_state_that_cannot_be_loaded_changes_nothing(
         write(*given)
 
     monkeypatch.setattr(aligned_state, "CHUNK_BYTES", 64)
-    monkeypatch.setattr("torchrec_dyn.life.row_life._SCORED_AT_ONCE", 2)
+    monkeypatch.setattr("torchrec_dyn.knobs.IDS_SCORED_TOGETHER", 2)
     monkeypatch.setattr(store, "write", fail)
     with pytest.raises(MemoryError):
         model.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())

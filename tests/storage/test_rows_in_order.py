@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage import IdMap, RowStore
-from torchrec_dyn.storage import id_map as id_maps
 
 
 @pytest.mark.parametrize("free", [(), (0,), (5, 6, 40), (99,)])
@@ -29,7 +28,7 @@ def test_a_large_map_is_scanned_at_most_four_times(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scans of a number of rows each would take a time that grows with the square of the rows."""
-    monkeypatch.setattr(id_maps, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(knobs, "ROWS_SCANNED", 16)
     id_map, scans, list_rows = IdMap(count), [], ops.ids_of_rows
     id_map.reserve(count)
     id_map.insert(torch.arange(count) * 3, torch.arange(count))

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import CROSSING_BYTES, canonical_keys, signed, unsigned
+from torchrec_dyn.storage import canonical_keys, signed, unsigned
 
 # The tensors of a table in the model's and in the optimizer's state dict, but for their checksums.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
@@ -59,7 +59,7 @@ DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 
 def rows_summed(row_bytes: int, device: torch.device) -> int:
     """Returns the number of rows that are copied and summed at a time."""
-    return max(1, _SUMMED_BYTES.get(device.type, CROSSING_BYTES) // row_bytes)
+    return max(1, _SUMMED_BYTES.get(device.type, knobs.CROSSING_BYTES) // row_bytes)
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:

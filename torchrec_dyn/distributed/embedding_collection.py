@@ -42,6 +42,7 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
+    kernels_of,
     outputs_by_column,
     pad_batch,
     remove_stale_forwards,
@@ -212,8 +213,8 @@ class ShardedDynamicEmbeddingCollection(
                 )
             ]
             self._send_once.append(SendOnce(runs, counted, setup.where))
-        for lookup in self._lookups:
-            lookup.set_ids_sent_once()
+        for kernel in kernels_of(self._lookups):
+            kernel.ids_are_sent_once = True
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None

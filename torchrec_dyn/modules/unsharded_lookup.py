@@ -221,7 +221,7 @@ class UnshardedLookup:
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
         for optimizer, tables in driven.items():
-            _rates(self._optimizers[optimizer]).drive(tables)
+            self._optimizers[optimizer].rates.drive(tables)
         return groups
 
     def _new_group(
@@ -265,9 +265,7 @@ class UnshardedLookup:
         self._optimizers, self._combined, self._optimized_for = built, None, optimizers
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {
-            kind: float(_rates(optimizer)["lr"]) for kind, optimizer in self._optimizers.items()
-        }
+        return {kind: float(optimizer.rates["lr"]) for kind, optimizer in self._optimizers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
@@ -289,7 +287,8 @@ class _AllOptimizers(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
+        optimizers: list[tuple[str, Any]] = self.optimizers
+        write_updates(optimizer.rates for _, optimizer in optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
@@ -301,9 +300,3 @@ def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _Al
     combined = _AllOptimizers(list(optimizers))
     combined.defaults.update(defaults)
     return combined
-
-
-def _rates(optimizer: DynamicOptimizer) -> Any:
-    """Returns the only parameter group of an optimizer, a `LearningRateGroup`."""
-    (group,) = optimizer.param_groups
-    return group

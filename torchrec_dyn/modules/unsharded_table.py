@@ -87,19 +87,10 @@ class UnshardedTable(nn.Module):
 
     @locked
     def _rows_for(self, choice: tuple[list[Any], list[Any]]) -> TableShard:
-        if self.shard is None or choice != self._choice:
-            self.shard = self._rows_of(self.shard)
-            self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
-        return self.shard
-
-    @property
-    def is_frozen(self) -> bool:
-        """True if the table is frozen: training reads it as evaluation does."""
-        weight = self._parameters["weight"]
-        return weight is not None and not weight.requires_grad
-
-    def _rows_of(self, before: TableShard | None) -> TableShard:
-        """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
+        """Returns rows with the optimizer chosen now, and with the contents of those before, if any."""
+        before = self.shard
+        if before is not None and choice == self._choice:
+            return before
         if self.device == _META:
             raise ValueError(
                 f"{self.where}: expected rows on a real device, got meta. "
@@ -107,15 +98,24 @@ class UnshardedTable(nn.Module):
             )
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer.saved_name == optimizer.saved_name:
+            rows = before
             if before.optimizer != optimizer:
                 with commit(before):
                     before.change_optimizer(optimizer)
-            return before
-        table = self._new_rows(optimizer, self.device)
-        self.device = table.device  # with the number of the GPU, which its name may lack
-        if before is not None:
-            _copy_contents(before, table)
-        return table
+        else:
+            rows = self._new_rows(optimizer, self.device)
+            if before is not None:
+                _copy_contents(before, rows)
+        self.shard = rows
+        self.device = rows.device  # with the number of the GPU, which its name may lack
+        self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
+        return rows
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the table is frozen: training reads it as evaluation does."""
+        weight = self._parameters["weight"]
+        return weight is not None and not weight.requires_grad
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:
         table = TableShard(

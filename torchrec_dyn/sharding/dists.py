@@ -42,7 +42,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
-from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, SequenceLookup, device_of
+from torchrec_dyn.sharding.grouped_lookups import (
+    CreatesLookup,
+    SequenceLookup,
+    device_of,
+    values_per_rank,
+)
 from torchrec_dyn.sharding.sent_modes import with_mode_of
 from torchrec_dyn.storage import host_numbers
 
@@ -178,10 +183,7 @@ class SumOverRanks(nn.Module):
             if self._gloo_fails_at(input_splits, local_embs.device):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
-        sizes = [
-            sum(bags * width for bags, width in zip(rank_bags, embedding_dims, strict=True))
-            for rank_bags in batch_size_per_rank_per_feature
-        ]
+        sizes = values_per_rank(batch_size_per_rank_per_feature, embedding_dims)
         if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)
             awaitable.callbacks.append(torch.flatten)
