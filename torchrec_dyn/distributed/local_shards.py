@@ -81,7 +81,7 @@ class ShardedTables:
         return module._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses a copy or a pickle, also by `torch.save`."""
+        """Refuses copies and pickles, those of `torch.save` included."""
         raise ValueError(
             f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
             "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
@@ -260,7 +260,7 @@ class LocalShards:
         return [kernel.group for kernel in self._kernels]
 
     def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizer of each table of the collection, in order, also of those on other ranks."""
+        """Returns the optimizers of all tables of the collection, in order, on any rank."""
         return [self._optimizers[name] for name in self._configs]
 
     def _share(self, lock: TableLock) -> None:
@@ -327,7 +327,7 @@ class ShardedOptimizer(KeyedOptimizer):
 
     Saving and loading are collective, so every rank needs the entries of all tables; TorchRec's optimizer
     has the tables of one rank only. Every rank has one parameter group for each distinct row optimizer, so
-    schedulers find the same groups everywhere, also after tables have moved. It cannot be copied or pickled.
+    schedulers find the same groups everywhere, even after tables have moved. It cannot be copied or pickled.
     """
 
     def __init__(

@@ -160,7 +160,7 @@ class UnshardedLookup:
             return list(self._optimizers.values())
 
     def note_training(self) -> None:
-        """Checks what is around a training forward; the first one warns of options that do not train rows."""
+        """Checks the callers of a training forward. The first one warns of options without effect."""
         check_runs_once(self._where, self._trained)
         if self._has_warned:
             return

@@ -217,11 +217,11 @@ class UnshardedTable(nn.Module):
         )
 
     def as_table(self) -> Table:
-        """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
+        """Returns the present table as a `Table` of one rank; creates the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
     def handle(self) -> Table:
-        """Returns the table that users hold: it makes the rows at their first use, and finds them anew."""
+        """Returns the handle for users: it creates the rows at first use, and always reads the present ones."""
         layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
         return Table(
             name=self.config.name,

@@ -234,7 +234,7 @@ def make_planner_provider(
             "make_planner(...) to DistributedModelParallel, or call its plan."
         ) from None
 
-    class PricedProvider(theirs):  # type: ignore[misc]
+    class PricedProvider(theirs):
         """TorchRec's default provider, except for the planner."""
 
         def build_planner(

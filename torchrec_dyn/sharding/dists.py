@@ -1,7 +1,7 @@
 """The input dists of row-wise types, and the output dists of tables whose rows are spread.
 
 TorchRec's bucketize op divides an id by a block size. Here the owner depends on the mixed id
-(ranks/routing.py), so an op of ours sorts the batch by owner; the ids are sent as they are.
+(ranks/routing.py), so our op sorts the batch by owner; the ids are sent as they are.
 
 The output dists sum partial bags over ranks. They fill two gaps of TorchRec's:
 
