@@ -221,7 +221,7 @@ class UnshardedTable(nn.Module):
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
     def handle(self) -> Table:
-        """Returns the handle for users: it creates the rows at first use, and always reads the present ones."""
+        """Returns the handle for users: it creates rows at first use, and always reads the present ones."""
         layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
         return Table(
             name=self.config.name,
