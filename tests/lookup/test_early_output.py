@@ -136,7 +136,8 @@ def test_a_step_of_new_ids_pools_their_bags_again_when_they_have_rows(device, po
     early = "gather_pool" if options.get("counted", True) else "pool_into_"
     if device.is_mock:
         assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
-        assert order[-3:] == ["insert", "fill_new_", "pool_into_"] and order.count("wait") == 2
+        assert {*order[-3:-1]} == {"insert", "fill_new_"} and order[-1] == "pool_into_"
+        assert order.count("wait") == 2
         assert not POOLS & {*order[5:-1]}
     twins.compare()
 

@@ -32,6 +32,9 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
 
+_CALLER = 7  # frames from `note_training` up to the code that calls the collection
+
+
 _State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what groups are made of
 
 
@@ -179,10 +182,10 @@ class UnshardedLookup:
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=_CALLER,
             )
         if options := placement_options(self.tables[0].fused_params):
-            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=2)
+            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=_CALLER)
 
     def _trained(self) -> list[str]:
         return [table.config.name for table in self.tables if not table.is_frozen]
