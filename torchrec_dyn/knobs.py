@@ -34,3 +34,22 @@ IDS_SAMPLED_TOGETHER = 1 << 20
 # Types of devices on which prefetching takes the steps of tables: there the host waits where it reads. On the
 # CPU nothing is gained, and a call between two batches (erase, save) would find the second's step done.
 PREFETCHED_STEPS_ON = {"cuda"}
+
+# Saving, loading, and other reads and writes of rows.
+CHUNK_BYTES = 32 << 20  # rows that are read, checked or written together
+SUMMED_BYTES = 4 << 20  # on the CPU, copied and summed together: they stay in the caches
+SAVED_CHUNK_BYTES = 16 << 20  # of a chunk of a saved tensor: it is in memory a second time
+LAST_CHUNK_BYTES = 1 << 20  # DCP's writer keeps the last chunk of every key until all are written
+IDS_READ_TOGETHER = 1 << 14  # to find the place of an id among saved ones
+IDS_LOADED_TOGETHER = 1 << 20  # to find the rows that they have, or get
+LOADED_ROWS = 1 << 18  # rows of a window of a load
+LOADED_PIECE_BYTES = 2 << 20  # are summed and copied before they leave the caches
+ROUND_BYTES = 8 << 20  # merged rows that a rank receives from each replica at a time
+SEEN_WITHIN_SECONDS = 30.0  # for file systems that show new files late
+
+# Served tables.
+SERVED_CHUNK_BYTES = 8 << 20  # rows that are encoded together; a few copies of them are in memory
+MAP_PIECE_BYTES = 4 << 20  # slots, and the rows that are read with them, in memory together
+WASTE_BYTES = 1 << 20  # a rows file is rewritten if more bytes are unused than in use and these
+# Linux keeps what a write fills in pages of 2 MiB, if it begins at a multiple of them (ext4 since 6.16).
+HUGE_PAGE_BYTES = 2 << 20

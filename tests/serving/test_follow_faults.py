@@ -18,9 +18,9 @@ from follow_cases import TABLES, Trainer, rows_of, served_rows, sorted_ids
 from full_disk import file_limit
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn import serving
+from torchrec_dyn import knobs, serving
 from torchrec_dyn.checkpoint_format import read_chain
-from torchrec_dyn.serving import builder, update
+from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import follower as follower_file
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, served_manifest
@@ -437,7 +437,7 @@ def test_what_a_killed_first_build_left_is_removed(job: Job, tmp_path: Path) -> 
 
 def test_a_full_disk_changes_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deltas that have no room together are applied one by one, a look each."""
-    monkeypatch.setattr(update, "_WASTE_BYTES", 0)  # unused rows are given back after each delta
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)  # unused rows are given back after each delta
     for _ in range(4):  # 9,600 bytes of rows each
         job.trainer.train(*range(300))
         job.save()

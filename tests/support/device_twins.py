@@ -9,7 +9,6 @@ from mock_device import CUDA
 from table_cases import ids_of, same_state
 
 from torchrec_dyn import knobs
-from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.lookup.batch import Batch
 from torchrec_dyn.lookup.first_read import read_first
 from torchrec_dyn.lookup.table_lists import list_tables
@@ -132,7 +131,7 @@ class DeviceTwins:
 
 def small_chunks(monkeypatch, size):
     """Makes chunks of `size` bytes. Returns the list of bytes of rows that are read at once on a device."""
-    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", size)
+    monkeypatch.setattr(knobs, "SAVED_CHUNK_BYTES", size)
     monkeypatch.setattr(knobs, "CROSSING_BYTES", size)
     sizes, read = [], RowStore.read
 

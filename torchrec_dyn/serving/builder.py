@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import MergedTable, open_checkpoint, sync_to_disk
 from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, only_writer
 from torchrec_dyn.serving.id_maps import maps_of, slots_for
@@ -26,14 +27,7 @@ from torchrec_dyn.serving.manifest import (
     served_manifest,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.writing import (
-    CHUNK_BYTES,
-    chosen_tables,
-    complete,
-    new_slots,
-    replacing,
-    switch,
-)
+from torchrec_dyn.serving.writing import chosen_tables, complete, new_slots, replacing, switch
 from torchrec_dyn.storage import new_key, unsigned
 
 Folder = str | os.PathLike[str]
@@ -175,7 +169,7 @@ def write_tables(
     try:
         for name, table in saved.items():
             row_sum = 0
-            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
                 written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
                 maps[name].put(chunk["ids"], appender.append(written))
                 row_sum += sum_of_rows(name, chunk["ids"], written)

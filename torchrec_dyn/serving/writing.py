@@ -27,9 +27,6 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.tensor_index import write_index
 
-# Bytes of rows that are encoded at once; a few copies of these rows are in memory.
-CHUNK_BYTES = 8 << 20
-
 
 @contextmanager
 def replacing(folder: Path, before: str | None) -> Iterator[None]:

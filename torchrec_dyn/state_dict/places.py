@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint_format import ChunkedTensor
 from torchrec_dyn.ranks import Table, ids_per_rank, owners
 from torchrec_dyn.storage import CanonicalRows, signed, unsigned
@@ -158,7 +158,6 @@ def chunks_to_read(
 
 ReadIds = Callable[[int, int], Tensor]  # returns the ids at the places [first, last), int64
 
-_READ_AT_ONCE = 1 << 14  # ids
 _TOP_BIT = 1 << 63
 
 
@@ -201,7 +200,7 @@ def _first_from(bound: int, total: int, read: ReadIds) -> int:
     low, high = 0, total if bound else 0
     expected, reach = bound * total >> 64, 4 * isqrt(total)
     near: Iterator[int] = iter((expected - reach, expected + reach))
-    while high - low > _READ_AT_ONCE:
+    while high - low > knobs.IDS_READ_TOGETHER:
         middle = next(near, (low + high) // 2)
         if not low <= middle < high:
             continue

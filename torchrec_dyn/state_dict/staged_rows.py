@@ -32,8 +32,6 @@ from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore, unsigned
 from torchrec_dyn.table import TableShard, beside, named_states
 
-_READ_AT_ONCE = 1 << 20
-
 
 def put_block(
     store: RowStore, origin: int, places: Places, place: int, column: int, values: Tensor
@@ -275,8 +273,8 @@ class StagedRows:
         last, life = self._last_step, self.rows.life
         if life is None or not self.has_scores:
             return last
-        for start in range(0, self.places.count, _READ_AT_ONCE):
-            stop = min(self.places.count, start + _READ_AT_ONCE)
+        for start in range(0, self.places.count, knobs.IDS_LOADED_TOGETHER):
+            stop = min(self.places.count, start + knobs.IDS_LOADED_TOGETHER)
             rows = torch.arange(start, stop, device=self._device)
             last_seen, counts = life.scores.read(rows)
             last = max(last, last_step({"last_seen": last_seen, "count": counts}))
