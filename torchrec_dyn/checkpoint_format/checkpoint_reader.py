@@ -118,15 +118,7 @@ def open_table(path: str | os.PathLike[str], name: str | None, where: str) -> Sa
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Returns DCP's reader of a checkpoint, set up with the metadata, and the metadata.
-
-    The checkpoint may have no dynamic tables. Its files are checked to be long enough.
-
-    Raises:
-        ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
-        OSError: if a file cannot be read.
-        MemoryError: if there is no memory for the metadata.
-    """
+    """Returns DCP's reader of a checkpoint, and the metadata; ValueError if it is no whole checkpoint."""
     _check_is_checkpoint(folder)
     reader, ends = FileSystemReader(folder), defaultdict[str, int](int)
     try:
@@ -170,13 +162,9 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
-    """Returns the path of a file of a directory, also of a file in a directory below.
+    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError.
 
-    It checks a name that was read from another file, of any type, before the name becomes a path. The pattern
-    is for the whole name, `remedy` is the end of the message.
-
-    Raises:
-        ValueError: if the name is not a string of this pattern, or its path leads out of the directory.
+    The pattern is for the whole name, `remedy` is the end of the message.
     """
     is_name = isinstance(name, str) and re.fullmatch(pattern, name)
     parts = Path(name).parts if is_name else ()
@@ -190,15 +178,12 @@ def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") 
 def _owners(
     optimizers: Mapping[str, Any], tables: Mapping[str, Any]
 ) -> tuple[dict[str, str], list[str]]:
-    """Finds the table of each optimizer state.
+    """Returns the keys of optimizer states by those of their tables, and those without a table.
 
     The optimizer state "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" has the path
     "sparse.ebc.embedding_bags.user" between "state" and "weight". It belongs to the table whose key ends with
     this path, or whose key is an end of this path: users may put different keys before the two state dicts.
     If several tables match, the longest match wins, then the table that shares the most keys from the start.
-
-    Returns:
-        Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
     by_name: dict[str, list[str]] = defaultdict(list)
     for table in tables:  # a table that matches has the last word of the path

@@ -258,22 +258,15 @@ class SavedTensor(torch.Tensor):
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
-    """Returns a SavedTensor for a plain tensor that every rank has, and exactly one rank saves.
-
-    value: the plain tensor, small.
-    """
+    """Returns a SavedTensor for a small plain tensor that every rank has, and exactly one rank saves."""
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
 
 
 def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:
-    """Returns the plain tensor of a tensor that this rank holds completely.
+    """Returns a tensor as a plain one; ValueError unless this rank holds it completely.
 
-    value: a SavedTensor, or a plain tensor. `at_once` reads all rows together, which copies them once; their
-    memory must be the CPU's.
-
-    Raises:
-        ValueError: if this rank does not hold all parts.
+    `at_once` reads all rows together, which copies them once; their memory must be the CPU's.
     """
     if not isinstance(value, SavedTensor):
         return value

@@ -126,7 +126,7 @@ def chunks_to_read(
 
 
 def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
-    """Returns the places of this rank's rows in a saved tensor of ids; None if they are all, or it is None."""
+    """Returns the places of this rank's rows in a saved tensor of ids; None: all places, or no tensor."""
     part, ranks = table.part, table.layout.row_ranks
     if saved is None or part is None or ranks == 1:
         return None

@@ -41,10 +41,7 @@ _UNSIFTED_SHARE = 8
 
 
 def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
-    """Returns the bytes of the log of a table with `rows` rows, if all change between two markers.
-
-    Without the removed ids.
-    """
+    """Returns the bytes of the log of a table if all rows change between two markers and no id is removed."""
     marks = marks_bytes(rows, row_limit, device_type)
     if device_type != "cpu":
         return 2 * marks
@@ -64,14 +61,7 @@ class Version:
 
 
 class _Removed(NamedTuple):
-    """Ids that were removed after the same version.
-
-    Attributes:
-        at: the version of the removal.
-        ids: [M] int64.
-        added: [M] int32, the version at which each id was added.
-        is_sifted: True if a version lay between addition and removal of each of these ids.
-    """
+    """Ids [M] int64 that were removed after version `at`, and the versions [M] int32 of their additions."""
 
     at: int
     ids: Tensor
@@ -87,17 +77,7 @@ class _Erased(NamedTuple):
 
 
 class ChangeLog:
-    """The changes of one table, or of one column shard of it.
-
-    Attributes:
-        number: number of the latest version, an int32: at one version a second it lasts 68 years.
-        token: an object that identifies this log and this number.
-        touched: the changed rows, on the CPU; None on a GPU.
-        changed: for each row the version at which it last changed, on a GPU; None on the CPU.
-        added: for each row the version at which its id was added.
-        removed: the removed ids; those that are not sifted are last.
-        erased: the ids that the user erased, as long as a version that keeps them is in use.
-    """
+    """The changes of one table, or of one column shard of it. The latest version has `number`, an int32."""
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
         self._row_limit, self._device = row_limit, device
@@ -193,10 +173,7 @@ class ChangeLog:
             self.touched.rest = None
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
-        """Returns `removed` as it must be when these ids are removed, and changes nothing.
-
-        ids [M] int64; rows [M] int64, their former rows.
-        """
+        """Returns `removed` as it must be when ids [M] int64 lose their rows [M] int64; changes nothing."""
         versions = [version.number for version in self._versions]
         removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
         if rows.numel():
@@ -222,10 +199,9 @@ class ChangeLog:
     def replaced(
         self, ids: Tensor, rows: Tensor, high: int, device: torch.device
     ) -> dict[str, object]:
-        """Returns the attributes of the log if all former ids are removed, and all present ids added.
+        """Returns the log's attributes if ids [M] int64 lose rows [M] int64 and all present ids are new.
 
-        ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
-        out, and `device` are the present ones.
+        `high`, the number of rows handed out, and `device` are the present ones.
         """
         most = max(high, self.added.capacity)
         touched, changed = self._nothing_changed(device)
@@ -247,10 +223,7 @@ class ChangeLog:
         return {**marks, "removed": removed, "_device": device}
 
     def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Returns the ids whose row changed, or was given to them, since a version of this log, and the rows.
-
-        Both are [M] int64, in any order.
-        """
+        """Returns the ids whose row changed or came since a version, and the rows, [M] int64 each."""
         if self.touched is not None:
             return self.touched.changed(since.number, id_map)
         assert self.changed is not None
@@ -301,10 +274,7 @@ def note_changed(
     rows: Tensor,
     table_offsets: Tensor,
 ) -> None:
-    """Records rows, before they or their scores are written.
-
-    Shapes: logs [T], ids [N] int64, rows [N] int64, table_offsets [T + 1] int64.
-    """
+    """Records rows [N] int64 of ids [N] int64, or of each table's map, before they or their scores change."""
     if all(log is None for log in logs):
         return
     if _on_cpu(logs):
@@ -335,10 +305,7 @@ def note_update(
 def unrecorded(
     logs: Sequence[ChangeLog | None], noted: Sequence[object] | None
 ) -> list[ChangeLog | None]:
-    """Returns the logs, [T], with None for those without a new version since the rows were recorded.
-
-    noted: `tokens_of` the logs when they were; None if they were not.
-    """
+    """Returns the logs, None for those without a new version since `noted`, the `tokens_of` the logs then."""
     pairs = zip(logs, noted or [None] * len(logs), strict=True)
     return [None if log is None or log.token is token else log for log, token in pairs]
 

@@ -33,11 +33,10 @@ class _Table(Protocol):
 
 
 class commit:
-    """Runs the commit of a change of tables, outside of training; the tables' locks are held.
+    """Runs the commit of a change of tables, outside of training, with their locks: it allocates no tensor.
 
-    All that can fail runs before: a commit allocates no tensor. In the main thread signals wait for the end
-    of the outermost commit. After an exception in it the tables are torn: their calls raise `torn_error`
-    until they are loaded, which is a commit that `replaces` all contents.
+    In the main thread signals wait for the end of the outermost commit. After an exception in it the tables
+    are torn: their calls raise `torn_error` until they are loaded, a commit that `replaces` all contents.
     """
 
     def __init__(self, *tables: _Table, replaces: bool = False) -> None:
@@ -128,8 +127,7 @@ def torn_error(tables: str) -> RuntimeError:
 def run_to_end(*actions: Callable[[bool], object]) -> None:
     """Runs actions in order. An exception in between is raised after all of them have run.
 
-    The argument of an action is `again`: True if it may have run already, up to any of its parts. Running
-    twice in a row must have the same effect as running once.
+    Their argument `again` is True if the action may have run up to any of its parts: twice is as once.
     """
     coming = iter(actions)
     action: Callable[[bool], object] = _no_action

@@ -51,12 +51,9 @@ def block_shift_of(row_limit: int, device_type: str) -> int:
 
 
 class RowMarks:
-    """An int32 for each row of a table, in blocks that never move.
+    """An int32 for each row of a table, in `blocks` [2^shift, 1] that never move.
 
-    Attributes:
-        blocks: blocks of marks, each [2^shift, 1] int32.
-        bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h).
-        shift: binary logarithm of the rows of a block.
+    `bits` are those of the rows of each block, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h).
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
@@ -99,7 +96,7 @@ class RowMarks:
             bits.zero_()  # after the marks: an interrupt may come between the two
 
     def at_least(self, mark: int) -> Tensor:
-        """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`.
+        """Returns for each row in the blocks, [capacity] bool, whether its mark is at least `mark`.
 
         `mark` is at most the mark that the bits stand for.
         """
@@ -125,9 +122,9 @@ class RowMarks:
 def write_marks(
     tables: Sequence[RowMarks | None], rows: Tensor, table_offsets: Tensor, marks: Sequence[int]
 ) -> None:
-    """Writes marks [T], one for the rows of each table; None stands for a table without marks.
+    """Writes marks [T] for rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64.
 
-    rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64, where the rows of each begin.
+    None stands for a table without marks.
     """
     blocks: list[Tensor] = []
     layout = []

@@ -41,13 +41,7 @@ _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Rest(NamedTuple):
-    """The content sums of the rows that were not touched since a version.
-
-    Attributes:
-        at: number of the version.
-        sums: the sums by tensor.
-        sum_rows: function that sums rows.
-    """
+    """The content sums, by tensor, of the rows not touched since version `at`; `sum_rows` sums rows."""
 
     at: int
     sums: Mapping[str, int]
@@ -81,10 +75,9 @@ class TouchedRows:
     """The touched rows of one table, or of one column shard of it.
 
     Attributes:
-        shift: binary logarithm of the rows of a block.
-        bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h): those
-            touched since the latest version, and those withheld at it, of which nothing is in the sums.
-        number: number of the latest version.
+        bits: for each block of rows its bits, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h): of those
+        touched
+            since the latest version, `number`, and of those withheld at it, of which nothing is in the sums.
         rest: the sums of the other rows; None if they are not known.
     """
 
@@ -117,10 +110,7 @@ class TouchedRows:
         return sum(piece.ids.numel() for piece in self._pieces)
 
     def begin(self, number: int, withheld: Tensor, id_map: IdMap) -> None:
-        """Begins a version with a higher number.
-
-        withheld [M] int64 are the withheld rows: they have no id, but may be written by a late gradient.
-        """
+        """Begins a version; withheld [M] int64 are rows without an id that a late gradient may write."""
         self._complete(id_map)
         self._compact(id_map)
         bits = [clear_bits(self.shift, _CPU) for _ in self.bits]
@@ -247,11 +237,10 @@ def touch_rows(
     rows: Tensor,
     table_offsets: Tensor,
 ) -> None:
-    """Touches rows before they are written; None stands for a table that records nothing.
+    """Touches rows [N] int64 in table order, -1 is skipped, before they are written; None records nothing.
 
-    rows [N] int64 in table order, -1 is skipped; ids [N] int64 of the rows, or the map of each table, which
-    is read whole to find them; table_offsets [T + 1] int64, where the rows of each table begin. Rows of
-    removed ids may be among them.
+    ids [N] int64 of the rows, or the map of each table, which is read whole to find them;
+    table_offsets [T + 1] int64. Rows of removed ids may be among them.
     """
     listed = list_bits(tables)
     try:
