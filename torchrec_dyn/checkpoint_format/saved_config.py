@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format.content_sums import (
-    DAMAGED,
-    compare_sums,
-    sum_of_small,
-)
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, sum_of_small
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.optimizers import RowOptimizer
 
@@ -73,28 +69,23 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
 def check_config_is_whole(
     where: str, table: str, saved: Mapping[str, Tensor], sums: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if a config of a table is damaged, or of a table with another name.
-
-    Comes before any sum is compared: all sums depend on the name. saved: tensors by name; `sums` are saved.
-    """
+    """Raises ValueError if a config is damaged, or of a table with another name, on which all sums depend."""
     for name in {"config", "optimizer_config"} & saved.keys():
-        own = sum_of_small(table, name, saved[name])
-        if sums[name] == own:
+        if sums[name] == sum_of_small(table, name, saved[name]):
             continue
-        if name != "config":  # has no name of a table
-            raise ValueError(
-                f"{where}: expected optimizer state of table {table!r}, got a config without its content "
-                f"sum. If the table was renamed, give it its saved name. If it was not: {DAMAGED}"
-            )
         its = table
         with suppress(ValueError):
-            its = str(from_bytes(where, saved[name]).get("table"))
+            its = str(from_bytes(where, saved[name]).get("table", table))
         if sums[name] == sum_of_small(its, name, saved[name]):
             raise ValueError(
                 f"{where}: expected a checkpoint with table {table!r} as the model has, got {its!r}. "
                 f"{RENAMED}"
             )
-        compare_sums(where, sums, [name], {name: own})
+        hint = "If the table was renamed, give it its saved name. If it was not: "
+        raise ValueError(
+            f"{where}: expected {name} of table {table!r}, got one without its content sum. "
+            f"{'' if name == 'config' else hint}{DAMAGED}"
+        )
 
 
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:

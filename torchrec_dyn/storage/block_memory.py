@@ -33,9 +33,6 @@ _RANGE_BYTES = 32 << 30
 _PAGE_BYTES = 2 << 20
 # Upper bound of the memory that is committed before rows need it.
 _AHEAD_BYTES = 256 << 20
-# The bound of a device that ran out of memory: half of what it could not commit. A growth by the whole bound
-# doubles it again. The blocks of a device share its memory, and so the bound.
-_less_ahead: dict[torch.device, int] = {}
 
 
 def range_shift(row_limit: int, row_bytes: int) -> int:
@@ -71,15 +68,9 @@ def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
     if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
     needed, device = rows * row_bytes, block.device
-    most = _less_ahead.get(device, _AHEAD_BYTES)
-    ahead = min(_ahead(block.nbytes), most)
-    longer = None
-    if needed < block.nbytes + ahead:
-        longer = _grown(block, block.nbytes + ahead, limit)
-        if longer is None:
-            _less_ahead[device] = ahead // 2
-        elif ahead == most:
-            _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
+    ahead, longer = block.nbytes + _ahead(block.nbytes), None
+    if needed < ahead:
+        longer = _grown(block, ahead, limit)
     if longer is None:
         longer = _grown(block, needed, limit)
     if longer is None:

@@ -69,13 +69,6 @@ class _Removed(NamedTuple):
     is_sifted: bool = False
 
 
-class _Erased(NamedTuple):
-    """Ids [M] int64 that the user erased after version `at`, with and without a row."""
-
-    at: int
-    ids: Tensor
-
-
 class ChangeLog:
     """The changes of one table, or of one column shard of it. The latest version has `number`, an int32."""
 
@@ -88,7 +81,7 @@ class ChangeLog:
         self.touched, self.changed = self._nothing_changed(device)
         self.added = RowMarks(row_limit, device)
         self.removed: list[_Removed] = []
-        self.erased: list[_Erased] = []
+        self.erased: list[tuple[int, Tensor]] = []
 
     def _nothing_changed(
         self, device: torch.device
@@ -122,19 +115,19 @@ class ChangeLog:
         """Notes that the user erases ids [M] int64, with or without a row; only a version may ask for it."""
         kept = self._still_asked()
         if ids.numel() and any(version.keeps_erased for version in self._versions):
-            kept.append(_Erased(self.number, ids))
+            kept.append((self.number, ids))
         self.erased = kept
 
-    def _still_asked(self) -> list[_Erased]:
+    def _still_asked(self) -> list[tuple[int, Tensor]]:
         """Returns the erased ids that a version in use keeps."""
         asking = [version.number for version in self._versions if version.keeps_erased]
         since = min(asking, default=self.number + 1)
-        return [piece for piece in self.erased if piece.at >= since]
+        return [(at, ids) for at, ids in self.erased if at >= since]
 
     def erased_ids(self, since: Version) -> Tensor:
         """Returns the ids [M] int64 that the user erased since a version that keeps them, each once."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        pieces = [piece.ids.to(self._device) for piece in self.erased if piece.at >= since.number]
+        pieces = [ids.to(self._device) for at, ids in self.erased if at >= since.number]
         return torch.unique(torch.cat([nothing, *pieces]))
 
     def has_come_since(self, rows: Tensor, since: Version) -> Tensor:
@@ -181,15 +174,9 @@ class ChangeLog:
         unsifted = [piece for piece in removed if not piece.is_sifted]
         most = 0 if rows.is_cpu else max(_LEAST_UNSIFTED, self._row_limit // _UNSIFTED_SHARE)
         if sum(piece.ids.numel() for piece in unsifted) > most:
-            # Other ids were added after the latest version before their removal.
-            latest = [max((m for m in versions if m <= of.at), default=0) for of in unsifted]
-            kept = [of.added < version for of, version in zip(unsifted, latest, strict=True)]
-            counts = yield [is_kept.count_nonzero() for is_kept in kept]
             del removed[-len(unsifted) :]
-            for piece, is_kept, count in zip(unsifted, kept, counts, strict=True):
-                places = places_of(is_kept, count)
-                sifted = _Removed(piece.at, piece.ids[places], piece.added[places], is_sifted=True)
-                _append(removed, sifted)
+            for piece in (yield from _sifted(unsifted, versions)):
+                _append(removed, piece)
         return removed
 
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
@@ -248,9 +235,21 @@ class ChangeLog:
     def bytes(self) -> int:
         """Bytes of the marks, of the listed ids, and of the removed and erased ids."""
         removed = sum(piece.ids.nbytes + piece.added.nbytes for piece in self.removed)
-        removed += sum(piece.ids.nbytes for piece in self.erased)
+        removed += sum(ids.nbytes for _, ids in self.erased)
         changed = self.touched or self.changed
         return (0 if changed is None else changed.bytes) + self.added.bytes + removed
+
+
+def _sifted(pieces: Sequence[_Removed], versions: Sequence[int]) -> HostRead[list[_Removed]]:
+    """Returns removed ids without those that were added after the latest version before their removal."""
+    latest = [max((m for m in versions if m <= piece.at), default=0) for piece in pieces]
+    masks = [piece.added < version for piece, version in zip(pieces, latest, strict=True)]
+    counts = yield [mask.count_nonzero() for mask in masks]
+    places = [places_of(mask, count) for mask, count in zip(masks, counts, strict=True)]
+    return [
+        _Removed(piece.at, piece.ids[own], piece.added[own], is_sifted=True)
+        for piece, own in zip(pieces, places, strict=True)
+    ]
 
 
 def _append(pieces: list[_Removed], last: _Removed) -> None:
@@ -299,7 +298,8 @@ def note_update(
     if _on_cpu(logs):
         note_changed(logs, id_maps, rows, table_offsets)
         return (), None
-    return list_bits([None if log is None else log.changed for log in logs])
+    marks = [None if log is None else log.changed for log in logs]
+    return list_bits([None if own is None else (own.bits, own.shift) for own in marks])
 
 
 def unrecorded(

@@ -14,22 +14,11 @@ import signal
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 # More than the calls inside each other that a change makes, behind its preparation, or what undoes it. A test
 # lets the stack end at every depth.
 _CALLS_OF_A_CHANGE = 64
-
-
-class _Lock(Protocol):
-    torn: frozenset[str]
-
-
-class _Table(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def lock(self) -> _Lock: ...
 
 
 class commit:
@@ -39,7 +28,7 @@ class commit:
     are torn: their calls raise `torn_error` until they are loaded, a commit that `replaces` all contents.
     """
 
-    def __init__(self, *tables: _Table, replaces: bool = False) -> None:
+    def __init__(self, *tables: Any, replaces: bool = False) -> None:
         self._tables, self._replaces = tables, replaces
         self._signals: _Signals | None = None
 

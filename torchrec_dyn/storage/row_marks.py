@@ -9,7 +9,6 @@ Legend: T tables, N rows in table order, M rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +20,6 @@ _BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 # Approximate block count of a full table on a GPU: each block of a call costs host time.
 _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
-
-
-class HasBits(Protocol):
-    """An object with one bit for each row of a table: attributes as those of `RowMarks`."""
-
-    shift: int
-    bits: list[Tensor]
 
 
 def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
@@ -136,12 +128,12 @@ def write_marks(
     ops.mark_rows_(rows, table_offsets, blocks, *described)
 
 
-def list_bits(tables: Sequence[HasBits | None]) -> tuple[list[Tensor], Tensor]:
-    """Returns the bits of T tables as ops take them: all blocks, and their layout [T, 4]."""
+def list_bits(tables: Sequence[tuple[list[Tensor], int] | None]) -> tuple[list[Tensor], Tensor]:
+    """Returns bits and shifts of T tables as ops take them: all blocks, and their layout [T, 4]."""
     blocks: list[Tensor] = []
     layout = []
     for table in tables:
-        bits, shift = ([], _LEAST_SHIFT) if table is None else (table.bits, table.shift)
+        bits, shift = ([], _LEAST_SHIFT) if table is None else table
         layout.append([len(blocks), len(bits), shift - 3, 1])
         blocks.extend(bits)
     return blocks, torch.tensor(layout, device="cpu")

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
-
 from torchrec_dyn.storage.host_reads import StreamOrder
 from torchrec_dyn.storage.interrupts import check_stack, torn_error
 
@@ -67,11 +65,6 @@ class _Locked(Protocol):
     def lock(self) -> TableLock: ...
 
 
-class _OnDevice(_Locked, Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-
 _Owner = TypeVar("_Owner", bound=_Locked)
 
 
@@ -112,9 +105,9 @@ def changes(
 
 
 @contextmanager
-def turn_of(owner: _OnDevice, also_torn: bool = False) -> Iterator[None]:
+def turn_of(owner: Any, also_torn: bool = False) -> Iterator[None]:
     """Runs code as a method of an object that is `locked`; loads and copies may use torn tables, too."""
-    lock = owner.lock
+    lock: TableLock = owner.lock
     lock.check_at_rest(also_torn)
     with lock, lock.streams.turn(owner.device):
         passes_torn = lock.passes_torn
