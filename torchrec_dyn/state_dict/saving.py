@@ -10,7 +10,6 @@ Legend: R rows of the whole table, K times, W summed tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,8 +80,7 @@ class TableSource:
     ) -> tuple[dict[str, SavedTensor], dict[str, SavedTensor]]:
         """Returns the tensors of the model's and of the optimizer's state dict."""
         table, held = self.table, [counts for counts in by_rank if counts is not None]
-        clock = next((counts.clock for counts in held if counts.clock is not None), None)
-        small = _small_tensors(table, held[0].step, clock)
+        small = _small_tensors(table, held[0].step, [counts.clock for counts in held])
         saved = {
             name: whole_tensor(tensor, table.rank == 0, self._entry)
             for name, tensor in small.items()
@@ -92,24 +90,9 @@ class TableSource:
         states = table.optimizer.state_names
         model_names = [name for name in MODEL_NAMES if name in saved]
         optimizer_names = ["optimizer_config", *states, "step"]
-        place = sum(counts is not None for counts in by_rank[: table.rank])
-        for checksum, names in (
-            (MODEL_CHECKSUM, model_names),
-            (OPTIMIZER_CHECKSUM, [*optimizer_names, *(["ids"] if states else [])]),
-        ):
-            read = partial(
-                _checksum,
-                {
-                    name: sum_of_small(table.name, name, small[name])
-                    for name in names
-                    if name in small
-                },
-                [reader for name in names for reader in readers.get(name, ()) if reader.is_saved],
-                0 if table.group is None else held[0].step,
-            )
-            parts = [Part((place, 0), (1, CHECKSUM_WORDS), read)] if table.part is not None else []
-            size = len(held), CHECKSUM_WORDS
-            saved[checksum] = SavedTensor(size, torch.int64, parts, self._entry)
+        summed = [*optimizer_names, *(["ids"] if states else [])]
+        saved[MODEL_CHECKSUM] = self._checksum(model_names, small, readers, by_rank)
+        saved[OPTIMIZER_CHECKSUM] = self._checksum(summed, small, readers, by_rank)
         return (
             {name: saved[name] for name in (*model_names, MODEL_CHECKSUM)},
             {name: saved[name] for name in (*optimizer_names, OPTIMIZER_CHECKSUM)},
@@ -129,6 +112,30 @@ class TableSource:
             parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs.mine]
             saved[name] = SavedTensor((runs.total, *columns), dtype, parts, self._entry)
         return saved
+
+    def _checksum(
+        self,
+        names: Sequence[str],
+        small: Mapping[str, Tensor],
+        readers: Mapping[str, Sequence[_RowReader]],
+        by_rank: Sequence[Counts | None],
+    ) -> SavedTensor:
+        """Returns the checksum of some tensors: a row of sums, and the step, from each rank with rows."""
+        table = self.table
+        steps = [counts.step for counts in by_rank if counts is not None]
+        place = sum(counts is not None for counts in by_rank[: table.rank])
+        step = 0 if table.group is None else steps[0]
+        own = [reader for name in names for reader in readers.get(name, ()) if reader.is_saved]
+
+        def read(start: int, stop: int) -> Tensor:
+            sums = {
+                name: sum_of_small(table.name, name, small[name]) for name in names if name in small
+            }
+            words = as_words(add_sums(sums, *({reader.name: reader.total()} for reader in own)))
+            return torch.cat([words, torch.tensor([step], device="cpu")])[None][start:stop]
+
+        parts = [Part((place, 0), (1, CHECKSUM_WORDS), read)] if table.part is not None else []
+        return SavedTensor((len(steps), CHECKSUM_WORDS), torch.int64, parts, self._entry)
 
     def _readers(self) -> dict[str, list[_RowReader]]:
         """Returns the readers of this rank's rows, by tensor."""
@@ -190,14 +197,6 @@ class _RowReader:
         return values
 
 
-def _checksum(
-    small: Mapping[str, int], readers: Sequence[_RowReader], step: int, start: int, stop: int
-) -> Tensor:
-    """Returns rows [start, stop) of this rank's row [1, W + 1] int64 of a checksum; small: sums."""
-    words = as_words(add_sums(small, *({reader.name: reader.total()} for reader in readers)))
-    return torch.cat([words, torch.tensor([step], device="cpu")])[None][start:stop]
-
-
 def row_tensors(table: Table, shard: TableShard) -> list[RowTensor]:
     """Returns the tensors by row of a shard: a rank saves ids and scores only with the first column."""
     tensors = [RowTensor("weight", (shard.first_column,), (shard.columns,))]
@@ -256,7 +255,7 @@ def sums_here(table: Table) -> dict[str, int]:
         if table.has_first_column:
             sums += [{"waiting": reader.total()} for reader in source._readers().get("waiting", ())]
         if _is_first(table):
-            small = _small_tensors(table, table.shards[0].step, _clock(table))
+            small = _small_tensors(table, table.shards[0].step, [_clock(table)])
             sums += [{name: sum_of_small(table.name, name, saved)} for name, saved in small.items()]
     return add_sums(*sums)
 
@@ -272,14 +271,16 @@ def _clock(table: Table) -> list[list[int]] | None:
     return life.clock.export().tolist() if life is not None and _is_first(table) else None
 
 
-def _small_tensors(table: Table, step: int, clock: list[list[int]] | None) -> dict[str, Tensor]:
+def _small_tensors(
+    table: Table, step: int, clocks: Sequence[list[list[int]] | None]
+) -> dict[str, Tensor]:
     small = {
         "config": to_bytes(table.config),
         "step": torch.tensor(step, device="cpu"),
         "optimizer_config": to_bytes(optimizer_config(table.optimizer, table.cuts)),
     }
     if table.options.has_life:
-        times: list[list[int]] = clock or [[], []]
+        times: list[list[int]] = next(filter(None, clocks), None) or [[], []]
         small["clock"] = torch.tensor(times, dtype=torch.int64, device="cpu")
     return small
 

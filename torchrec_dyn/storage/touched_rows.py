@@ -243,9 +243,8 @@ def touch_rows(
             else:
                 table.list_touched(*_ids_of(rows[own], ids[t], table.capacity))
     except BaseException:
-        for table in tables:
-            if table is not None:
-                table.doubt()
+        for table in filter(None, tables):
+            table.doubt()
         raise
 
 
