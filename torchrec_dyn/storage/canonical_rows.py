@@ -126,11 +126,6 @@ class CanonicalRows:
         nothing = torch.empty(0, dtype=torch.int64, device=self._map.slots.device)
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
-    def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, at most `most` at a time."""
-        for start in range(0, self.count, most):
-            yield self.read(start, min(self.count, start + most))
-
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows."""
         self.check_unchanged()
