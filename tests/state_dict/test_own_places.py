@@ -8,7 +8,7 @@ from oracle import unmixed
 
 from torchrec_dyn import knobs
 from torchrec_dyn.ranks import ids_per_rank, owners
-from torchrec_dyn.state_dict import places as own_places
+from torchrec_dyn.state_dict import places
 from torchrec_dyn.storage import canonical_order
 
 
@@ -34,7 +34,7 @@ def check(ids: torch.Tensor, ranks: int) -> int:
             read += last - first
             return ids[first:last]
 
-        found = own_places.places_of_part(ids_of, len(ids), part, ranks)
+        found = places.places_of_part(ids_of, len(ids), part, ranks)
         assert [place for one in found.ranges for place in range(*one)] == mine
         most = max(most, read)
     return most
@@ -61,7 +61,7 @@ def test_mixed_ids_that_are_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_ids() -> None:
-    assert not own_places.places_of_part(lambda *_: torch.empty(0).long(), 0, 1, 3).ranges
+    assert not places.places_of_part(lambda *_: torch.empty(0).long(), 0, 1, 3).ranges
 
 
 def test_few_ids_of_a_large_table_are_read() -> None:
@@ -74,7 +74,7 @@ def test_few_ids_of_a_large_table_are_read() -> None:
         mixed = torch.arange(first, last) * 2**30  # modulo 2^64, as an unsigned word
         return unmixed(mixed)
 
-    found = own_places.places_of_part(ids_of, 2**34, 5, 1016)
+    found = places.places_of_part(ids_of, 2**34, 5, 1016)
     ((begin, end),) = found.ranges
     share = ids_per_rank(1016)
     assert (begin - 1) * 2**30 < 5 * share <= begin * 2**30

@@ -64,8 +64,7 @@ def rows_summed(row_bytes: int, device: torch.device) -> int:
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
     """Returns the content sum of rows of one tensor, in [0, 2^64) (formula: csrc/storage/content_sum.h).
 
-    values [M, D] or [M] are the rows of ids [M] int64; their first column is `first_column` of the whole
-    tensor.
+    values [M, D] or [M], of ids [M] int64, begin at `first_column` of the whole tensor.
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
@@ -98,7 +97,7 @@ def as_words(sums: Mapping[str, int]) -> Tensor:
 def from_words(words: Tensor) -> dict[str, int]:
     """Returns the content sums in words [W] int64, or in rows of a checksum, [S, W + 1] int64.
 
-    Raises ValueError if the rows are of several saves, as files of a save that was killed over another.
+    ValueError if the rows are of several saves, as files of a save that was killed over another.
     """
     if words.dim() == 1:
         words = torch.nn.functional.pad(words, (0, 1))[None]
@@ -115,10 +114,7 @@ def from_words(words: Tensor) -> dict[str, int]:
 def compare_sums(
     where: str, saved: Mapping[str, int], names: Iterable[str], summed: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if a content sum differs from the saved one.
-
-    `names` are compared; a tensor that is not in `summed` counts as 0.
-    """
+    """Raises ValueError if a content sum of `names` differs from the saved one; a tensor not summed has 0."""
     for name in names:
         if saved[name] != summed.get(name, 0):
             raise ValueError(

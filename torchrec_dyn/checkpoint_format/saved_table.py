@@ -36,9 +36,8 @@ from torchrec_dyn.checkpoint_format.content_sums import (
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
-from torchrec_dyn.storage import canonical_keys
+from torchrec_dyn.storage import canonical_keys, first_place
 
-_SEARCHED_AT_ONCE = 1 << 14  # ids
 # A place is a row of a save: the number of the save is above these bits. A removed id has no place.
 _ROW_BITS, _NO_PLACE = 48, -1
 _STATE_BYTES = 4
@@ -169,17 +168,7 @@ class SavedTable:
 
     def place_of(self, name: str, mixed: int) -> int:
         """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
-        low, high = 0, self.rows_of(name)
-        key = mixed - (1 << 63)  # as canonical_keys has it
-        if not high or key not in range(1 - (1 << 63), 1 << 63):
-            return low if key < 0 else high
-        while high - low > _SEARCHED_AT_ONCE:
-            middle = (low + high) // 2
-            if int(canonical_keys(self.ids(name, middle, middle + 1))) < key:
-                low = middle + 1
-            else:
-                high = middle
-        return low + int((canonical_keys(self.ids(name, low, high)) < key).sum())
+        return first_place(partial(self.ids, name), self.rows_of(name), mixed)
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
         """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""

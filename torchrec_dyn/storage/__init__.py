@@ -8,6 +8,7 @@ Rows never move, and state is plain tensors. Nothing here depends on policies, o
 from torchrec_dyn.storage.block_memory import check_directory, lacks_memory, lasting
 from torchrec_dyn.storage.canonical_rows import (
     CanonicalRows,
+    first_place,
     signed,
     unsigned,
 )

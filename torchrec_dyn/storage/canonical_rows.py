@@ -12,13 +12,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import knobs, ops
-from torchrec_dyn.storage.id_map import IdMap
+from torchrec_dyn.storage.id_map import IdMap, canonical_keys
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
@@ -123,11 +124,6 @@ class CanonicalRows:
         nothing = torch.empty(0, dtype=torch.int64, device=self._map.slots.device)
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
-    def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, at most `most` at a time."""
-        for start in range(0, self.count, most):
-            yield self.read(start, min(self.count, start + most))
-
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows."""
         self.check_unchanged()
@@ -185,3 +181,26 @@ class CanonicalRows:
         window = _Window(begins[first], *ops.ids_between(*self._map.arrays(), low, high))
         self._scans.keep(window)
         return window
+
+
+def first_place(read: Callable[[int, int], Tensor], count: int, mixed: int) -> int:
+    """Returns the first place from which on mixed ids are at least `mixed`, unsigned.
+
+    `read` returns the ids at the places [first, last) of `count` in canonical order: single ids, until few
+    are left.
+    """
+    if not 0 < mixed < 1 << _WORD_BITS:
+        return 0 if mixed <= 0 else count
+    low, high, key = 0, count, mixed - (1 << _WORD_BITS - 1)  # as canonical_keys has it
+    # Mixed ids are spread evenly: the search begins near its end.
+    expected, reach = mixed * count >> _WORD_BITS, 4 * isqrt(count)
+    near: Iterator[int] = iter((expected - reach, expected + reach))
+    while high - low > knobs.IDS_READ_TOGETHER:
+        middle = next(near, (low + high) // 2)
+        if not low <= middle < high:
+            continue
+        if int(canonical_keys(read(middle, middle + 1))) < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low + int((canonical_keys(read(low, high)) < key).sum()) if low < high else low

@@ -34,9 +34,7 @@ def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
     """Runs a host read and returns its result.
 
-    `meanwhile` queues kernels that do not need the numbers. It is called once, before the host waits for the
-    first numbers of a GPU: the GPU runs these kernels while the host goes on. It is not called if there is
-    nothing to wait for.
+    `meanwhile` queues kernels that do not need the numbers, once, before the host waits for the first ones.
     """
     try:
         asked = next(reading)
@@ -114,10 +112,7 @@ def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:
-    """Returns the first places at which mask [M] is True, ascending, [count] int64; does not wait for a GPU.
-
-    -1 follows the last place if the mask has fewer.
-    """
+    """Returns the first `count` places where mask [M] is True, then -1; does not wait for a GPU."""
     if mask.is_cpu:  # where `nonzero_static` takes 11 microseconds, `nonzero` 3
         places = mask.nonzero().flatten()
         missing = count - places.numel()
@@ -128,15 +123,12 @@ def places_of(mask: Tensor, count: int) -> Tensor:
 
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values [...] of any dtype on a device; the same tensor if they are there already."""
+    """Returns values [...] on a device; the same tensor if they are there already."""
     return to_host(values) if device.type == "cpu" else values.to(device)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Returns values [...] of any dtype on the CPU; the same tensor if they are there already.
-
-    From a GPU they are copied into pinned memory, which torch keeps for the next copy.
-    """
+    """Returns values [...] on the CPU, from a GPU through pinned memory, which torch keeps."""
     if values.is_cpu or not torch.cuda.is_available():
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -144,7 +136,7 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def for_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values [...] of any dtype that can be copied into rows on a device; moves another GPU's there.
+    """Returns values [...] that can be copied into rows on a device; moves another GPU's there.
 
     GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
     in ranges of addresses (block_memory.py), which torch does not know.
@@ -165,7 +157,7 @@ class StreamOrder:
     def turn(self, device: torch.device) -> Iterator[None]:
         """Runs one call: its kernels run after those of all earlier calls.
 
-        Does nothing for a device without streams, and for a call inside another call's turn on this device.
+        Does nothing without streams, and inside another turn on this device.
         """
         outer = self._devices
         if device in outer or not _has_streams(device):
@@ -200,11 +192,10 @@ def wait_for_stream(stream: Any) -> None:
 
 
 def keep_in_use(*tensors: Tensor | None) -> None:
-    """Keeps the memory of tensors from other use until the present kernels of the current stream have run.
+    """Keeps the memory of tensors on one GPU until the present kernels of this stream have run.
 
-    Needed where a tensor that another stream has allocated may be dropped early: memory that is dropped is
-    free for that stream at once, and kernels of this stream may still read it. None and tensors of the CPU
-    are skipped; the others are on one device.
+    Needed where a tensor of another stream is dropped early: its memory is free for that stream at once.
+    None and tensors of the CPU are skipped.
     """
     given = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
     if given and _has_streams(given[0].device):
