@@ -210,7 +210,6 @@ def publish_arrow(path: Path) -> None:
     file = ArrowFile(arrow, path, batch.schema, "arrow")
     file.write(batch)
     file.finish()
-    file.publish()
 
 
 @pytest.mark.parametrize("publish", [publish_safetensors, publish_arrow])

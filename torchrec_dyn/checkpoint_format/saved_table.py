@@ -10,7 +10,7 @@ Legend: R rows, D columns, M rows of a chunk.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -79,19 +79,21 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        words = from_words(self._read_words(MODEL_CHECKSUM))
-        self.sums = {name: words[name] for name in MODEL_TENSORS}
-        if optimizer is not None:
-            words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
-            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
-            if optimizer_ids := words["ids"]:  # 0: the state has no rows
-                self._check_sum("ids", self.sums["ids"], optimizer_ids)
-        for name, total in self.sums.items():
-            if name not in self._tensors:
-                self._check_sum(name, 0, total)
-        for name in ("config", "optimizer_config"):
-            if name in self._tensors:
-                self.read(name)
+        self.sums = self._read_sums()
+        for name in sorted({"config", "optimizer_config"} & self._tensors.keys()):
+            self.read(name)
+
+    def _read_sums(self) -> dict[str, int]:
+        words = from_words(self._tensor(MODEL_CHECKSUM).whole())
+        sums = {name: words[name] for name in MODEL_TENSORS}
+        if self.optimizer is not None:
+            words = from_words(self._tensor(OPTIMIZER_CHECKSUM).whole())
+            sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+            if words["ids"]:  # 0: the state has no rows
+                self._check_sum("ids", sums["ids"], words["ids"])
+        for name in sorted(sums.keys() - self._tensors.keys()):
+            self._check_sum(name, 0, sums[name])
+        return sums
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,19 +122,21 @@ class SavedTable:
     @property
     def bytes(self) -> int:
         """Number of bytes of all tensors; "step", a single number, is not counted."""
-        return sum(one.shape[0] * one.row_bytes for one in self._tensors.values() if one.shape)
+        return sum(
+            saved.shape[0] * saved.row_bytes for saved in self._tensors.values() if saved.shape
+        )
 
     def rows_of(self, name: str) -> int:
         """Returns the number of rows of a tensor, 0 for a missing tensor."""
         return self._tensors[name].shape[0] if name in self._tensors else 0
 
-    def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
+    def fingerprint(self, when: str = "checksum", optimizer: bool = False) -> int:
         """Returns the fingerprint of the contents, 64 bits. It does not depend on the plan.
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        sums = self.sums if when == "checksum" else from_words(self._read_words(when))
-        names = OPTIMIZER_TENSORS if of_optimizer else MODEL_TENSORS
+        sums = self.sums if when == "checksum" else from_words(self.read(when))
+        names = OPTIMIZER_TENSORS if optimizer else MODEL_TENSORS
         text = "\0".join([self.name, *(str(sums[name]) for name in names)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -181,12 +185,11 @@ class SavedTable:
         ids = self.rows(name, first, last)
         return ids if ids.dim() == 1 else ids[:, 0].contiguous()
 
-    def verify(self, progress: Callable[[int], Any] | None = None) -> None:
+    def verify(self) -> None:
         """Reads and checks all tensors."""
         self.verify_small()
-        for chunk in self.chunks(self.row_names):
-            if progress is not None:
-                progress(len(chunk["ids"]))
+        for _ in self.chunks(self.row_names):
+            pass
 
     def verify_small(self) -> None:
         """Reads and checks the tensors that are not by row."""
@@ -203,20 +206,15 @@ class SavedTable:
             )
         return self._tensors[name]
 
-    def _read_words(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise self._damaged(f"a saved {name}", "none")
-        return self._tensors[name].whole()
-
     def _check_shapes(self) -> None:
         if "weight" in self._tensors:
             self.dtype = self._tensors["weight"].dtype
         sizes = {"R": self.num_rows, "D": self.embedding_dim}
-        for name, one in self._tensors.items():
-            if not fits(one, SHAPES[name], sizes):
+        for name, saved in self._tensors.items():
+            if not fits(saved, SHAPES[name], sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
-                    f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",
+                    f"{list(saved.shape)} {str(saved.dtype).removeprefix('torch.')}",
                 )
 
     def _check_sum(self, name: str, total: int, expected: int) -> None:
@@ -256,12 +254,12 @@ class MergedTable(RowSource):
         self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
         if "clock" in last.names:
             self.clock = last.read("clock")
-        rounded = _rounded(self._saves)
         is_chain = len(saves) > 1 and last.is_delta
-        saved = from_words(last.read("result")) if is_chain else last.sums
-        self.sums = {
-            name: saved.get(name, 0) for name in (*ROW_TENSORS, "waiting") if name not in rounded
-        }
+        sums = from_words(last.read("result")) if is_chain else last.sums
+        # Row-wise state that was saved in several column cuts was rounded twice.
+        cuts = {tuple((save.optimizer or {}).get("cuts", ())) for save in saves}
+        names = {*ROW_TENSORS, "waiting"} - ({*STATE_NAMES} if len(cuts) > 1 else set())
+        self.sums = {name: sums.get(name, 0) for name in names}
 
     @cached_property
     def num_rows(self) -> int:
@@ -292,13 +290,11 @@ class MergedTable(RowSource):
         self, rows: int, mixed: Sequence[range], waiting: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         # Newest first, and the ids of a delta before its removed ids: an id that is in both has a row.
-        lists = [
-            (number, name) for number in range(len(self._saves)) for name in ("removed", "ids")
-        ][::-1]
-        if waiting:
-            lists = [(len(self._saves) - 1, "waiting")]
+        numbered = [*enumerate(self._saves)][-1 if waiting else 0 :]
+        names = ("waiting",) if waiting else ("removed", "ids")
+        lists = [(save, number, name) for number, save in numbered for name in names][::-1]
         for span in mixed:
-            readers = [_IdReader(self._saves[number], number, name, span) for number, name in lists]
+            readers = [_IdReader(save, number, name, span) for save, number, name in lists]
             # A save holds as many ids as its share of all, so that all saves reach their ends together.
             count = max(1, sum(reader.count for reader in readers))
             for reader in readers:
@@ -349,12 +345,6 @@ def _is_rowwise(optimizer: str, name: str) -> bool:
     states = optimizer.partition(" with ")[2].split(", ")
     number = STATE_NAMES.index(name)
     return number < len(states) and states[number].endswith("(a number per row)")
-
-
-def _rounded(saves: Sequence[SavedTable]) -> Sequence[str]:
-    """Returns the names of state that may have been rounded twice: row-wise, saved in several column cuts."""
-    cuts = {tuple((save.optimizer or {}).get("cuts", ())) for save in saves}
-    return STATE_NAMES if len(cuts) > 1 else ()
 
 
 class _IdReader:

@@ -57,7 +57,7 @@ class UnseenRows:
 
     def __init__(self, name: str, table: ServedTable) -> None:
         self._columns = table.embedding_dim
-        self._dtype = table.trained_dtype
+        self._dtype: torch.dtype = getattr(torch, table.trained_as)
         self._key = table_key(table.seed, name, "initial row")
         initializer = named_initializer(table.initializer)
         if initializer is None:

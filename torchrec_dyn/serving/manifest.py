@@ -80,12 +80,6 @@ class ServedTable:
     num_rows: int = 0  # ids with a row
     first_slot: int = 0  # of its map in `slots`
 
-    @property
-    def trained_dtype(self) -> torch.dtype:
-        """Dtype of its rows in training."""
-        dtype: torch.dtype = getattr(torch, self.trained_as)
-        return dtype
-
 
 @dataclass(frozen=True)
 class Manifest:
