@@ -12,10 +12,10 @@ from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
+from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
 from torchrec_dyn.serving import update as serving_update
-from torchrec_dyn.serving import writing
 from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import mapped_tensors
 
@@ -185,7 +185,7 @@ def test_a_generation_whose_files_are_being_removed_is_given_up_for_the_next(
         read = read_manifest(folder, name)
         if not (tmp_path / "done").exists():
             (tmp_path / "done").touch()
-            monkeypatch.setattr(writing.shutil, "rmtree", some)
+            monkeypatch.setattr(builder.shutil, "rmtree", some)
             for number in (1, 2):
                 serving.apply_delta(served, tmp_path / f"delta{number}")
         return read

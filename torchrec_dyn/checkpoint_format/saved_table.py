@@ -43,7 +43,6 @@ from torchrec_dyn.storage import canonical_keys
 _SEARCHED_AT_ONCE = 1 << 14  # ids
 # A place is a row of a save: the number of the save is above these bits. A removed id has no place.
 _ROW_BITS, _NO_PLACE = 48, -1
-_STATE_BYTES = 4
 _LAST_KEY = torch.iinfo(torch.int64).max
 
 
@@ -114,10 +113,6 @@ class SavedTable:
     def row_keys(self) -> set[str]:
         """Keys of the tensors by row in the checkpoint, also of optimizer state."""
         return {self._tensors[name].key for name in self.row_names}
-
-    def row_bytes_of(self, names: Sequence[str]) -> int:
-        """Returns the number of bytes of a row in these tensors together."""
-        return sum(self._tensors[name].row_bytes for name in names)
 
     @property
     def bytes(self) -> int:
@@ -278,13 +273,12 @@ class MergedTable(RowSource):
 
     def is_rowwise(self, name: str) -> bool:
         """Returns True for optimizer state with one number for each column shard."""
-        optimizer, shards = self.last.optimizer or {}, len(self.cuts) - 1
-        saves = [save for save in self._saves if save.num_rows and name in save.row_names]
-        if name not in STATE_NAMES or "cuts" not in optimizer or not saves:
-            return False
-        if shards < self.embedding_dim:
-            return saves[-1].row_bytes_of((name,)) < self.embedding_dim * _STATE_BYTES
-        return _is_rowwise(str(optimizer["optimizer"]), name)
+        optimizer = self.last.optimizer or {}
+        return (
+            name in STATE_NAMES
+            and "cuts" in optimizer
+            and _is_rowwise(optimizer["optimizer"], name)
+        )
 
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool

@@ -192,12 +192,7 @@ def _with_room(
     """Returns the tables with larger maps, of new keys, where the rows of the deltas may not fit."""
     tables: dict[str, ServedTable] = {}
     for name, table in served.items():
-        changed = [saved[name] for saved in deltas]
-        most = table.num_rows + sum(delta.num_rows for delta in changed)
-        if len(changed) > 1 and not has_room(table.capacity, most):
-            # The same ids change again and again.
-            ids = torch.cat([delta.read("ids") for delta in changed if delta.num_rows])
-            most = table.num_rows + len(ids.unique())
+        most = table.num_rows + sum(saved[name].num_rows for saved in deltas)
         if not has_room(table.capacity, most):
             table = replace(table, capacity=slots_for(most), key=new_key())
         tables[name] = table

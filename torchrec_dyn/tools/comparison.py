@@ -246,7 +246,7 @@ class _Differences:
             yield "  ids that differ, by range"
             if self.negative:
                 yield f"    negative  {self.negative:,}"
-            yield from (f"    {line}" for line in self.by_range.lines("#"))
+            yield from (f"    {line}" for line in self.by_range.lines())
 
 
 def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,20 +37,10 @@ def inspect_checkpoint(path: Path, verify: bool) -> None:
     """Prints the tables of a checkpoint or a delta; without `verify` only what is printed is read."""
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)
-    block = _block()
     for table in checkpoint.tables.values():
-        print("\n".join(_table_lines(table, verify, block)), flush=True)
+        print("\n".join(_table_lines(table, verify)), flush=True)
     if verify:
         print("\neverything read and checked: no damage")
-
-
-def _block() -> str:
-    """Returns the character of bars: a block if the output can show it, else #."""
-    try:
-        "█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "#"
-    return "█"
 
 
 def headline(checkpoint: SavedCheckpoint) -> Iterator[str]:
@@ -82,8 +71,8 @@ def _fingerprints(tables: Sequence[SavedTable], is_delta: bool, states: Sequence
     return " -> ".join(f"{total:016x}" for total in totals)
 
 
-def _table_lines(table: SavedTable, verify: bool, block: str) -> Iterator[str]:
-    """Yields the lines that describe one table, and reads its rows; `block` is the character of bars."""
+def _table_lines(table: SavedTable, verify: bool) -> Iterator[str]:
+    """Yields the lines that describe one table, and reads its rows."""
     histograms, not_finite = _read_rows(table, verify)
     yield ""
     yield table.key
@@ -110,7 +99,7 @@ def _table_lines(table: SavedTable, verify: bool, block: str) -> Iterator[str]:
     if not_finite:
         yield titled("not finite", f"{not_finite:,} rows have a NaN or an infinite number")
     for histogram in histograms:
-        if lines := histogram.lines(block):
+        if lines := histogram.lines():
             yield f"  {histogram.title}"
             yield from (f"    {line}" for line in lines)
 
@@ -214,14 +203,14 @@ class Histogram:
             for high in [min(low + step, last)]
         ]
 
-    def lines(self, block: str = "█") -> list[str]:
-        """Returns the bars as lines of text; `block` is the character of bars."""
+    def lines(self) -> list[str]:
+        """Returns the bars as lines of text."""
         bars = self.bars()
         most = max((count for _, count in bars), default=0)
         widths = max((len(name) for name, _ in bars), default=0), len(f"{most:,}")
         return [
             f"{name:>{widths[0]}}  {count:>{widths[1]},}  "
-            f"{block * -(-count * _BAR_WIDTH // most)}".rstrip()
+            f"{'#' * -(-count * _BAR_WIDTH // most)}".rstrip()
             for name, count in bars
         ]
 
