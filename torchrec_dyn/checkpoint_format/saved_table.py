@@ -10,6 +10,7 @@ Legend: R rows, D columns, M rows of a chunk.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
@@ -100,6 +101,11 @@ class SavedTable:
         return tuple(self._tensors)
 
     @property
+    def cuts(self) -> list[int]:
+        """The first column of each column shard of its row-wise optimizer state, and D."""
+        return (self.optimizer or {}).get("cuts") or [0, self.embedding_dim]
+
+    @property
     def is_delta(self) -> bool:
         """True if only the changes of a table were saved."""
         return "base" in self._tensors
@@ -113,6 +119,10 @@ class SavedTable:
     def row_keys(self) -> set[str]:
         """Keys of the tensors by row in the checkpoint, also of optimizer state."""
         return {self._tensors[name].key for name in self.row_names}
+
+    def columns_of(self, name: str) -> int:
+        """Returns the number of columns of a saved tensor by row."""
+        return math.prod(self._tensors[name].shape[1:])
 
     @property
     def bytes(self) -> int:
@@ -246,14 +256,14 @@ class MergedTable(RowSource):
         self.seed = int(last.config.get("seed", 0))
         self.step = step
         self.most_rows = sum(save.num_rows for save in saves)
-        self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
+        self.cuts = last.cuts
         if "clock" in last.names:
             self.clock = last.read("clock")
         is_chain = len(saves) > 1 and last.is_delta
         sums = from_words(last.read("result")) if is_chain else last.sums
         # Row-wise state that was saved in several column cuts was rounded twice.
-        cuts = {tuple((save.optimizer or {}).get("cuts", ())) for save in saves}
-        names = {*ROW_TENSORS, "waiting"} - ({*STATE_NAMES} if len(cuts) > 1 else set())
+        rounded = STATE_NAMES if any(save.cuts != last.cuts for save in saves) else ()
+        names = {*ROW_TENSORS, "waiting"}.difference(rounded)
         self.sums = {name: sums.get(name, 0) for name in names}
 
     @cached_property
@@ -273,20 +283,30 @@ class MergedTable(RowSource):
 
     def is_rowwise(self, name: str) -> bool:
         """Returns True for optimizer state with one number for each column shard."""
-        optimizer = self.last.optimizer or {}
-        return (
-            name in STATE_NAMES
-            and "cuts" in optimizer
-            and _is_rowwise(optimizer["optimizer"], name)
-        )
+        saves = [save for save in self._saves if save.num_rows and name in save.row_names]
+        shards = len(self.cuts) - 1
+        if name not in STATE_NAMES or not saves:
+            return False
+        if shards < self.embedding_dim:
+            return saves[-1].columns_of(name) == shards
+        return _is_rowwise(str((self.last.optimizer or {}).get("optimizer")), name)
+
+    def _id_lists(self, waiting: bool) -> list[tuple[SavedTable, int, str]]:
+        """Returns the saves, their numbers and the names of their lists of ids: what is newest first.
+
+        The ids of a delta come before its removed ids: an id that is in both has a row.
+        """
+        if waiting:
+            return [(self.last, len(self._saves) - 1, "waiting")]
+        numbered = [*enumerate(self._saves)]
+        return [(save, number, name) for number, save in numbered for name in ("removed", "ids")][
+            ::-1
+        ]
 
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        # Newest first, and the ids of a delta before its removed ids: an id that is in both has a row.
-        numbered = [*enumerate(self._saves)][-1 if waiting else 0 :]
-        names = ("waiting",) if waiting else ("removed", "ids")
-        lists = [(save, number, name) for number, save in numbered for name in names][::-1]
+        lists = self._id_lists(waiting)
         for span in mixed:
             readers = [_IdReader(save, number, name, span) for save, number, name in lists]
             # A save holds as many ids as its share of all, so that all saves reach their ends together.
@@ -325,10 +345,9 @@ class MergedTable(RowSource):
         if not self.is_rowwise(name):
             return save.rows(name, first, last, None if name in SCORES else columns)
         rows = save.rows(name, first, last)
-        cuts = (save.optimizer or {}).get("cuts", self.cuts)
-        if cuts == self.cuts:
+        if save.cuts == self.cuts:
             return rows
-        return torch.cat([mean_over_cuts(rows, cuts, span) for span in pairwise(self.cuts)], 1)
+        return torch.cat([mean_over_cuts(rows, save.cuts, span) for span in pairwise(self.cuts)], 1)
 
 
 def _is_rowwise(optimizer: str, name: str) -> bool:

@@ -119,7 +119,7 @@ class Follower:
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
         self._known: Manifest | None = None  # the last that was read; its file may be lost since
-        self._fault: tuple[object, str] | None = None  # of the last poll, and its text
+        self._fault: str | None = None  # the error of the last poll
         if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
             raise ValueError(
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
@@ -157,11 +157,9 @@ class Follower:
         except Exception as error:
             if not _may_pass(error):
                 raise
-            # The text of an OSError has the name of a new file each time.
-            fault = (getattr(error, "errno", None) or str(error), _text_of(error))
-            lasts = self._fault is not None and self._fault[0] == fault[0]
-            self._fault = self._fault if lasts else fault
-            self.skipped.append(fault[1] if self._fault is None else self._fault[1])
+            text = _text_of(error)
+            self.skipped.append(text)
+            lasts, self._fault = text == self._fault, text
             if not lasts:
                 raise
             return None
@@ -448,6 +446,9 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _text_of(error: Exception) -> str:
+    """Returns the same text each time that an error is raised again: no name of a new file."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return str(OSError(error.errno, error.strerror))
     if isinstance(error, (ValueError, OSError)):
         return str(error)
     return f"expected memory to serve an entry, got {type(error).__name__}: {error}. It is tried again."

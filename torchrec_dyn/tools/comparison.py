@@ -82,10 +82,7 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     Of each run it takes the branch that leads to the newest entry, and prints which entries cannot be read.
     """
     chains = first, second
-    branches = [
-        {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
-        for chain in chains
-    ]
+    branches = [_newest_branch(chain) for chain in chains]
     steps = [step for step in branches[0] if step in branches[1]]
     print(f"first   {first.path}\nsecond  {second.path}\n{len(steps)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in chains for line in chain.skipped]
@@ -96,9 +93,11 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
             # Steps before the first in both may differ, too: removed, unread, or saved by one run only.
             which = "first in both has" if step == steps[0] else "first with"
             print(f"step {step}: the {which} other contents, in {', '.join(names)}")
-            lines = [chain.line_of(entry) for chain, entry in zip(chains, entries, strict=True)]
-            if all(lines):
-                _print_tables(*(_tables_after(line or ()) for line in lines))
+            tables = [
+                _tables_at(chain, entry) for chain, entry in zip(chains, entries, strict=True)
+            ]
+            if tables[0] and tables[1]:
+                _print_tables(tables[0], tables[1])
             return False
     if unread:
         raise ValueError(
@@ -110,13 +109,19 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     return bool(steps)
 
 
-def _tables_after(line: Sequence[Entry]) -> dict[str, MergedTable]:
-    """Returns the tables at the last of a full save and its deltas, by name."""
+def _newest_branch(chain: SavedChain) -> dict[int, Entry]:
+    """Returns the newest entry and those that lead to it by step, oldest first."""
+    return {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
+
+
+def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
+    """Returns the tables at an entry by name; none if an entry that leads to it is missing."""
     saves = [
         {table.name: table for table in open_checkpoint(entry.tables).tables.values()}
-        for entry in line
+        for entry in chain.line_of(last) or ()
     ]
-    return {name: MergedTable([save[name] for save in saves if name in save]) for name in saves[-1]}
+    names = saves[-1] if saves else ()
+    return {name: MergedTable([save[name] for save in saves if name in save]) for name in names}
 
 
 def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
