@@ -115,7 +115,9 @@ def assign_badly(case: Case) -> list[str]:
         with pytest.raises(ValueError) as caught:
             handle.assign(ids, rows)
         faults.append(str(caught.value))
-    with pytest.raises(ValueError, match=r"erase\(rank=0\): expected ids \[M\], got \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"erase\(rank=0\): ids: expected ids \[M\] of int64, got \[2, 2\]"
+    ):
         handle.erase(torch.zeros(2, 2, dtype=torch.int64) if rank == 0 else torch.arange(2))
     assert handle.num_rows == 0
     with pytest.raises(RuntimeError, match="at most"):
