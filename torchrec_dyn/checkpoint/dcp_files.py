@@ -32,14 +32,10 @@ _SEEN_WITHIN = 30.0  # seconds, for file systems that show new files late
 def save_files(
     state: dict[str, Any],
     path: str | os.PathLike[str],
-    is_new: bool,
     group: dist.ProcessGroup | None,
     call: str,
 ) -> None:
-    """Saves a state dict to a new or empty directory. Collective, unless `group` is None.
-
-    `is_new` is True if the directory did not exist before the call on any rank. An error leaves no file.
-    """
+    """Saves a state dict to a new or empty directory, which an error removes. Collective with a `group`."""
     writer = None if "://" in str(path) else writer_of(path)
     try:
         save_part(state, path, writer, group)
@@ -48,7 +44,7 @@ def save_files(
             run_together(group, call, lambda: check_is_shared(files))
     except BaseException:
         if writer is not None:
-            _remove_files(Path(path), is_new)
+            _remove_files(Path(path))
         raise
 
 
@@ -120,12 +116,11 @@ def check_is_shared(files: Iterable[Path]) -> None:
             time.sleep(0.1)
 
 
-def _remove_files(folder: Path, is_new: bool) -> None:
+def _remove_files(folder: Path) -> None:
     with suppress(OSError):
         for path in [*folder.glob("__*.distcp"), *folder.glob(".metadata*")]:
             path.unlink(missing_ok=True)
-        if is_new:
-            folder.rmdir()
+        folder.rmdir()
 
 
 class _Files(FileSystem):

@@ -85,8 +85,8 @@ def changed_parts(
     model: nn.Module, optimizer: Any, tables: Sequence[Table], marker: Marker
 ) -> Parts:
     """Returns what changed in the tables of a model since a marker, and its dense part. Collective."""
-    changes = collect_changes(model, None, marker)
-    return Parts(changes.state, dense_state(model, optimizer, tables), changes.marker)
+    rows, after = collect_changes(model, marker)
+    return Parts(rows, dense_state(model, optimizer, tables), after)
 
 
 def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
