@@ -512,7 +512,7 @@ class Checkpoints:
 
         before, (in_entries, unread) = gather_results(group, _FORGET, find)[0]
         in_model = ids_in_model(tables, wanted)
-        erase(model, tables, wanted)
+        erase(tables, wanted)
         entry = self.save(model, optimizer, step=step, extra=extra, full=True)
 
         def clear() -> None:
