@@ -115,7 +115,9 @@ def assign_badly(case: Case) -> list[str]:
         with pytest.raises(ValueError) as caught:
             handle.assign(ids, rows)
         faults.append(str(caught.value))
-    with pytest.raises(ValueError, match=r"erase\(rank=0\): expected ids \[M\], got \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"erase\(rank=0\): ids: expected ids \[M\] of int64, got \[2, 2\]"
+    ):
         handle.erase(torch.zeros(2, 2, dtype=torch.int64) if rank == 0 else torch.arange(2))
     assert handle.num_rows == 0
     with pytest.raises(RuntimeError, match="at most"):
@@ -127,8 +129,13 @@ def assign_badly(case: Case) -> list[str]:
 def test_bad_assign_is_refused_on_every_rank(kind: str) -> None:
     by_rank = workers.run(assign_badly, case_of(True, kind), world_size=4, local_size=2)
     assert by_rank == [by_rank[0]] * 4
-    assert "table('t0').assign(rank=1): expected rows [3, 8], got [3, 7]." in by_rank[0][0]
-    assert "assign(rank=2): expected ids of dtype int64, got torch.int32." in by_rank[0][1]
+    assert (
+        "table('t0').assign(rank=1): rows: expected floating point rows of shape [3, 8], got [3, 7]"
+        in by_rank[0][0]
+    )
+    assert (
+        "assign(rank=2): ids: expected ids [M] of int64, got [3] of torch.int32." in by_rank[0][1]
+    )
 
 
 def unknown_table(case: Case) -> None:
