@@ -117,7 +117,7 @@ def test_as_static_tables_of_torchrec(form: str) -> None:
     workers.run(train_beside_static, case, form, world_size=2)
 
 
-def positions_of_each_plan(form: str) -> None:
+def check_positions_of_each_plan(form: str) -> None:
     """Processors that rows spread over ranks made read positions, then whole rows, then no ranks."""
     spread, whole = one_table("row_wise"), one_table("table_wise")
     module = processed(spread, collection_of(spread), form)
@@ -136,7 +136,7 @@ def positions_of_each_plan(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["collection", "dict"])
 def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: str) -> None:
-    workers.run(positions_of_each_plan, form, world_size=2)
+    workers.run(check_positions_of_each_plan, form, world_size=2)
 
 
 @pytest.mark.everyday(2)
@@ -345,7 +345,7 @@ def test_checkpoint_into_the_unsharded_module(saved) -> None:
     assert torch.equal(position_weights(model)["a"], saved["a"])
 
 
-def export_delta(folder: str) -> None:
+def check_export_delta(folder: str) -> None:
     case = Case(tables_of(MIXED, 2, 2), weighted=True)
     model = trained(case, 1)
     marker = dyn.checkpoint.mark(model)
@@ -354,7 +354,7 @@ def export_delta(folder: str) -> None:
 
 
 def test_deltas_find_the_tables(tmp_path) -> None:
-    workers.run(export_delta, str(tmp_path / "delta"), world_size=2)
+    workers.run(check_export_delta, str(tmp_path / "delta"), world_size=2)
 
 
 def test_make_dynamic_and_from_static_keep_the_processors() -> None:
