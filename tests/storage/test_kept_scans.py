@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import CanonicalRows, IdMap, canonical_rows
+from torchrec_dyn.storage import CanonicalRows, IdMap
 
 Listed = tuple[list[int], list[int]]
 
@@ -81,25 +81,3 @@ def test_nothing_is_read_after_a_change() -> None:
     moment[0] = 8
     with pytest.raises(RuntimeError, match="expected the table as it was"):
         reader.read(0, 1)
-
-
-def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
-    scans: Scans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 200)  # a list has 100 rows
-    maps = [filled([30, 10, 20]), filled([1, 2]), filled(list(range(100)))]
-    reader = CanonicalRows(maps[0], "t", lambda: (7,))
-    listed(reader)
-    del reader
-    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for id_map in maps]
-    for number in (0, 1, 0, 1):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2
-    for number in (2, 1, 0):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2 + 2
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 99)  # the last map has more ids: not kept
-    readers[2] = CanonicalRows(maps[2], "t", lambda: (8,))
-    listed(readers[2])
-    listed(readers[2])
-    assert len(scans.seen) == 1 + 2 + 2 + 2

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import sharded_training
 import torch
 import torch.distributed as dist
 from cuda_stream_shims import cuda_stream_shims
@@ -74,9 +75,7 @@ def tables_of(model: Any) -> dict[str, TableShard]:
     return {
         f"{table.name}/{table.first_column}": table
         for name in ("pooled", "sequences")
-        for lookup in getattr(model.module, name)._lookups
-        for kernel in lookup._emb_modules
-        for table in kernel.tables
+        for table in sharded_training.tables_of(getattr(model.module, name))
     }
 
 
