@@ -294,30 +294,6 @@ def test_when_memory_is_free_again_a_block_grows_by_an_eighth(page_store, monkey
     assert len(memory.calls) < 16 and memory.calls[-1] > 1024 - 64
 
 
-def test_rows_without_memory_do_not_lower_the_bound(page_store, monkeypatch):
-    memory = ScarceMemory(monkeypatch, rows=700)
-    page_store.reserve(600)
-    memory.calls.clear()
-    with pytest.raises(MemoryError):
-        page_store.reserve(900)
-    assert memory.calls == [900, 900] and not block_memory._less_ahead
-    page_store.reserve(601)
-    assert page_store.capacity == 675
-
-
-def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
-    """Small blocks, which ask for less, do not change it."""
-    memory = ScarceMemory(monkeypatch, rows=610)
-    page_store.reserve(600)
-    page_store.reserve(601)
-    (bound,) = block_memory._less_ahead.items()
-    small = RowStore(1024, 10, torch.float32, CPU)
-    for rows in range(1, 30):
-        small.reserve(rows)
-    assert [bound] == list(block_memory._less_ahead.items()) == [(CPU, 37 * 4096 + 2048)]
-    assert memory.emptied == 0
-
-
 @pytest.mark.usefixtures("ranges")
 def test_copies_of_a_store_are_stores_of_their_own():
     store = filled(RowStore(5, 12, torch.float32, CPU), 300)
