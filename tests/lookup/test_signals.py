@@ -93,14 +93,7 @@ class Twins:
         self.before = contents(self.twin)
 
     def take_step(self, take):
-        """Takes a step with both; compares what the interrupted step has changed.
-
-        Args:
-            take: function that takes a step of the first collection by a function, and interrupts it.
-
-        Returns:
-            The stage at which the interrupted step ended.
-        """
+        """Takes a step with both; compares what the interrupted step has changed."""
         training = self.training
         take(lambda: training.step(self.model, self.step))
         check_whole(self.model)

@@ -50,17 +50,7 @@ def exact_grad(output: Tensor, number: int) -> Tensor:
 def check_trains_as_without_dedup(
     case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
 ) -> dict[str, Any]:
-    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal.
-
-    Args:
-        case: a case with tables "t0", "t1", ...
-        need_indices: True if outputs have their ids.
-        evaluate_at: the step that only evaluates.
-        freeze_at: the first step in which table "t1" is frozen; None: never.
-
-    Returns:
-        "rows" on this rank, and the number of ids that this rank received on the sides "once" and "each".
-    """
+    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal."""
     rank = dist.get_rank()
     sides = {}
     for name in ("each", "once"):

@@ -130,11 +130,7 @@ def copies(given: Arguments) -> Arguments:
 
 
 def make_call(schema: Any, seed: int, show: bool = False) -> str:
-    """Makes one call; returns `valid`, `refused` or `legal`, and `unjudged` where no formula has the result.
-
-    Raises:
-        Finding: if the op did what it must not do.
-    """
+    """Makes one call; returns how it ended. Raises Finding if the op did what it must not do."""
     op = schema.name.split("::")[1]
     rng = random.Random(f"{op} {seed}")
     torch.set_num_threads(rng.choice((1, 1, 2, 4)))

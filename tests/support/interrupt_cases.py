@@ -119,11 +119,7 @@ def check_every_place(
     check: Callable[[Any], Any],
     every: int = 1,
 ) -> int:
-    """Interrupts a call on a fresh model at every place, or at one in `every`, and checks the model then.
-
-    Returns:
-        The number of interrupted calls.
-    """
+    """Interrupts a call on a fresh model at every place, or at one in `every`, and checks the model then."""
     keep_what_exists()  # each check collects garbage
     at, runs = 1, 0
     while True:
@@ -140,11 +136,7 @@ def check_every_place(
 
 
 class Training:
-    """A collection in training: step n sees some old ids and some new ids.
-
-    Args:
-        options: options of each table.
-    """
+    """A collection in training: step n sees some old ids and some new ids."""
 
     def __init__(self, options):
         self.options = options

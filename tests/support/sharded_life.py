@@ -147,12 +147,7 @@ class Forward:
 
 
 class Beside:
-    """A sharded collection and, for every table, its unsharded parts.
-
-    Args:
-        case: case whose tables have configs.
-        unsharded: collection to shard; None: a new collection.
-    """
+    """A sharded collection and, for every table, its unsharded parts."""
 
     def __init__(self, case: Case, unsharded: Any = None) -> None:
         self.case = case
