@@ -21,7 +21,6 @@ from torchrec_dyn.tools import (
     BATCH_BYTES,
     export_table,
     inspect_checkpoint,
-    plot_fault,
     print_difference,
     print_report,
     verify_checkpoint,
@@ -80,10 +79,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
     inspect.add_argument("--verify", action="store_true", help="read everything and check it")
-    inspect.add_argument("--plot", type=Path, metavar="out.png", help="draw the histograms too")
-    inspect.set_defaults(
-        run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify, chosen.plot)
-    )
+    inspect.set_defaults(run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify))
     diff = commands.add_parser(
         "diff",
         help="print what differs between two checkpoints, deltas or runs",
@@ -161,7 +157,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--forks",
         action="store_true",
-        help="serve the newest entry even if training diverged from what is served",
+        help="serve the newest entry also if training left the way of what is served",
     )
     follow.set_defaults(run=_follow)
 
@@ -189,12 +185,31 @@ def _follow(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def _number_from(low: int, high: int, expected: str, kind: type = int) -> Callable[[str], Any]:
+    """Returns a reader of a number of an option, from `low` to `high`."""
+
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = low - 1
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return number
+
+    return read
+
+
+_seconds = _number_from(0, 10**9, "seconds from 0 to 10^9", float)
+_count = _number_from(1, 2**53, "a number from 1 to 2^53")
+
+
 def _print_followed(followed: serving.Followed) -> None:
-    entry, changed = followed.entry, followed.changed
+    changed = followed.changed
     count = "all" if changed is None else f"{sum(map(len, changed.values())):,} changed"
     print(
-        f"{entry.path.name} (step {entry.step}): generation {followed.generation}, {count} rows, "
-        f"{followed.lag:.1f} s after they were trained",
+        f"{followed.entry.path.name} (step {followed.entry.step}): generation {followed.generation}, "
+        f"{count} rows, {followed.lag:.1f} s after they were trained",
         *followed.skipped,
         sep="\n  skipped ",
         flush=True,
@@ -293,7 +308,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--counters",
-        type=_from(0, 2**53, "a number from 1 to 2^53"),
+        type=_number_from(0, 2**53, "a number from 0 to 2^53"),
         default=0,
         help="ids that wait for AdmitAfter; implies --policy",
     )
@@ -313,21 +328,13 @@ def _print_size(chosen: argparse.Namespace) -> None:
     )
 
 
-def _failed(options: argparse.Namespace, text: str) -> int:
-    """Prints an error in one line, and returns the exit status."""
-    print(" ".join(text.split()), file=sys.stderr)
-    return int(getattr(options, "failed", _FAILED))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command."""
     parser = _arguments()
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):
         parser.exit(2, parser.format_help())  # wrong usage, as argparse ends it
-    if getattr(options, "plot", None) is not None and (fault := plot_fault(options.plot)):
-        parser.error(fault)
-    status = None
+    status, fault = None, ""
     try:
         with warnings.catch_warnings():
             # torch warns about a damaged archive before it raises an error.
@@ -336,16 +343,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
-        return _failed(options, str(error))
+        fault = str(error)
     except Exception as error:
         if not lacks_memory(error):
             raise
-        fault = f"{type(error).__name__}: {str(error) or 'out of memory'}"
-        return _failed(
-            options,
-            f"{options.command}: expected memory for what it reads, got {fault}. Give the process more "
-            "memory, or end others.",
+        fault = (
+            f"{options.command}: expected memory for what it reads, got {type(error).__name__}: "
+            f"{str(error) or 'out of memory'}. Give the process more memory, or end others."
         )
+    if fault:
+        print(" ".join(fault.split()), file=sys.stderr)
+        return int(getattr(options, "failed", _FAILED))
     return int(status or 0)
 
 

@@ -55,15 +55,7 @@ class Twins:
             self.groups.append(make_group(*tables, pooling=pooling))
 
     def forward(self, lists, *, training=True, weighted=False, counted=True, sizes=None):
-        """Looks up bags of each table in both groups. Returns their outputs and what the device has noted.
-
-        Args:
-            lists: for each table its bags, lists of numbers.
-            training: as of the group.
-            weighted: True for weights of the ids.
-            counted: True if the host knows the counts of the batch.
-            sizes: batch sizes, [T][ranks].
-        """
+        """Looks up bags of each table in both groups. Returns their outputs and what the device has noted."""
         ids = ids_of(*(number for bags in lists for bag in bags for number in bag))
         lengths = torch.tensor([[len(bag) for bag in bags] for bags in lists])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])

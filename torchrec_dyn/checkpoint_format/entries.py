@@ -235,11 +235,8 @@ def digest_of_file(path: Path) -> str:
 
 def commit_entry(entry: Entry) -> None:
     """Makes the folder of an entry an entry, when all of its files are on the disk."""
-    for folder in [
-        *(one for one in entry.path.iterdir() if one.is_dir()),
-        entry.path,
-        entry.path.parent,
-    ]:
+    inside = [path for path in entry.path.iterdir() if path.is_dir()]
+    for folder in [*inside, entry.path, entry.path.parent]:
         sync_to_disk(folder)
     replace_file(entry.path / ENTRY, entry.as_json().encode())
 

@@ -55,7 +55,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     if any(errors) or len(set(calls)) > 1:
         raise _error_of_ranks(group, call, None)
     words = _gather_bytes(group, sent, sizes) if any(sizes) else [b""] * len(sizes)
-    return [pickle.loads(sent) if sent else None for sent in words]
+    return [cast(T, pickle.loads(sent) if sent else None) for sent in words]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:

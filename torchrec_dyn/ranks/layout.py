@@ -142,8 +142,8 @@ def _layout(
     traits = SHARDING_TRAITS[kind]
     by_columns: dict[tuple[int, int], list[tuple[int, ShardMetadata]]] = {}
     for rank, shard in _shards_by_rank(sharding, env, where):
-        columns = (shard.shard_offsets[1], shard.shard_sizes[1])
-        by_columns.setdefault(columns, []).append((rank, shard))
+        span = (shard.shard_offsets[1], shard.shard_sizes[1])
+        by_columns.setdefault(span, []).append((rank, shard))
     _check_ranges(list(by_columns), config.embedding_dim, "columns", where)
     if not traits.cuts_columns and len(by_columns) > 1:
         raise ValueError(

@@ -51,11 +51,9 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     file = FileWriter(path)
     try:
         if copied is None:
-            file.allocate(size)
-            # Without zeros, the first write to each small page would add this page.
-            zeros = bytes(knobs.HUGE_PAGE_BYTES)
+            zeros = memoryview(bytes(knobs.HUGE_PAGE_BYTES))
             for place in range(0, size, knobs.HUGE_PAGE_BYTES):
-                file.write(place, memoryview(zeros)[: size - place])
+                file.write(place, zeros[: size - place])
         else:
             file.write(0, copied.numpy())
     finally:

@@ -87,6 +87,8 @@ def _check_tensor(where: str, what: str, given: object) -> None:
             f"{where}: expected {what} as a tensor, got {type(given).__name__}. "
             "Convert with torch.as_tensor()."
         )
+    if given.is_meta:
+        raise ValueError(f"{where}: expected {what} with values, got {what} on the meta device.")
 
 
 def check_state(

@@ -55,9 +55,9 @@ class SafetensorsReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "\0" in str(path) or Path(path).is_fifo():  # a pipe would be waited for
+            got = "one with a zero byte" if "\0" in str(path) else "a pipe"
             raise ValueError(
-                f"{str(path)!r}: expected the path of a .safetensors file, got "
-                f"{'a pipe' if Path(path).is_fifo() else 'one with a zero byte'}. Give a file."
+                f"{str(path)!r}: expected the path of a .safetensors file, got {got}. Give a file."
             )
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
         self._where = f"{Path(path)}"
@@ -209,7 +209,7 @@ class SafetensorsWriter:
 
 
 def _are_sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
+    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
