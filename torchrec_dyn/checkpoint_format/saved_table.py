@@ -34,7 +34,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     is_canonical,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import canonical_keys, first_place
@@ -158,7 +158,7 @@ class SavedTable:
         return saved
 
     def chunks(
-        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int = CHUNK_BYTES
+        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Reads rows in canonical order, chunk by chunk, and checks their content sums after the last.
 
