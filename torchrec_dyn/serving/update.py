@@ -24,7 +24,13 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     open_checkpoint,
 )
-from torchrec_dyn.serving.builder import chosen_tables, complete, new_slots, replacing, switch
+from torchrec_dyn.serving.builder import (
+    chosen_tables,
+    complete,
+    new_slots,
+    replacing,
+    switch,
+)
 from torchrec_dyn.serving.files import Appender, DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import (
     SLOT_BYTES,
