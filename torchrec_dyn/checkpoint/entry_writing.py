@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from torchrec_dyn.checkpoint.dense_part import (
 from torchrec_dyn.checkpoint_format import (
     SUMMED,
     Entry,
+    SavedTable,
     commit_entry,
     digest_of_file,
     from_words,
@@ -116,10 +117,10 @@ def _is_of(table: Table, saved: Tensor) -> bool:
     return entry is None or entry.table.has_shards_of(table)
 
 
-def sums_in_files(entry: Entry) -> dict[str, str]:
+def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
     """Returns the content sums of the tables in the files of an entry, by name, as the entry has them."""
     texts = {}
-    for table in open_checkpoint(entry.tables).tables.values():
+    for table in tables:
         sums = table.sums if entry.is_full else from_words(table.read("result"))
         texts[table.name] = " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
     return texts
@@ -174,9 +175,8 @@ class EntryWriter:
         check_is_shared(folder / name for name in digests)
         indexes = [folder / "dense" / ".metadata", self.entry.tables / ".metadata"]
         of_indexes = {str(one.relative_to(folder)): digest_of_file(one) for one in indexes}
-        entry = replace(
-            self.entry, digests={**digests, **of_indexes}, sums=sums_in_files(self.entry)
-        )
+        sums = sums_in_files(self.entry, open_checkpoint(self.entry.tables).tables.values())
+        entry = replace(self.entry, digests={**digests, **of_indexes}, sums=sums)
         commit_entry(entry)
         return entry
 
