@@ -207,11 +207,19 @@ class RowSource(ABC):
                 )
 
 
-def rows_at(read: Callable[[int, int], Tensor], places: Tensor) -> Tensor:
-    """Returns rows at places [M], which ascend, of what reads rows [first, last)."""
-    first, last = int(places[0]), int(places[-1]) + 1
+def rows_at(
+    read: Callable[[int, int], Tensor], places: Tensor, known: Tensor | None = None
+) -> Tensor:
+    """Returns rows at places [M] of what reads rows [first, last); the places ascend.
+
+    With `known` [K] only these of the places do and are right; the other rows may have any numbers.
+    """
+    ends = places[[0, -1]] if known is None else places[known[[0, -1]]]
+    first, last = int(ends[0]), int(ends[1]) + 1
     rows = read(first, last)
-    return rows if len(places) == last - first else rows[places - first]
+    if len(places) == last - first and (known is None or len(known) == len(places)):
+        return rows
+    return rows.index_select(0, (places - first).clamp_(0, last - first - 1))
 
 
 def _inside(

@@ -21,7 +21,13 @@ from torchrec_dyn.modules.wrapper_checks import (
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Piece, Table, TableLayout
-from torchrec_dyn.state_dict import TableLoad, check_is_not_static, save_tables, stage_table
+from torchrec_dyn.state_dict import (
+    TableLoad,
+    are_rows_left_out,
+    check_is_not_static,
+    save_tables,
+    stage_table,
+)
 from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
 
@@ -272,6 +278,8 @@ class UnshardedTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if are_rows_left_out():
+            return
         if strict:
             needed = [prefix + name for name in ("weight", "ids")]
             missing_keys.extend(key for key in needed if key not in state_dict)
