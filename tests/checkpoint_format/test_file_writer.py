@@ -32,32 +32,13 @@ def test_a_write_of_no_byte_is_an_error(tmp_path, monkeypatch):
     file.close()
 
 
-@pytest.mark.parametrize("reserves", ["yes", "missing", errno.EOPNOTSUPP, errno.EINVAL])
-def test_allocated_bytes_are_zeros_with_room(tmp_path, monkeypatch, reserves):
-    if reserves == "missing":
-        monkeypatch.delattr(os, "posix_fallocate")
-    elif reserves != "yes":
-
-        def refuse(*arguments):
-            raise OSError(reserves, "cannot")
-
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
-    for size in (0, 5, 3 << 20):
-        file = FileWriter(tmp_path / f"f{size}")
-        file.allocate(size)
-        file.sync()
-        file.close()
-        assert (tmp_path / f"f{size}").read_bytes() == bytes(size)
-        assert (tmp_path / f"f{size}").stat().st_blocks * 512 >= size
-
-
 def test_no_room_is_an_error_and_the_old_file_stays(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         replace_file(disk / "f", b"before")
         with room_left(disk, 16 << 10):
             file = FileWriter(disk / "g")
             with pytest.raises(OSError, match=rf"No space left on device: '{disk}/g'"):
-                file.allocate(64 << 10)
+                file.write(0, bytes(64 << 10))
             file.drop()
             with pytest.raises(OSError, match=rf"No space left on device: '{disk}/f.new'"):
                 replace_file(disk / "f", bytes(64 << 10))

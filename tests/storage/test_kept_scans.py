@@ -1,13 +1,12 @@
 """The result of one scan of a map serves all readers of the map with the same stamp, and no other reader."""
 
 import gc
-import weakref
 
 import pytest
 import torch
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import CanonicalRows, IdMap, canonical_rows
+from torchrec_dyn.storage import CanonicalRows, IdMap
 
 Listed = tuple[list[int], list[int]]
 
@@ -83,40 +82,3 @@ def test_nothing_is_read_after_a_change() -> None:
     moment[0] = 8
     with pytest.raises(RuntimeError, match="expected the table as it was"):
         reader.read(0, 1)
-
-
-def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
-    scans: Scans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 200)  # a list has 100 rows
-    maps = [filled([30, 10, 20]), filled([1, 2]), filled(list(range(100)))]
-    reader = CanonicalRows(maps[0], "t", lambda: (7,))
-    listed(reader)
-    del reader
-    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for id_map in maps]
-    for number in (0, 1, 0, 1):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2
-    for number in (2, 1, 0):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2 + 2
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 99)  # the last map has more ids: not kept
-    readers[2] = CanonicalRows(maps[2], "t", lambda: (8,))
-    listed(readers[2])
-    listed(readers[2])
-    assert len(scans.seen) == 1 + 2 + 2 + 2
-
-
-def test_scans_of_a_map_without_readers_are_dropped(scans: Scans) -> None:
-    """Also while another map is read: else each abandoned load would keep its map alive."""
-    still_read = CanonicalRows(filled([1]), "t", lambda: (1,))
-    listed(still_read)
-    maps = [filled([first, 100]) for first in range(3)]
-    gone = [weakref.ref(id_map) for id_map in maps]
-    for id_map in maps:
-        listed(CanonicalRows(id_map, "u", lambda: (7,)))
-    del maps, id_map
-    gc.collect()
-    assert not any(reference() for reference in gone)
-    listed(CanonicalRows(filled([30, 10]), "u", lambda: (7,)))
-    assert len(canonical_rows._kept) == 2  # those that are gone are not counted

@@ -116,16 +116,7 @@ def save_table(
     key: str = MODEL_KEY,
     **more: object,
 ) -> None:
-    """Saves {"model": ..., "optimizer": ...} with one table and tensors that belong to no table.
-
-    Args:
-        path: folder to save to.
-        state: tensors of the model's state dict; None: `model_state()`.
-        optimizer: tensors of the optimizer's state dict; None: `optimizer_state()`.
-        cut: (name, tensor) -> the tensor to save in its place, for example `pieces` of it.
-        key: key of the table in the model's state dict.
-        more: further entries to save.
-    """
+    """Saves {"model": ..., "optimizer": ...} with one table and tensors that belong to no table."""
     state = model_state() if state is None else state
     ids = state["ids"]
     whole = with_checksum(state, ids)

@@ -1,8 +1,6 @@
 """FileWriter: writes a file in full, or raises an OSError that names the file.
 
-A write through a mapping ends the process (SIGBUS) if the disk has no room for the page. So files that are
-written through mappings get their room first, by `allocate`. Other files are written without a buffer: after
-an error nothing waits to be written again when the file is closed.
+Files are written without a buffer: after an error nothing waits to be written again when the file is closed.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-# Errors of a file system that cannot reserve room: it gets zeros instead.
-_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-_ZEROS = bytes(1 << 20)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -51,18 +46,6 @@ class FileWriter:
                 if written <= 0:
                     raise OSError(errno.EIO, "no byte written")
                 place, left = place + written, left[written:]
-
-    def allocate(self, size: int) -> None:
-        """Extends a file without holes to at least `size` bytes: zeros that have room on the disk."""
-        with naming(self.path):
-            try:
-                if size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._file, 0, size)
-            except OSError as error:
-                if error.errno not in _CANNOT_RESERVE:
-                    raise
-        for place in range(self.length(), size, len(_ZEROS)):
-            self.write(place, _ZEROS[: size - place])
 
     def fileno(self) -> int:
         """Returns the descriptor of the open file."""

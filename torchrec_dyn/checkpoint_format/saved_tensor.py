@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torchrec_dyn.checkpoint_format.content_sums import CHECKSUM_WORDS
+
 # Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
 CHUNK_BYTES = 16 << 20
 # DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
@@ -241,7 +243,7 @@ class SavedTensor(torch.Tensor):
                 "plain tensor, as TorchRec's state_dict_gather makes. Call dcp.save, then dcp.load with "
                 "torchrec_dyn.checkpoint.LoadPlanner() into a model of any plan or without sharding."
             )
-        if name == "aten.copy_.default" and args[1].shape == source.shape:
+        if name == "aten.copy_.default" and _may_take(source.shape, args[1].shape):
             # A plain tensor has the rows of all ranks: a load picks the rows of this rank.
             held = getattr(args[1], "_held", None)
             block = (0,) * source.dim(), args[1].detach(), False
@@ -255,6 +257,11 @@ class SavedTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = [list(part.size) for part in self.parts]
         return f"SavedTensor(size={list(self.shape)}, dtype={self.dtype}, here={held})"
+
+
+def _may_take(size: Sequence[int], given: Sequence[int]) -> bool:
+    # A checksum has a row for each rank that saved.
+    return [*given] == [*size] or (*given[1:],) == (*size[1:],) == (CHECKSUM_WORDS,)
 
 
 def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
