@@ -173,7 +173,9 @@ def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_s
     try:
         writer = run_together(rows.group, rows.where, begin)
         for_each_chunk(
-            rows, rows.chunks(("weight",), knobs.CHUNK_BYTES, sums=sums if has_sums else None), write
+            rows,
+            rows.chunks(("weight",), knobs.CHUNK_BYTES, sums=sums if has_sums else None),
+            write,
         )
         run_together(rows.group, rows.where, finish)
     finally:
