@@ -299,9 +299,8 @@ class MergedTable(RowSource):
         if waiting:
             return [(self.last, len(self._saves) - 1, "waiting")]
         numbered = [*enumerate(self._saves)]
-        return [(save, number, name) for number, save in numbered for name in ("removed", "ids")][
-            ::-1
-        ]
+        lists = [(save, i, name) for i, save in numbered for name in ("removed", "ids")]
+        return lists[::-1]
 
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool
