@@ -29,6 +29,24 @@ from torchrec_dyn.tools import (
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
+
+
+def _from(least: float, most: float, expected: str) -> Callable[[str], Any]:
+    """Returns a parser of numbers between two bounds; integers if `least` is one."""
+
+    def parse(text: str) -> float:
+        try:
+            number = type(least)(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return number
+
+    return parse
+
+
+_count = _from(1, 2**53, "a number from 1 to 2^53")
 EXAMPLES = (
     "inspect checkpoints/step_1000",
     "diff run_a/step_1000 run_b/step_1000",
@@ -125,7 +143,10 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument("path", type=Path, help="the directory of Checkpoints")
     follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
     follow.add_argument(
-        "--every", type=_seconds, default=1.0, help="seconds between two looks; default: 1"
+        "--every",
+        type=_from(0.0, 1e9, "seconds from 0 to 10^9"),
+        default=1.0,
+        help="seconds between two looks; default: 1",
     )
     follow.add_argument("--once", action="store_true", help="end when the newest entry is served")
     follow.add_argument(

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import secrets
 import warnings
 from pathlib import Path
 
@@ -141,11 +140,10 @@ def test_rows_on_a_disk_that_fails_at_any_call(tmp_path):
     assert at > 8
 
 
-def test_a_link_is_not_written_through(tmp_path, monkeypatch):
+def test_a_link_is_not_written_through(tmp_path):
     victim = tmp_path / "victim"
     victim.write_bytes(b"\1" * 99)
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "0" * 2 * count)
-    (tmp_path / f"rows.{'0' * 16}.partial").symlink_to(victim)
+    (tmp_path / "rows.partial").symlink_to(victim)
     with pytest.raises(OSError, match=r"symbolic links: '.*\.partial'"):
         export_rows(filled(3), "t", tmp_path / "rows")
     assert victim.read_bytes() == b"\1" * 99 and not (tmp_path / "rows").exists()

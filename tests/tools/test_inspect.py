@@ -262,10 +262,10 @@ def test_histograms_join_bins():
 
 
 def test_a_checkpoint_of_a_newer_format(tmp_path, capsys):
-    config = {"format": 2, "table": "user", "embedding_dim": 6}
+    config = {"format": 1, "table": "user", "embedding_dim": 6}
     save_table(tmp_path, model_state() | {"config": config_bytes(config)})
     status, _, errors = told(capsys, tmp_path)
-    assert status == 1 and "expected a checkpoint of format 1, got 2" in errors
+    assert status == 1 and "expected a checkpoint of format 2, got 1" in errors
 
 
 @pytest.mark.parametrize(

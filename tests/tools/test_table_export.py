@@ -15,7 +15,7 @@ import workers
 from checkpoint_cases import Setup, new, quietly, save, train
 from delta_cases import NAMES, POOL, Model, batch, happen
 from full_disk import FAILED, FailingFiles, fails_or_succeeds
-from memory_peak import peak_of
+from system_memory import peak_of
 from torch import Tensor
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer

@@ -307,13 +307,13 @@ def ask_badly(case: Case) -> list[str]:
 
 
 BAD = [
-    "table('t0').lookup(rank=1): expected ids of dtype int64, got torch.int32. Convert with",
-    "table('t0').erase(rank=1): expected ids [M], got [1, 0].",
-    "table('t0').lookup(rank=1): expected ids as a tensor, got list.",
-    "table('t0').lookup(rank=1): expected ids with values, got ids on the meta device.",
-    "table('t0').assign(rank=1): expected rows [0, 8], got [0, 7].",
-    "table('t0').assign(rank=0): expected rows [0, 8], got [0].",
-    "table('t0').assign(rank=1): expected floating point rows, got torch.int64.",
+    "table('t0').lookup(rank=1): ids: expected ids [M] of int64, got [3] of torch.int32. Convert with",
+    "table('t0').erase(rank=1): ids: expected ids [M] of int64, got [1, 0] of torch.int64.",
+    "table('t0').lookup(rank=1): ids: expected ids as a tensor, got list.",
+    "table('t0').lookup(rank=1): ids: expected ids with values, got ids on the meta device.",
+    "table('t0').assign(rank=1): rows: expected floating point rows of shape [0, 8], got [0, 7] of",
+    "table('t0').assign(rank=0): rows: expected floating point rows of shape [0, 8], got [0] of",
+    "table('t0').assign(rank=1): rows: expected floating point rows of shape [0, 8], got [0, 8]",
     "read_stats(rank=1): DynamicEmbeddingBagCollection('collection').table: expected a name "
     "among ['t0', 't1'], got 't9'.",
     "table('t0').ids: expected the same call on every rank, got "

@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
-from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
+from torchrec_dyn.checkpoint_format.file_writer import replace_file, sync_to_disk
 
 FORMAT = 2
 LOCK = "writer.lock"
@@ -237,7 +237,7 @@ def commit_entry(entry: Entry) -> None:
     """Makes the folder of an entry an entry, when all of its files are on the disk."""
     inside = [path for path in entry.path.iterdir() if path.is_dir()]
     for folder in [*inside, entry.path, entry.path.parent]:
-        commit(folder)
+        sync_to_disk(folder)
     replace_file(entry.path / ENTRY, entry.as_json().encode())
 
 
@@ -272,5 +272,5 @@ def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
     """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none."""
     for folder in folders:
         (folder / ENTRY).unlink(missing_ok=True)
-        commit(folder)
+        sync_to_disk(folder)
         shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -26,22 +26,19 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    from_words,
-    sum_of_small,
-)
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
-from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
-from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
     fits,
+    from_words,
     is_canonical,
+    sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
-from torchrec_dyn.storage import canonical_keys
+from torchrec_dyn.storage import canonical_keys, first_place
 
-_SEARCHED_AT_ONCE = 1 << 14  # ids
 # A place is a row of a save: the number of the save is above these bits. A removed id has no place.
 _ROW_BITS, _NO_PLACE = 48, -1
 _LAST_KEY = torch.iinfo(torch.int64).max
@@ -58,7 +55,6 @@ class SavedTable:
         num_rows: R; of a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
-        sums: content sum of each tensor as saved, 0 for a missing tensor.
     """
 
     def __init__(
@@ -79,20 +75,26 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        self.sums = self._read_sums()
-        for name in sorted({"config", "optimizer_config"} & self._tensors.keys()):
-            self.read(name)
 
-    def _read_sums(self) -> dict[str, int]:
+    @cached_property
+    def sums(self) -> dict[str, int]:
+        """The content sum of each tensor as saved, 0 for a missing tensor; ValueError if they do not match.
+
+        Read when they are needed: the rows of a checksum lie in files of all ranks.
+        """
         words = from_words(self._tensor(MODEL_CHECKSUM).whole())
         sums = {name: words[name] for name in MODEL_TENSORS}
         if self.optimizer is not None:
             words = from_words(self._tensor(OPTIMIZER_CHECKSUM).whole())
             sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
-            if words["ids"]:  # 0: the state has no rows
-                self._check_sum("ids", sums["ids"], words["ids"])
-        for name in sorted(sums.keys() - self._tensors.keys()):
-            self._check_sum(name, 0, sums[name])
+            if optimizer_ids := words["ids"]:  # 0: the state has no rows
+                self._check_sum("ids", sums["ids"], optimizer_ids)
+        for name, total in sums.items():
+            if name not in self._tensors:
+                self._check_sum(name, 0, total)
+        for name in {"config", "optimizer_config"} & self._tensors.keys():
+            saved = self._tensors[name].whole()
+            self._check_sum(name, sum_of_small(self.name, name, saved), sums[name])
         return sums
 
     @property
@@ -173,17 +175,7 @@ class SavedTable:
 
     def place_of(self, name: str, mixed: int) -> int:
         """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
-        low, high = 0, self.rows_of(name)
-        key = mixed - (1 << 63)  # as canonical_keys has it
-        if not high or key not in range(1 - (1 << 63), 1 << 63):
-            return low if key < 0 else high
-        while high - low > _SEARCHED_AT_ONCE:
-            middle = (low + high) // 2
-            if int(canonical_keys(self.ids(name, middle, middle + 1))) < key:
-                low = middle + 1
-            else:
-                high = middle
-        return low + int((canonical_keys(self.ids(name, low, high)) < key).sum())
+        return first_place(partial(self.ids, name), self.rows_of(name), mixed)
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
         """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
@@ -216,7 +208,7 @@ class SavedTable:
             self.dtype = self._tensors["weight"].dtype
         sizes = {"R": self.num_rows, "D": self.embedding_dim}
         for name, saved in self._tensors.items():
-            if not fits(saved, SHAPES[name], sizes):
+            if not fits(name, saved.shape, saved.dtype, sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
                     f"{list(saved.shape)} {str(saved.dtype).removeprefix('torch.')}",

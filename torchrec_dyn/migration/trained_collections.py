@@ -15,15 +15,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.migration.static_optimizer import (
+from torchrec_dyn.migration.static_rows import (
+    ReadRows,
     SavedMoments,
+    StaticRows,
     Trainer,
     check_kind,
     row_rule,
     saved_moments,
     trainer_of,
 )
-from torchrec_dyn.migration.static_rows import ReadRows, StaticRows
 from torchrec_dyn.migration.stock_collections import (
     STOCK,
     configs_of,

@@ -20,9 +20,9 @@ from torch import Tensor
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
     SavedTable,
-    commit,
     open_checkpoint,
     replace_file,
+    sync_to_disk,
 )
 from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, new_mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
@@ -102,7 +102,7 @@ def build_new(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    commit(target.parent)
+    sync_to_disk(target.parent)
     return generation
 
 
@@ -279,10 +279,10 @@ def new_slots(
 
 def complete(folder: Path, generation: str, manifest: Manifest) -> None:
     """Commits a generation to the disk, all but its name in `current`."""
-    commit(folder / generation / SLOTS)
+    sync_to_disk(folder / generation / SLOTS)
     write_index(folder, generation, manifest)
     replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
-    commit(folder)
+    sync_to_disk(folder)
 
 
 def switch(folder: Path, generation: str, before: str | None = None) -> None:

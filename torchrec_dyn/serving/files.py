@@ -119,7 +119,7 @@ class Appender:
         self.flush()
         if self._file.length() < size:
             self._file.resize(size)
-        self._file.commit()
+        self._file.sync()
 
     def close(self) -> None:
         """Closes the file. Without `finish` its bytes may not be on the disk yet."""

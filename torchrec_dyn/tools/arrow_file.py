@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import RowSource, commit, write_beside
+from torchrec_dyn.checkpoint_format import RowSource, sync_to_disk, write_beside
 from torchrec_dyn.life import Clock
 from torchrec_dyn.optimizers import STATE_NAMES
 
@@ -134,10 +134,10 @@ class ArrowFile:
     def finish(self) -> None:
         """Writes the end of the file, waits until all of it is on the disk, and renames it to its path."""
         self._writer.close()
-        self._sink.file.commit()
+        self._sink.file.sync()
         os.replace(self._sink.file.path, self._path)  # while it is locked
         self._sink.file.close()
-        commit(self._path.parent)
+        sync_to_disk(self._path.parent)
 
     def drop(self) -> None:
         """Removes the unfinished file; does nothing after `finish`."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import commit, write_beside
+from torchrec_dyn.checkpoint_format import sync_to_disk, write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -190,10 +190,10 @@ class SafetensorsWriter:
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
         assert self._write_header() == self._numbers
-        self._file.commit()
+        self._file.sync()
         os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
-        commit(self._path.parent)  # so that the name is on the disk too
+        sync_to_disk(self._path.parent)  # so that the name is on the disk too
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""

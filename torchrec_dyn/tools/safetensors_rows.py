@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
-from torchrec_dyn.ranks import Table, agree, gather_results, run_together
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.tools.safetensors_file import DAMAGED, SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.tools.table_export import saved_rows
@@ -250,7 +250,7 @@ def _check_room(table: Table, where: str, count: int, rows: FileRows | None) -> 
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
     first_shard = table.shards[:1]
     tight = [shard for shard in first_shard if count and shard.num_rows + count > shard.row_limit]
-    if not any(agree(table.group, where, value=bool(tight))):
+    if not any(gather_results(table.group, where, lambda: bool(tight))):
         return
     chunks = iter(()) if rows is None else rows.chunks(("ids",), _CHUNK_BYTES)
     absent: list[Tensor] = []

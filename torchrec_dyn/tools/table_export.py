@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
     RowSource,
-    commit,
     open_table,
     read_chain,
+    sync_to_disk,
 )
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
@@ -285,4 +285,4 @@ def _publish(folder: Path, path: Path, rows: RowSource) -> None:
             "directory of a file system that all ranks share."
         )
     os.rename(folder, path)
-    commit(path.parent)
+    sync_to_disk(path.parent)

@@ -135,11 +135,7 @@ def _whole(norm: Tensor) -> Tensor:
 def _deferring_groups(
     model: nn.Module, where: str, group: dist.ProcessGroup | None = None
 ) -> _Groups:
-    """Returns the table groups of each collection, with the ranks that decide together: its own, or `group`.
-
-    Raises:
-        ValueError: updates of a collection are not deferred, or `group` lacks some of its ranks.
-    """
+    """Returns the table groups of each collection, with the ranks that decide: its own, or `group`."""
     grouped: _Groups = []
     for path, collection in collections_of(model, where):
         if not all(optimizer.defer_updates for optimizer in optimizers_of(collection)):

@@ -33,9 +33,6 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
     """Returns the dynamic collections of a model with their paths, in the same order on all ranks.
 
     The model is DistributedModelParallel, any module, or a collection.
-
-    Raises:
-        ValueError: if the model has no dynamic collection, or is no module.
     """
     found = _collections(model, where)
     if not found:
@@ -50,11 +47,6 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
     """Returns the dynamic tables of a model, in the same order on all ranks; not collective.
 
     The model is as in `collections_of`.
-
-    Raises:
-        ValueError: if the model is no module or has no dynamic table, if only some tables are sharded, if
-            DistributedModelParallel of several ranks has an unsharded one, or if two tables have the same
-            name.
     """
     found = _collections(model, call)
     tables = [table for path, one in found for table in tables_in(one, path).values()]
@@ -87,11 +79,7 @@ def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
 
 
 def checked_collection(module: nn.Module, call: str) -> Collection:
-    """Returns `module`, which public functions take as any: so torch types an attribute of a model.
-
-    Raises:
-        ValueError: if it is no dynamic collection.
-    """
+    """Returns `module`, which public functions take as any: so torch types an attribute of a model."""
     if isinstance(module, Collection):
         return module
     raise ValueError(
@@ -104,9 +92,6 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
     The keys of the tables begin with `path`, the place of the collection in its model.
-
-    Raises:
-        ValueError: if `module` is something else, such as a whole model.
     """
     collection = checked_collection(module, call)
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
