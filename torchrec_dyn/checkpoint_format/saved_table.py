@@ -225,7 +225,7 @@ class SavedTable:
 class MergedTable(RowSource):
     """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
 
-    A delta names the content sums to which it leads; the rows must have them. `step` is that of the entry.
+    The rows must have the content sums that the last delta names as its result. `step` is the entry's.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.

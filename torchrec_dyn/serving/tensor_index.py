@@ -63,7 +63,7 @@ def name_in_index(table: str, part: str) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Returns True for a name in an index that is of the key of a table."""
+    """Returns True if a name in an index names the key of a table."""
     return name.endswith(".key")
 
 
