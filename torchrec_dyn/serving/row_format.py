@@ -84,10 +84,6 @@ class RowFormat:
         """Dtype of stored rows as a tensor: rows of int8 and int4 are bytes, with scale and bias."""
         return torch.uint8 if self.is_nbit else self.dtype
 
-    def stored_columns(self, columns: int) -> int:
-        """Returns the number of columns of stored rows as a tensor of `stored_dtype`."""
-        return self.row_bytes(columns) // self.stored_dtype.itemsize
-
     def encode(self, rows: Tensor, where: str) -> Tensor:
         """Returns rows [M, D] encoded, [M, row_bytes] uint8; ValueError if a number does not fit."""
         if self.dtype == INT4:
