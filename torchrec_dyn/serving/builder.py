@@ -184,7 +184,7 @@ def _serve(
     finally:
         appender.close()
     complete(folder, generation, manifest)
-    # The files of before go at once, too: some of their rows may have been forgotten.
+    # Older generations go at once: they may have rows that were forgotten since.
     switch(folder, generation)
     return generation
 
