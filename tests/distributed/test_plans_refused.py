@@ -389,7 +389,7 @@ def test_one_name_in_two_collections_is_refused(sequence: bool, by: str) -> None
     assert f"('two')(table='t'): {expected}" in text
 
 
-def shard_a_student_and_its_teacher() -> None:
+def check_shard_a_student_and_its_teacher() -> None:
     case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))])
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     models = [
@@ -405,4 +405,4 @@ def shard_a_student_and_its_teacher() -> None:
 
 
 def test_two_models_over_one_environment_may_have_the_same_tables() -> None:
-    workers.run(shard_a_student_and_its_teacher, world_size=1)
+    workers.run(check_shard_a_student_and_its_teacher, world_size=1)

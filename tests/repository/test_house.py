@@ -37,7 +37,6 @@ GROUND = (
     "ops",
     "initializers",
     "policies",
-    "mapped_files",
     "config",
     "row_rules",
     "optimizers",

@@ -51,12 +51,7 @@ class DeviceTwins:
         self.versions = None
 
     def step(self, *lists, times=False):
-        """Takes one training step of all tables, and compares which ids have rows.
-
-        Args:
-            lists: ids of each table.
-            times: True to say that each id stands for two occurrences.
-        """
+        """Takes one training step of all tables, and compares which ids have rows."""
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []

@@ -251,7 +251,7 @@ def write_values(
     file = FileWriter(path)
     try:
         file.write(0, memory.getvalue())
-        file.commit()
+        file.sync()
     finally:
         file.close()
     return path

@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
-from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
@@ -47,12 +47,7 @@ from torchrec_dyn.storage import host_numbers
 
 @dataclass
 class PooledContext(BatchContext, EmbeddingBagCollectionContext):
-    """State of one forward, from input dist to output dist.
-
-    Attributes:
-        has_examples: False if the batch has a size per feature and no examples; one was added to it
-            (`with_an_example`).
-    """
+    """State of one forward; `has_examples` is False if one was added (`with_an_example`)."""
 
     has_examples: bool = True
 
@@ -79,10 +74,9 @@ class ShardedDynamicEmbeddingBagCollection(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        setup = set_up(
+        setup = ShardingSetup(
             module,
             "embedding_bags",
-            module.embedding_bag_configs(),
             table_name_to_parameter_sharding,
             env,
             fused_params,
@@ -91,7 +85,7 @@ class ShardedDynamicEmbeddingBagCollection(
             module_fqn,
         )
         super().__init__(
-            setup.view,
+            setup,
             setup.plan,
             env,
             device=device,
@@ -101,13 +95,11 @@ class ShardedDynamicEmbeddingBagCollection(
         # TorchRec's divisor also divides outputs of other tables; `_mean` replaces it.
         self._has_mean_pooling_callback = False
         self._mean = self._mean_divisor(setup)
-        configs = module.embedding_bag_configs()
-        names = [name for config in configs for name in config.feature_names]
-        scored = any(options.scores_weights for options in setup.dynamic.values())
-        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where, scored)
-        self._shards = LocalShards(setup, self._lookups, env)
+        self._check_batch = BatchCheck(
+            setup.features, module.is_weighted(), True, setup.where, setup.is_scored
+        )
+        self._shards = LocalShards(setup, self, env, "embedding_bags")
         self._shards.fill_from(module.local_tables())
-        self._shards.save_and_load_with(self, "embedding_bags")
         self._output_names = list(self._embedding_names)
 
     @classmethod

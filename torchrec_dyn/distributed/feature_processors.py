@@ -118,10 +118,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread.
-
-        The batch of the user is not changed.
-        """
+        """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread."""
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
         if self._row_wise_sharded:
@@ -221,8 +218,8 @@ def _check_sends_positions(processors: Processors, spread: Sequence[str], where:
 def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
     """Sets, within the context, TorchRec's flag that the weights of a batch are positions.
 
-    Otherwise the flag of an earlier batch would apply, perhaps of another plan. After the context the flag is
-    False: in an unsharded module weights are never positions.
+    Otherwise the flag of an earlier batch would apply, perhaps of another plan; in an unsharded module it is
+    False.
     """
     marked: list[Any] = [
         processor for processor in processors.modules() if hasattr(processor, "_pre_processed")

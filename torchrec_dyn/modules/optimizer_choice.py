@@ -86,11 +86,9 @@ def merged_fused_params(
 def chosen_fused_params(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """Merges the options that `apply_optimizer_in_backward` set on a parameter over `fused_params`.
+    """Merges the options that `apply_optimizer_in_backward` set on a placeholder over `fused_params`.
 
     TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
-
-    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
     """
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
@@ -124,10 +122,7 @@ def _fusable(optimizer_class: type[torch.optim.Optimizer], where: str) -> EmbOpt
 def chosen_optimizer(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> RowOptimizer:
-    """Returns the row optimizer of one table: of `chosen_fused_params`, else FBGEMM's default.
-
-    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
-    """
+    """Returns the row optimizer of the table with a placeholder: chosen, or FBGEMM's default."""
     chosen = chosen_fused_params(weight, fused_params, where)
     if chosen is None:
         chosen = dict(DEFAULT_FUSED_PARAMS)

@@ -34,11 +34,8 @@ class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, and a placeholder parameter `weight`.
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
-    `apply_optimizer_in_backward` marks it, but it has no storage and never gets a gradient. The rows are a
-    TableShard, created at first use, when their optimizer is known. The table is frozen if `weight`
-    requires no gradient; `rows()` sets `is_frozen` of the TableShard accordingly.
-
-    `config` was checked. On the device meta there are no rows. `where` is the collection's class name.
+    `apply_optimizer_in_backward` marks it; the table is frozen if it requires no gradient. The rows are a
+    TableShard, created at first use, when their optimizer is known. On the device meta there are none.
     """
 
     def __init__(
@@ -66,11 +63,7 @@ class UnshardedTable(nn.Module):
     # The rows.
 
     def rows(self) -> TableShard:
-        """Returns the rows, which are created at first use.
-
-        If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
-        only hyper-parameters differ, else it starts from zero.
-        """
+        """Returns the rows, created at first use; another choice of optimizer since keeps them."""
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
         assert weight is not None
@@ -270,10 +263,7 @@ class UnshardedTable(nn.Module):
                 destination[f"{prefix}weight_checksum"].fill_(-1)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
-        """Returns the verified load of the saved rows, or None if the state dict has no rows.
-
-        Nothing changes before its `commit`.
-        """
+        """Returns the verified load of the saved rows, or None if the state dict has no rows."""
         check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
             name: state_dict[prefix + name]

@@ -10,8 +10,13 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PerfModel, ShardingOption
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
-from torchrec_dyn.planner.argument_checks import check_number, checked_count
-from torchrec_dyn.planner.measured import check_stats, check_stats_of_table, lookups_per_forward
+from torchrec_dyn.planner.measured import (
+    check_number,
+    check_stats,
+    check_stats_of_table,
+    checked_count,
+    lookups_per_forward,
+)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,13 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.planner.argument_checks import check_tables, checked_constraints, checked_count
 from torchrec_dyn.planner.balance import EvenLoad
-from torchrec_dyn.planner.measured import MeasuredConstraints
+from torchrec_dyn.planner.measured import (
+    MeasuredConstraints,
+    check_tables,
+    checked_constraints,
+    checked_count,
+)
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
 
 _MOST_TABLES = 8  # in a message
@@ -124,8 +128,7 @@ class _QuickPartitioner(GreedyPerfPartitioner):
     """TorchRec's default partitioner, with the same plans in less time.
 
     To try a host for tables that stay on one host, TorchRec's code makes a deep copy of its devices. With 100
-    tables on 64 ranks that is most of the time of planning. The seam is TorchRec's method for tables of one
-    host. A version of TorchRec without this method makes the same plans in its own time.
+    tables on 64 ranks that is most of the time of planning.
     """
 
     @classmethod

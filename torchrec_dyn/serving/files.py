@@ -53,11 +53,9 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     file = FileWriter(path)
     try:
         if copied is None:
-            file.allocate(size)
-            # Without zeros, the first write to each small page would add this page.
-            zeros = bytes(HUGE_PAGE)
+            zeros = memoryview(bytes(HUGE_PAGE))
             for place in range(0, size, HUGE_PAGE):
-                file.write(place, memoryview(zeros)[: size - place])
+                file.write(place, zeros[: size - place])
         else:
             file.write(0, copied.numpy())
     finally:
@@ -121,7 +119,7 @@ class Appender:
         self.flush()
         if self._file.length() < size:
             self._file.resize(size)
-        self._file.commit()
+        self._file.sync()
 
     def close(self) -> None:
         """Closes the file. Without `finish` its bytes may not be on the disk yet."""

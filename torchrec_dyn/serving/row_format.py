@@ -220,12 +220,8 @@ class NBitPooling(nn.Module):
     ) -> Tensor:
         """Gathers rows and pools them by bag: [B, sum of D] float32.
 
-        Args:
-            written: [bytes] uint8, the rows of all tables.
-            rows: [N] int64; row -1 counts as zeros.
-            offsets: [F * B + 1] int64, ascending from 0 to N; the kernel does not check this.
-            weights: [N] float32, contiguous, or None.
-            mean: True to divide each bag by its length.
+        Shapes: written [bytes] uint8, rows [N] int64, offsets [F * B + 1] int64, weights [N]
+        float32.
         """
         mode = PoolingMode.MEAN if mean else PoolingMode.SUM
         return self._call(len(self._places), written, rows, offsets, mode, weights)

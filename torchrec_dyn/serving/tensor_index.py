@@ -38,8 +38,8 @@ from torchrec_dyn.serving.manifest import SLOTS, Manifest
 
 TENSORS, KEYS = "tensors", "keys"
 ALL_ROWS = "rows"
-# One block of up to 2^31 rows, the most that a layout can name.
-_SHIFT = 31
+# Rows are in blocks of 2^31 rows, the most that a layout can name; the last block may have fewer.
+BLOCK_SHIFT = 31
 
 
 class IndexedTensor(NamedTuple):
@@ -163,7 +163,7 @@ class GivenTables(nn.Module):
     def layout(self) -> Tensor:
         """The layout of `blocks`, [T, 4] int64: each table has one block."""
         return torch.tensor(
-            [[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
+            [[t, 1, BLOCK_SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
         )
 
     def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ class GivenTables(nn.Module):
         """Returns the rows of each table, for rows of float32 or float16."""
         # The file may have more rows of this width, of other tables.
         return [
-            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << _SHIFT))
+            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << BLOCK_SHIFT))
             for rows in self._of("rows")
         ]
 

@@ -23,6 +23,14 @@ from torchrec_dyn.checkpoint_format import (
     from_words,
     open_checkpoint,
 )
+from torchrec_dyn.serving.builder import (
+    CHUNK_BYTES,
+    chosen_tables,
+    complete,
+    new_slots,
+    replacing,
+    switch,
+)
 from torchrec_dyn.serving.files import Appender, DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import (
     SLOT_BYTES,
@@ -45,14 +53,6 @@ from torchrec_dyn.serving.manifest import (
     without_files,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.writing import (
-    CHUNK_BYTES,
-    chosen_tables,
-    complete,
-    new_slots,
-    replacing,
-    switch,
-)
 from torchrec_dyn.storage import new_key, unsigned
 
 # A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
@@ -86,21 +86,18 @@ def apply_deltas(
 ) -> str:
     """Applies deltas in order, all of them in one new generation after `before`; returns its name."""
     with replacing(path, before):
-        generation = write_changes(path, before, deltas, entry)
+        generation = _write_changes(path, before, deltas, entry)
         switch(path, generation, before)
     return generation
 
 
-def write_changes(
+def _write_changes(
     path: Path,
     before: str,
     deltas: Sequence[str | os.PathLike[str]],
     entry: ServedEntry | None,
 ) -> str:
-    """Writes the generation that deltas make of generation `before`, and returns its name: it is complete.
-
-    `entry` is the entry of `Checkpoints` of the last delta.
-    """
+    """Writes the generation that deltas make of generation `before`; returns its name."""
     try:
         manifest = read_manifest(path, before)
         slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
@@ -195,12 +192,7 @@ def _with_room(
     """Returns the tables with larger maps, of new keys, where the rows of the deltas may not fit."""
     tables: dict[str, ServedTable] = {}
     for name, table in served.items():
-        changed = [saved[name] for saved in deltas]
-        most = table.num_rows + sum(delta.num_rows for delta in changed)
-        if len(changed) > 1 and not has_room(table.capacity, most):
-            # The same ids change again and again.
-            ids = torch.cat([delta.read("ids") for delta in changed if delta.num_rows])
-            most = table.num_rows + len(ids.unique())
+        most = table.num_rows + sum(saved[name].num_rows for saved in deltas)
         if not has_room(table.capacity, most):
             table = replace(table, capacity=slots_for(most), key=new_key())
         tables[name] = table

@@ -10,6 +10,14 @@ All-to-alls, awaitables and contexts are TorchRec's.
 
 from torchrec_dyn.sharding.batch_check import BatchCheck
 from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
+from torchrec_dyn.sharding.dists import (
+    MeanDivisor,
+    divide,
+    outputs_by_column,
+    pooled_in_order,
+    remove_stale_forwards,
+    sequences_in_order,
+)
 from torchrec_dyn.sharding.grouped_lookups import (
     PrefetchedSteps,
     ask_ahead,
@@ -17,14 +25,6 @@ from torchrec_dyn.sharding.grouped_lookups import (
     kernels_of,
     prefetch,
     set_batch,
-)
-from torchrec_dyn.sharding.input_dists import remove_stale_forwards
-from torchrec_dyn.sharding.output_dists import (
-    MeanDivisor,
-    divide,
-    outputs_by_column,
-    pooled_in_order,
-    sequences_in_order,
 )
 from torchrec_dyn.sharding.padded_batch import (
     Restoration,

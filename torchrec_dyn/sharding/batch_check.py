@@ -27,15 +27,8 @@ _InverseIndices: TypeAlias = tuple[list[str], Tensor]
 class BatchCheck:
     """Checks batches and puts their features in the order of the first batch.
 
-    TorchRec computes the positions of features from the first batch and uses them for all batches.
-
-    With `weighted`, bags have weights; with `pooled`, outputs are one row per example; with `scored`, some
-    table scores its ids by the weights of a batch (LowestScore).
-
-    Attributes:
-        features: those that the collection reads, each once, in the order of its tables.
-        needs_weights: True if a batch of weighted bags must have weights; False if feature processors
-            compute them later.
+    TorchRec computes the positions of features from the first batch and uses them for all batches. `scored`
+    is for LowestScore; `needs_weights` is False if feature processors compute the weights of weighted bags.
     """
 
     def __init__(
@@ -57,10 +50,7 @@ class BatchCheck:
     def __call__(
         self, features: KeyedJaggedTensor | TensorDict, training: bool = False
     ) -> KeyedJaggedTensor:
-        """Returns the user's batch, which may have further features, in the first batch's order of keys.
-
-        A batch for `training` has the weights by which some table scores its ids.
-        """
+        """Returns the user's batch, which may have further features, in the first batch's order of keys."""
         features = maybe_td_to_kjt(features, self.features)
         check_keyed(features, self.where)
         keys = features.keys()
@@ -120,7 +110,7 @@ class BatchCheck:
             wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
             if wrong:
                 raise wrong_scores(self.where, wrong)
-        return (weights.detach() if weights.requires_grad else weights).float()
+        return weights.detach().float()
 
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self.features:
@@ -137,9 +127,8 @@ def _sendable(
 ) -> KeyedJaggedTensor:
     """Returns a batch with what was read of the user's, in the form that all ranks send.
 
-    Ids and lengths are int64. Tensors are contiguous: some backends cannot send e.g. a column of a matrix.
-    Offsets and other numbers that a batch may keep beside its lengths are left behind: TorchRec would read
-    them in some plans.
+    Tensors are contiguous: some backends cannot send e.g. a column of a matrix. Offsets and other numbers
+    that a batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
     """
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(

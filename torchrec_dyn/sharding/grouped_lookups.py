@@ -43,11 +43,7 @@ class _RefusesStateTracker:
 
 
 class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables of one sharding type on this rank.
-
-    Attributes:
-        node_size: number of ranks of a node if rows are spread within nodes, else 1.
-    """
+    """Looks up the pooled tables of one sharding type; `node_size` ranks share rows within a node."""
 
     node_size: int = 1
 
@@ -80,10 +76,7 @@ class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
 
 
 def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list[int]:
-    """Returns how many values of a group's output each rank receives, with a batch size per feature.
-
-    `features` are the group's from all ranks; widths [F] are those of their outputs.
-    """
+    """Returns how many values of a group's output each rank receives, with a batch size per feature."""
     return [
         sum(bags * width for bags, width in zip(rank_bags, widths, strict=True))
         for rank_bags in zip(*features.stride_per_key_per_rank(), strict=True)
@@ -118,8 +111,7 @@ def prefetch(
 ) -> None:
     """Prepares the forward of a batch: inserts rows for unseen ids, or takes training steps.
 
-    `lookups` has one for each sharding type, `features` the ids that arrived for each. The steps are added to
-    `steps`, for kernels that have none there; if it is None, no steps are taken.
+    Each lookup gets the ids that arrived for its sharding type. Steps are added to `steps`, if given.
     """
     for lookup, lookup_features in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
@@ -141,10 +133,7 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
 
 
 def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None:
-    """Asks for the rows in mapped files of a later batch, as far as this rank has them.
-
-    `features` is this rank's part of the batch, before its ids are sent to their owners.
-    """
+    """Asks for the rows in mapped files of a later batch, as far as this rank has them."""
     for kernel in kernels_of(lookups):
         kernel.ask_ahead(features)
 
@@ -152,10 +141,9 @@ def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:
-    """Sets the kernels of all lookups to the next batch: its sender layout, and steps that were taken ahead.
+    """Sets the kernels to the next batch: its sender layout, and steps that were taken ahead.
 
-    `contexts` has TorchRec's context of the batch for each lookup, after the input dist. The steps are
-    removed from `steps`: a second forward of the batch takes steps of its own.
+    The steps are removed from `steps`: a second forward of the batch takes steps of its own.
     """
     for lookup, context in zip(lookups, contexts, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
@@ -177,7 +165,7 @@ def drop_steps(lookups: Iterable[nn.Module]) -> None:
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
     """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding."""
 
-    lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
+    lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]] = PooledLookup
 
     def create_lookup(
         self,
@@ -212,8 +200,7 @@ def _match_empty_output(
 ) -> None:
     """Converts the empty output of a rank without tables to the output dtype of the other ranks.
 
-    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends. `groups` are the
-    table groups of all ranks.
+    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends.
     """
     if groups:
         names = ", ".join(groups[0].table_names())

@@ -24,11 +24,9 @@ from torchrec_dyn.lookup import repeat_rows
 class Restoration:
     """Turns the outputs of a padded batch into the outputs of the original batch.
 
-    Attributes:
-        bags: number of bags of each feature, without the padding.
-        inverse: [F, B], the bag of each feature and example; None if bag i belongs to example i.
-        features: the feature of each row of `inverse`.
-        feature_names: the feature of each output, by its name.
+    `bags` are those of each feature without the padding; `inverse` [F, B] the bag of each feature and
+    example, if several share a bag, in the order of `features`. `feature_names` has the feature of each
+    output.
     """
 
     bags: dict[str, int]
@@ -53,10 +51,7 @@ class Restoration:
 
 
 def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
-    """Returns the positions of the ids of chosen bags [B], repeats allowed, one bag after the other, int64.
-
-    lengths [bags] are the numbers of ids.
-    """
+    """Returns the positions of the ids of chosen bags [B], one bag after the other, int64; lengths [bags]."""
     lengths = lengths.long()
     begins = (lengths.cumsum(0) - lengths)[bags]
     chosen = lengths[bags]
@@ -68,8 +63,6 @@ def pad_batch(
     features: KeyedJaggedTensor, feature_names: Mapping[str, str]
 ) -> tuple[KeyedJaggedTensor, Restoration | None]:
     """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
-
-    `feature_names` is the feature of each output, by its name.
 
     Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
     """
@@ -99,10 +92,7 @@ def pad_batch(
 
 
 def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Adds one example to a batch without examples: its bag of each feature is the first.
-
-    `features` has a size per feature, and `inverse_indices` [F, 0]; a feature without bags gets an empty one.
-    """
+    """Adds one example to a batch with a size per feature and no examples: the first bag of each feature."""
     bags = features.stride_per_key()
     lengths = [
         torch.nn.functional.pad(feature_lengths, (0, int(not feature_lengths.numel())))

@@ -1,14 +1,12 @@
 """Sequence batches in which a rank sends each id once, and the expansion of the received rows.
 
 A rank sends each distinct id of a table once, for all features of the table together. Features of different
-use (`FeatureUse`) are kept apart: the owner knows the use of an id by its feature. Counts are sent too if
-some table has a life. `Expansion` repeats the rows that are sent back. In backward it sums the gradients
-of repeats in float32, in the order of the batch; the owner then sums the gradients of the ranks, in the
-order of ranks.
+use (`FeatureUse`) are kept apart: the owner knows the use of an id by its feature. `Expansion` repeats the
+rows that are sent back. In backward it sums the gradients of repeats in float32, in the order of the batch;
+the owner then sums those of the ranks, in their order.
 
-Counts are sent as the weights of the batch. Weights are float32, exact for integers up to 2**24 only, so a
+Counts, for tables with a life, are sent as the weights of the batch. Float32 is exact up to 2**24 only, so a
 count is sent as the 32 bits of an int32: the dists copy, sort and send weights, but never compute with them.
-(Small counts look like denormal floats, large counts may look like NaN.)
 
 Legend: F features, B bags of each feature, P column shards (mostly whole tables), N ids, U ids sent. A
 run of features of one table that have the same use, one after the other, is a table of its own here.
@@ -32,11 +30,7 @@ _MOST_IDS = 2**31 - 1  # in a batch; a count is at most the number of ids
 
 @dataclass(frozen=True)
 class Expansion:
-    """Repeats the row of an id for every occurrence; a callback of TorchRec's awaitable of rows.
-
-    Attributes:
-        places: [N] int64, the position of each id among the U ids sent.
-    """
+    """Repeats the row of an id for every occurrence, at places [N]; a callback of TorchRec's awaitable."""
 
     places: Tensor
 
@@ -60,8 +54,8 @@ class SendOnce:
     def __call__(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Expansion]:
         """Returns the batch to send, of F features of B > 0 bags each, and the expansion of its rows.
 
-        The batch has the same features. The first feature of each column shard has all distinct ids of its
-        table, in order of first occurrence and evenly spread over the bags.
+        The first feature of each column shard has all distinct ids of its table, in order of first
+        occurrence.
         """
         if features.values().numel() > _MOST_IDS:
             raise ValueError(
@@ -96,12 +90,10 @@ class SendOnce:
     def _distinct(
         self, ids: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, Tensor, list[int], Tensor]:
-        """Finds the distinct ids of each table; ids [N] int64 are by column shard, sizes [P] of each.
+        """Finds the distinct ids of each table, once a table; ids [N] are by column shard, sizes [P] of each.
 
-        Returns:
-            [U] the distinct ids by table, [U] the occurrences of each id, the number of distinct ids of each
-            table, and for each id of the tables' first column shards its position among the distinct ids.
-            Here U counts every table once.
+        Returns the ids and their occurrences [U], the sizes of the tables, and the place of each id, [N of
+        tables].
         """
         if len(self._shard_of) < len(sizes):
             parts = ids.split(list(sizes))
@@ -118,10 +110,7 @@ class SendOnce:
         return torch.cat([parts[table] for table in self._table_of])
 
     def _lengths(self, features: KeyedJaggedTensor, counts: Sequence[int]) -> Tensor:
-        """Returns the lengths of bags for counts [F] of ids to send, spread evenly over each feature's bags.
-
-        The owner uses only the table and the sender of an id, not its bag.
-        """
+        """Returns the lengths of bags with counts [F] of ids spread evenly over each feature's bags."""
         batch, device = features.stride(), features.device()
         each = torch.tensor(counts, device="cpu").to(device, non_blocking=True).unsqueeze(1)
         spread = each // batch + (torch.arange(batch, device=device) < each % batch)

@@ -8,7 +8,7 @@ asked for starts anew. A state dict of the optimizer alone is loaded if its numb
 the table has. A load runs in this order; each file checks its part and may refuse the load:
 
     dcp.load            load_planner      makes a `TableLoad` of the tensors of each table
-                        own_places        finds this rank's rows by a few of the saved ids
+                        places            finds this rank's rows by a few of the saved ids
                         row_reads         reads them, a window at a time
                         staged_rows       puts them into a shard beside the table, and checks their order
     load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
@@ -36,8 +36,15 @@ from torchrec_dyn.state_dict.collection_state import (
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.loading import CheckedPart, TableLoad
-from torchrec_dyn.state_dict.own_places import places_here, places_of_part
-from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.places import (
+    Places,
+    Run,
+    Share,
+    places_here,
+    places_of_part,
+    runs_of,
+    share_of,
+)
 from torchrec_dyn.state_dict.row_reads import read_table
 from torchrec_dyn.state_dict.saving import (
     Counts,

@@ -440,6 +440,7 @@ class TableLoad:
             self._commits, self._aligned_to = [], []
             for target in self.targets:  # loaded again, their tensors are the table's own
                 target.canonical = self._present
+            self.targets = []  # each refers to this load: tables of a deleted model go without the collector
 
 
 class LoadSession:

@@ -33,16 +33,10 @@ _RANGE_BYTES = 32 << 30
 _PAGE_BYTES = 2 << 20
 # Upper bound of the memory that is committed before rows need it.
 _AHEAD_BYTES = 256 << 20
-# The bound of a device that ran out of memory: half of what it could not commit. A growth by the whole bound
-# doubles it again. The blocks of a device share its memory, and so the bound.
-_less_ahead: dict[torch.device, int] = {}
 
 
 def range_shift(row_limit: int, row_bytes: int) -> int:
-    """Returns the binary logarithm of the rows of a block: up to the limit, if a range can hold so many.
-
-    `row_bytes` are the bytes of a row's weights.
-    """
+    """Returns the binary logarithm of the rows of a block: up to the limit, if a range can hold so many."""
     most = max(1, _RANGE_BYTES // max(1, row_bytes))
     return max(4, min((row_limit - 1).bit_length(), most.bit_length() - 1, 31))
 
@@ -66,24 +60,17 @@ def _ahead(used: int) -> int:
 
 
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
-    """Returns the block with at least `rows` rows, and a few more, so that growth is rare.
+    """Returns block [R, D] with at least `rows` rows, and a few more, so that growth is rare.
 
-    block [R, D], 0 <= R < limit; `rows` is in (R, limit], and `limit` the number of rows of a whole block. A
-    block that this function returned keeps its address. The memory of new rows is not initialised.
+    A whole block has `limit` rows. A block of this function keeps its address; new rows are not initialised.
     """
     row_bytes = block.shape[1] * block.itemsize
     if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
     needed, device = rows * row_bytes, block.device
-    most = _less_ahead.get(device, _AHEAD_BYTES)
-    ahead = min(_ahead(block.nbytes), most)
-    longer = None
-    if needed < block.nbytes + ahead:
-        longer = _grown(block, block.nbytes + ahead, limit)
-        if longer is None:
-            _less_ahead[device] = ahead // 2
-        elif ahead == most:
-            _less_ahead[device] = min(max(2 * most, _PAGE_BYTES), _AHEAD_BYTES)
+    ahead, longer = block.nbytes + _ahead(block.nbytes), None
+    if needed < ahead:
+        longer = _grown(block, ahead, limit)
     if longer is None:
         longer = _grown(block, needed, limit)
     if longer is None:
@@ -235,7 +222,6 @@ def lasting(make: Callable[_P, _T]) -> Callable[_P, _T]:
     """Returns a function whose tensors may be written at any time, whatever the mode of the caller.
 
     A tensor that is made in `torch.inference_mode` can never be written outside of it, and the first forward,
-    or a load, may be in this mode. Later steps write blocks, marks and counters. Tensors that are only read,
-    or replaced as a whole, may be of any mode.
+    or a load, may be in this mode, while later steps write blocks, marks and counters.
     """
     return torch.inference_mode(False)(make)

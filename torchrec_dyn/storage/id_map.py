@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.host_reads import host_numbers
-from torchrec_dyn.storage.stream_order import keep_in_use
-from torchrec_dyn.storage.tokens import SLOTS
+from torchrec_dyn.storage.host_reads import host_numbers, keep_in_use
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
@@ -47,11 +45,7 @@ _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 
 
 def most_slots(ids: int, device_type: str = "cpu") -> int:
-    """Returns the most slots in memory of a map of up to `ids` ids, for any order of insertion.
-
-    The bound also holds while the map grows: off the CPU a map has its old and its new slots in memory for a
-    moment. Planners reserve memory for this number of slots.
-    """
+    """Returns the most slots in memory of a map of up to `ids` ids, however they come, also in growth."""
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
         # A map grows if it has fewer slots than needed: to 2 or 1.25 times as many, or to those needed.
@@ -73,7 +67,7 @@ def new_key() -> int:
 
 
 def canonical_keys(ids: Tensor) -> Tensor:
-    """Returns keys of ids [M] int64, [M] int64: their order is the canonical order, by mixed id, unsigned."""
+    """Returns keys of ids [M] int64, [M] int64, whose order is the canonical order: by mixed id, unsigned."""
     # Flipping the sign bit turns the unsigned order into the signed order.
     return ops.mix64(ids) ^ torch.iinfo(torch.int64).min
 
@@ -84,16 +78,14 @@ def canonical_order(ids: Tensor) -> Tensor:
 
 
 class IdMap:
-    """The map from every id of a table to its row.
+    """The map from every id of a table to its row, for `num_ids` ids.
 
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
-        outgoing: [C', 2] int64, while the map grows the smaller array from which slots move; else None.
-            None after every call, if the slots are not on the CPU.
+        outgoing: [C', 2] int64, on the CPU while the map grows, the smaller array from which slots move.
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
-        num_ids: number of ids, and so of slots in use.
-        key: key of the hash that gives ids their slots (csrc/slot_hash.h), random and secret: who chooses the
-            ids cannot choose ids that share slots. A copy of a table draws another key.
+        key: secret key of the hash that gives ids their slots (csrc/slot_hash.h): who chooses the ids cannot
+            choose ids that share slots. A copy of a table draws another key.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
@@ -113,8 +105,7 @@ class IdMap:
     def held(self) -> int:
         """Slots whose memory is in use.
 
-        While the map grows: the outgoing slots that have not moved yet, and the share of the new slots
-        that is filled. So growth takes no more memory than the grown map.
+        While the map grows: the outgoing slots that have not moved, and the filled share of the new ones.
         """
         if self.outgoing is None:
             return self.capacity
@@ -207,8 +198,8 @@ class IdMap:
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
 
-        `num_ids` is the number of ids of the map with these ids. `again`: all ids may be in the map already,
-        and the map's `num_ids` may be wrong.
+        The map has `num_ids` ids then. `again`: all of them may be in the map already, and `num_ids` may be
+        wrong.
         """
         put_all([self], [ids.numel()], ids, rows, again)
         self.num_ids = num_ids
@@ -263,11 +254,7 @@ class IdMap:
         return self.held * SLOT_BYTES
 
     def stats(self) -> dict[str, int | float]:
-        """Returns slots, load (ids / slots), and the mean and the longest probe length of the ids.
-
-        Probe lengths of a large map are measured on a sample of some hundred thousand slots, so a longer
-        probe may exist.
-        """
+        """Returns slots, load, and the mean and the longest probe length, which large maps sample."""
         ids, total, longest = zip(
             *(
                 ops.probe_lengths(array, max(1, len(array) // _PROBED), self.key).tolist()
@@ -301,11 +288,9 @@ def _offsets_of(ids: Tensor) -> Tensor:
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Returns T maps in the form that the ops take.
+    """Returns T maps as the ops take them: the slots of each map, then those that leave maps that grow.
 
-    Returns:
-        slots: the slots of each map, then the outgoing slots of each map that grows.
-        moved: [T, 2] int64, number of outgoing slots moved, -1 for a map that does not grow; and the keys.
+    And [T, 2] int64: outgoing slots moved, -1 for a map that does not grow, and the keys.
     """
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
@@ -315,10 +300,7 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
 def put_all(
     maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor, again: bool
 ) -> None:
-    """Adds ids to several maps at once. As `IdMap.put`, but the maps' `num_ids` stay.
-
-    ids [M] int64, rows [M] int64: of one map after the other, as many as `sizes` says.
-    """
+    """As `IdMap.put`, for several maps in turn, `sizes` ids each; their `num_ids` stay."""
     if not ids.numel():
         return
     offsets, arrays = host_numbers([*accumulate(sizes, initial=0)]), arrays_of(maps)
@@ -340,3 +322,25 @@ class MapList:
         if self._token is not token:
             self._arrays, self._token = arrays_of(self._maps), token
         return self._arrays
+
+
+class Token:
+    """An object that is replaced before the arrays of some table change; compared by identity.
+
+    Ops take the arrays of all tables of a group. To list the arrays of a thousand tables, or to ask each
+    table whether it has changed, takes as long as an op; so a group compares one token, shared by the
+    process.
+    """
+
+    def __init__(self) -> None:
+        self.now = object()
+
+    def renew(self) -> None:
+        """Replaces the token. Call it before the change: an interrupt may come between the two."""
+        self.now = object()
+
+
+SLOTS = Token()  # renewed before an id map gets other slots, or moves slots
+BLOCKS = Token()  # renewed before a store gets other blocks
+TABLES = Token()  # renewed before a table gets other contents or settings
+CLOCKS = Token()  # renewed before the clock of a table is set

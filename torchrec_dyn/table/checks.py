@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.config import MappedFiles
 from torchrec_dyn.life import check_life
-from torchrec_dyn.mapped_files import MappedFiles
 from torchrec_dyn.storage import check_directory
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

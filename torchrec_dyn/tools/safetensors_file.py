@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import commit, write_beside
+from torchrec_dyn.checkpoint_format import sync_to_disk, write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -51,17 +51,13 @@ class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
     `entries` are the tensors by name, `metadata` the strings of the header by name.
-
-    Raises:
-        ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
-            other dtypes than int64, float32, float16 and bfloat16.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "\0" in str(path) or Path(path).is_fifo():  # a pipe would be waited for
+            got = "one with a zero byte" if "\0" in str(path) else "a pipe"
             raise ValueError(
-                f"{str(path)!r}: expected the path of a .safetensors file, got "
-                f"{'a pipe' if Path(path).is_fifo() else 'one with a zero byte'}. Give a file."
+                f"{str(path)!r}: expected the path of a .safetensors file, got {got}. Give a file."
             )
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
         self._where = f"{Path(path)}"
@@ -72,11 +68,7 @@ class SafetensorsReader:
             raise
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Reads the rows [first, last) of a tensor.
-
-        Raises:
-            ValueError: if the file was truncated after it was opened.
-        """
+        """Reads the rows [first, last) of a tensor."""
         entry = self.entries[name]
         shape = last - first, *entry.shape[1:]
         values = torch.empty(shape, dtype=entry.dtype, device="cpu")
@@ -206,10 +198,10 @@ class SafetensorsWriter:
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
         assert self._write_header() == self._numbers
-        self._file.commit()
+        self._file.sync()
         os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
-        commit(self._path.parent)  # so that the name is on the disk too
+        sync_to_disk(self._path.parent)  # so that the name is on the disk too
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
@@ -217,7 +209,7 @@ class SafetensorsWriter:
 
 
 def _are_sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
+    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint_format import MergedTable, RowSource, open_table, rows_at
+from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.tools.safetensors_file import DAMAGED, SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.table_export import saved_rows
 from torchrec_dyn.whole_model import LiveRows, assign_rows, for_each_chunk, lookup_rows, tables_in
 
 T = TypeVar("T")
@@ -135,7 +136,7 @@ def export_saved_rows(
     """Writes the file of `export_rows` from a checkpoint, without a model and without other ranks.
 
     Args:
-        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote.
+        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote, or of `Checkpoints`.
         table: name of the table, or its key in the checkpoint if several tables have the name.
         path: path of the file; an existing file is replaced.
         checksum: as in `export_rows`.
@@ -143,13 +144,8 @@ def export_saved_rows(
     Raises:
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
-    where = f"export_saved_rows({checkpoint})"
-    saved = open_table(checkpoint, table, where)
-    if saved.is_delta:
-        raise ValueError(
-            f"{where}: expected a full checkpoint, got a delta, which has changes only. Give the full save."
-        )
-    _write_file(MergedTable([saved], where), saved.num_rows, path, checksum)
+    rows = saved_rows(checkpoint, table, None, "export_saved_rows")
+    _write_file(rows, rows.num_rows, path, checksum)
 
 
 def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_sums: bool) -> None:
