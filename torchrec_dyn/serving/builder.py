@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
     SavedTable,
@@ -174,7 +175,7 @@ def _serve(
     try:
         for name, table in saved.items():
             row_sum = 0
-            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
                 written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
                 maps[name].put(chunk["ids"], appender.append(written))
                 row_sum += sum_of_rows(name, chunk["ids"], written)
