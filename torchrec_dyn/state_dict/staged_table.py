@@ -17,7 +17,7 @@ from torchrec_dyn.checkpoint_format import (
     add_sums,
     saved_initializer,
 )
-from torchrec_dyn.life import Clock, last_step
+from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, mixed_ranges
 from torchrec_dyn.state_dict.awaited_loads import note_taken
 from torchrec_dyn.storage import commit, turn_of
@@ -32,14 +32,13 @@ class StagedTable:
     Attributes:
         shards: the shards beside those of the table, complete after `finished`.
         sums: content sums of what was read here.
-        last_step: the last training step that the rows record.
         is_unscored: True if no row was saved with a score: all count as just seen.
     """
 
     def __init__(self, table: Table, source: MergedTable) -> None:
         self.table, self.source = table, source
         self.sums: dict[str, int] = {}
-        self.last_step, life = 0, table.options.has_life
+        life = table.options.has_life
         known = ("weight", *(SCORES if life else ()), *table.optimizer.state_names)
         self._names = [name for name in known if name in source.names]
         self.is_unscored = life and bool(source.most_rows) and "last_seen" not in self._names
@@ -70,13 +69,11 @@ class StagedTable:
             for name in stores.keys() & chunk.keys():
                 stores[name].put(first, 0, chunk[name])
             if rows.life is not None:
-                self.last_step = max(self.last_step, last_step(chunk))
                 scores = (chunk.get(name, torch.zeros_like(places)) for name in SCORES)
                 rows.life.scores.write(places, *(score.to(rows.device) for score in scores))
         if rows.life is not None and rows.life.waiting is not None:
             for chunk in chunks(SCORES, waiting=True):
                 counters = [chunk[name] for name in ("ids", *SCORES)]
-                self.last_step = max([self.last_step, *chunk["last_seen"].tolist()])
                 rows.life.waiting.write(*(n.to(rows.device).contiguous() for n in counters))
 
     def check_sums(self, *ranks: Mapping[str, int]) -> None:
@@ -84,8 +81,8 @@ class StagedTable:
         waiting = ["waiting"] if self.table.options.counts_waiting else []
         self.source.check_sums(["ids", *self._names, *waiting], add_sums(*ranks))
 
-    def finished(self, last_step: int) -> list[TableShard]:
-        """Completes the shards; `last_step` is that of the rows of any rank. Called once."""
+    def finished(self) -> list[TableShard]:
+        """Completes the shards. Called once."""
         saved = self.source.last
         step = int(saved.read("step"))
         for rows in self.shards:
@@ -94,16 +91,16 @@ class StagedTable:
             if (life := rows.life) is not None:
                 if life.is_timed:
                     life.clock = Clock.load(self.source.clock)
-                rows.step = max(last_step, life.clock.present_step - 1, step)
+                rows.step = max(step, life.clock.present_step - 1)
                 life.is_unscored = self.is_unscored
                 rows.life = life.caught_up(rows.step, rows.row_numbers.high_water_mark)
         return self.shards
 
-    def replacing(self, last_step: int) -> Commit:
+    def replacing(self) -> Commit:
         """Prepares to replace the contents of the table."""
         table = self.table
         with turn_of(table, also_torn=True):
-            changes = [*map(replace, table.shards, self.finished(last_step))]
+            changes = [*map(replace, table.shards, self.finished())]
         initializer = saved_initializer(table.where, self.source.last.config)
 
         def take() -> None:
