@@ -64,7 +64,7 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     table_config,
     to_bytes,
 )
-from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
+from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable, place_of
 from torchrec_dyn.checkpoint_format.saved_tensor import (
     CHUNK_BYTES,
     Part,

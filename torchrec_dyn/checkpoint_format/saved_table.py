@@ -184,17 +184,7 @@ class SavedTable:
 
     def place_of(self, name: str, mixed: int) -> int:
         """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
-        low, high = 0, self.rows_of(name)
-        key = mixed - (1 << 63)  # as canonical_keys has it
-        if not high or key not in range(1 - (1 << 63), 1 << 63):
-            return low if key < 0 else high
-        while high - low > _SEARCHED_AT_ONCE:
-            middle = (low + high) // 2
-            if int(canonical_keys(self.ids(name, middle, middle + 1))) < key:
-                low = middle + 1
-            else:
-                high = middle
-        return low + int((canonical_keys(self.ids(name, low, high)) < key).sum())
+        return place_of(partial(self.ids, name), self.rows_of(name), mixed)
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
         """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
@@ -255,6 +245,20 @@ class SavedTable:
         return ValueError(f"{self.where}: expected {expected}, got {got}. {DAMAGED}")
 
 
+def place_of(ids: Callable[[int, int], Tensor], total: int, mixed: int) -> int:
+    """Returns the first place with a mixed id of at least `mixed`; `ids` reads places [first, last)."""
+    low, high, key = 0, total, mixed - (1 << 63)  # as canonical_keys has it
+    if not high or key not in range(1 - (1 << 63), 1 << 63):
+        return low if key < 0 else high
+    while high - low > _SEARCHED_AT_ONCE:
+        middle = (low + high) // 2
+        if int(canonical_keys(ids(middle, middle + 1))) < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low + int((canonical_keys(ids(low, high)) < key).sum())
+
+
 class MergedTable(RowSource):
     """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
 
@@ -297,6 +301,13 @@ class MergedTable(RowSource):
         if len(self._saves) == 1:
             return self.last.num_rows
         return sum(len(chunk["ids"]) for chunk in self.chunks(()))
+
+    def most_in_a_save(self, mixed: Sequence[range]) -> int:
+        """Returns the most ids in ranges of mixed ids that one of the saves has."""
+        return max(
+            sum(save.place_of("ids", ids.stop) - save.place_of("ids", ids.start) for ids in mixed)
+            for save in self._saves
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

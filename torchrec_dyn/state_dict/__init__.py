@@ -8,7 +8,7 @@ asked for starts anew. A state dict of the optimizer alone is loaded if its numb
 the table has. A load runs in this order; each file checks its part and may refuse the load:
 
     dcp.load            load_planner      makes a `TableLoad` of the tensors of each table
-                        own_places        finds this rank's rows by a few of the saved ids
+                        places            finds this rank's rows by a few of the saved ids
                         row_reads         reads them, a window at a time
                         staged_rows       puts them into a shard beside the table, and checks their order
     load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
@@ -18,9 +18,9 @@ the table has. A load runs in this order; each file checks its part and may refu
     no load_state_dict  awaited_loads     makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
-before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A delta
-(checkpoint/delta_apply.py) is a load whose rows are merged into the table, a move to another plan
-(distributed/table_move.py) a load whose rows come from other shards.
+before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A move to another
+plan (distributed/table_move.py) is a load whose rows come from other shards. `Checkpoints.restore` and
+`apply_delta` need no state dict: a `StagedTable` (staged_table.py) reads a saved chain beside the table.
 """
 
 from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited

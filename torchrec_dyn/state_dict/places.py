@@ -6,15 +6,17 @@ after the last range, at most S, are single places at the end of the order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import Table, ids_per_rank
+from torchrec_dyn.checkpoint_format import ChunkedTensor, place_of
+from torchrec_dyn.ranks import Table, ids_per_rank, mixed_ranges
 from torchrec_dyn.storage import CanonicalRows, unsigned
 
 
@@ -89,6 +91,32 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
+    """Returns the places of this rank's rows in a saved tensor of ids, or of waiting ids [Q, 3].
+
+    They are found by a few of the ids. None if they are all places, or the tensor is None. If the ids are
+    damaged the places are wrong, and so are the content sums over all ranks.
+    """
+    part, ranks = table.part, table.layout.row_ranks
+    if saved is None or part is None or ranks == 1:
+        return None
+    tensor = saved
+
+    def read(first: int, last: int) -> Tensor:
+        rows = tensor.rows(first, last)
+        return rows if rows.dim() == 1 else rows[:, 0].contiguous()
+
+    return places_of_part(read, saved.shape[0], part, ranks)
+
+
+def places_of_part(read: Callable[[int, int], Tensor], total: int, part: int, ranks: int) -> Places:
+    """Returns the places of the ids of a part; `read` reads some of the `total` saved ids."""
+    ranges = mixed_ranges(part, ranks)
+    return Places(
+        [(place_of(read, total, own.start), place_of(read, total, own.stop)) for own in ranges]
+    )
 
 
 def share_of(rows: CanonicalRows, table: Table) -> Share:

@@ -23,7 +23,7 @@ from torchrec_dyn.state_dict.awaited_loads import note_taken
 from torchrec_dyn.storage import commit, turn_of
 from torchrec_dyn.table import Commit, TableShard, beside, named_states, replace
 
-_CHUNK_BYTES = 4 << 20  # stays in the caches until it is summed and copied
+_CHUNK_BYTES = 8 << 20  # stays in the caches until it is summed and copied
 
 
 class StagedTable:
@@ -49,16 +49,18 @@ class StagedTable:
     def _read(self, rows: TableShard) -> None:
         """Reads the rows of one shard."""
         assert self.table.part is not None
+        mixed = mixed_ranges(self.table.part, self.table.layout.row_ranks)
         chunks = partial(
             self.source.chunks,
             chunk_bytes=_CHUNK_BYTES,
-            mixed=mixed_ranges(self.table.part, self.table.layout.row_ranks),
+            mixed=mixed,
             columns=(rows.first_column, rows.first_column + rows.columns),
             sums=self.sums,
         )
         stores = {"weight": rows.weights} | {
             state.name: state.store for state in named_states(rows)
         }
+        rows.reserve(self.source.most_in_a_save(mixed))
         count = 0
         for chunk in chunks(self._names):
             ids, first = chunk["ids"].to(rows.device), count
