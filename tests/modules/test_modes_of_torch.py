@@ -197,6 +197,7 @@ def test_a_sharded_model_outlives_the_mode_of_its_first_calls(tmp_path: Path) ->
     workers.run(check_train_sharded, str(tmp_path), world_size=1, timeout=120)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("mode", [*sorted(MODES.keys() - {"inference"}), "cuda"])
 def test_tables_on_a_gpu_outlive_the_mode_of_their_first_calls(mode: str) -> None:
     """Not inference mode, which the mock device does not know."""

@@ -86,7 +86,7 @@ def fuzz_ops_with_faults():
         print(error)
     del schemas["has_no_case"]
     fuzz_ops.spoil, fuzz_ops.LIMIT_OF_A_CALL = spoil, 1
-    sys.exit(fuzz_ops.fuzz(schemas, 0, 60.0, 8 * len(schemas)))
+    sys.exit(fuzz_ops.fuzz(schemas, 0, 60.0, 3 * len(schemas)))
 
 
 def test_faults_are_found():

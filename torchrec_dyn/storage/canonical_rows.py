@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.id_map import IdMap, canonical_keys
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
-_KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-_READ_AT_ONCE = 1 << 14  # ids
+# A large table is scanned four times: else the time of its scans would grow with the square of its rows.
+_MOST_SCANS = 4
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE, _LEAST_SORTED = 8, 512
 
@@ -62,7 +62,7 @@ class _Scans:
             self.scans = [*self.scans, scan]
             held = [(owner, rows) for owner, rows in _kept if owner() is not None]
             _kept[:] = [*held, (weakref.ref(self), scan.ids.numel())]
-            while len(_kept) > 1 and sum(rows for _, rows in _kept) > _KEPT_ROWS:
+            while len(_kept) > 1 and sum(rows for _, rows in _kept) > knobs.KEPT_ROWS:
                 oldest = _kept.pop(0)[0]()
                 if oldest is not None:
                     oldest.scans = oldest.scans[1:]
@@ -127,15 +127,29 @@ class CanonicalRows:
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows."""
+        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows.
+
+        The next piece overwrites the rows.
+        """
         self.check_unchanged()
         if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)
             return
-        left = self.count
-        for ids, numbers in self._map.by_row(rows, most, self._ids_of_rows):
-            left -= ids.numel()
-            yield ids, numbers
+        left, step = self.count, 1 << max(1, most).bit_length() - 1
+        places = torch.arange(min(rows, step), device=self._map.slots.device)
+        numbers = torch.empty_like(places)
+        at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
+        for first in range(0, rows, at_once):
+            ids, has_id = self._ids_of_rows(first, min(rows, first + at_once))
+            is_full = bool(has_id.all())
+            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
+                own = numbers[: len(here)]
+                torch.add(places[: len(here)], first, out=own)
+                first += len(here)
+                if not (is_full or used.all()):
+                    here, own = here[used], own[used]
+                left -= len(here)
+                yield here, own
         if left:
             raise RuntimeError(
                 f"torchrec_dyn bug: {self._where} has ids of rows that it does not have."
@@ -165,9 +179,9 @@ class CanonicalRows:
                 last - first,
             ):
                 return scan.ids, scan.has_id
-        scan = _IdsOfRows(first, *self._map.ids_of_rows(first, last))
+        scan = _IdsOfRows(first, *ops.ids_of_rows(*self._map.arrays(), first, last))
         # In a larger map the first rows would be dropped before they are listed again.
-        if self.count <= _KEPT_ROWS:
+        if self.count <= knobs.KEPT_ROWS:
             self._scans.keep(scan)
         return scan.ids, scan.has_id
 
@@ -197,7 +211,7 @@ def first_place(read: Callable[[int, int], Tensor], count: int, mixed: int) -> i
     # Mixed ids are spread evenly: the search begins near its end.
     expected, reach = mixed * count >> _WORD_BITS, 4 * isqrt(count)
     near: Iterator[int] = iter((expected - reach, expected + reach))
-    while high - low > _READ_AT_ONCE:
+    while high - low > knobs.IDS_READ_TOGETHER:
         middle = next(near, (low + high) // 2)
         if not low <= middle < high:
             continue

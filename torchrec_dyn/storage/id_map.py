@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.host_reads import host_numbers, keep_in_use
 
 # A slot is an id and a row, 8 bytes each.
@@ -26,18 +26,10 @@ _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
 # On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
-_LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Ids that one call inserts on the CPU: the op orders them by slot, which is fast within the caches of a core
-# (measured: 28 ns an id; 70 for 2 million ids at once).
-_INSERTED_TOGETHER = 1 << 15
-# Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
-# the time of its scans would grow with the square of its rows.
-_ROWS_AT_ONCE = 2 << 20
-_MOST_SCANS = 4
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
 # A huge page of outgoing slots is given back to the system when all of it has moved.
@@ -49,12 +41,12 @@ def most_slots(ids: int, device_type: str = "cpu") -> int:
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
         # A map grows if it has fewer slots than needed: to 2 or 1.25 times as many, or to those needed.
-        small = min(needed, _LARGE_CAPACITY)
+        small = min(needed, knobs.LARGE_MAP_SLOTS)
         most = max(3 * small, small + needed, needed + int(needed * _LARGE_GROWTH))
         return max(_FIRST_CAPACITY, most + _LINE_SLOTS)
     return max(
         _FIRST_CAPACITY,
-        2 * min(needed, _LARGE_CAPACITY),
+        2 * min(needed, knobs.LARGE_MAP_SLOTS),
         # Growth may move the last 8 runs early: 8 (MAX_LOAD - _START_LOAD) / MAX_LOAD * 1.25 = 1 run of slots
         # ahead. Also, a capacity is rounded up to whole lines.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
@@ -118,7 +110,7 @@ class IdMap:
         self._move_on(ids)
         if ids <= self._most_ids():
             return
-        factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
+        factor = 2.0 if self.capacity < knobs.LARGE_MAP_SLOTS else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), self._fewest_slots(ids))
         if self._limit is not None and ids <= self._limit:
             enough = max(self._fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
@@ -134,7 +126,7 @@ class IdMap:
 
     def _grows_in_steps(self, capacity: int) -> bool:
         """Returns True if an array of `capacity` slots of this map is moved bit by bit."""
-        return self.slots.is_cpu and capacity >= _LARGE_CAPACITY
+        return self.slots.is_cpu and capacity >= knobs.LARGE_MAP_SLOTS
 
     def _fewest_slots(self, ids: int) -> int:
         """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
@@ -186,14 +178,13 @@ class IdMap:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Returns the row of each of ids [M] int64; -1 for an absent id."""
-        return ops.lookup(ids, _offsets_of(ids), *self.arrays())[0]
+        return ops.lookup(ids, host_numbers([0, ids.numel()]), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
-        most = _INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
-        both = zip(ids.split(most), rows.split(most), strict=True)
-        for some, their_rows in both:
-            self.put(some, their_rows, self.num_ids + some.numel())
+        most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
+        for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
+            self.put(part, its_rows, self.num_ids + part.numel())
 
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
@@ -218,28 +209,6 @@ class IdMap:
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
         yield from map(ops.used_slots, self.arrays()[0])
-
-    def ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Returns the ids of the rows [first, last), and a mask [last - first] of the rows with an id."""
-        return ops.ids_of_rows(*self.arrays(), first, last)
-
-    def by_row(
-        self, rows: int, most: int, ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows."""
-        step = 1 << max(1, most).bit_length() - 1
-        places = torch.arange(min(rows, step), device=self.slots.device)
-        numbers = torch.empty_like(places)
-        at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
-        for first in range(0, rows, at_once):
-            last = min(rows, first + at_once)
-            ids, has_id = ids_of_rows(first, last)
-            is_full = bool(has_id.all())
-            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
-                those = numbers[: len(here)]
-                torch.add(places[: len(here)], first, out=those)
-                first += len(here)
-                yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order, [M] int64 each."""
@@ -280,11 +249,6 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: a row is held by two ids of one IdMap.")
         if not torch.equal(self.lookup(ids), rows):
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
-
-
-def _offsets_of(ids: Tensor) -> Tensor:
-    """Returns the `table_offsets` of the ids of one table."""
-    return host_numbers([0, ids.numel()])
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
