@@ -21,6 +21,7 @@ from torchrec_dyn.tools import (
     BATCH_BYTES,
     export_table,
     inspect_checkpoint,
+    plot_fault,
     print_difference,
     print_report,
     verify_checkpoint,
@@ -79,7 +80,10 @@ def _arguments() -> argparse.ArgumentParser:
     )
     inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
     inspect.add_argument("--verify", action="store_true", help="read everything and check it")
-    inspect.set_defaults(run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify))
+    inspect.add_argument("--plot", type=Path, metavar="out.png", help="draw the histograms too")
+    inspect.set_defaults(
+        run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify, chosen.plot)
+    )
     diff = commands.add_parser(
         "diff",
         help="print what differs between two checkpoints, deltas or runs",
@@ -315,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):
         parser.exit(2, parser.format_help())  # wrong usage, as argparse ends it
+    if getattr(options, "plot", None) is not None and (fault := plot_fault(options.plot)):
+        parser.error(fault)
     status, fault = None, ""
     try:
         with warnings.catch_warnings():

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.ranks import agree, gather_results, host_group
+from torchrec_dyn.ranks import gather_results, host_group
 from torchrec_dyn.table import TableShard
 
 KINDS = ["table_wise", "row_wise", "column_wise"]
@@ -159,7 +159,7 @@ def agree_beside_cuda():
     assert dist.get_process_group_ranks(host) == dist.get_process_group_ranks(group)
     with pytest.raises(ValueError, match=r"^here\(rank=1\): expected it, got none"):
         gather_results(group, "here", fail if dist.get_rank() else lambda: None)
-    return agree(group, "here", dist.get_rank())
+    return gather_results(group, "here", dist.get_rank)
 
 
 def test_ranks_agree_over_a_group_for_gpus():
@@ -168,7 +168,7 @@ def test_ranks_agree_over_a_group_for_gpus():
 
 def agree_beside_a_group_of_one():
     dist.new_group([0])
-    return agree(group_for_cuda.__wrapped__(), "here", dist.get_rank())
+    return gather_results(group_for_cuda.__wrapped__(), "here", dist.get_rank)
 
 
 def test_ranks_in_different_numbers_of_groups_agree():

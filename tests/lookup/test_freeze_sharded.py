@@ -223,7 +223,7 @@ def test_ranks_that_disagree(kind: str) -> None:
         )
         if kind != "table_wise":
             assert said[1] == (
-                f"{where}.freeze: expected every shard at the same training step, got {{0: [1], 1: [2]}} "
+                f"{where}.freeze: expected every shard at the same training step, got [[1], [2]] "
                 "by rank. Call it on all ranks between the same two batches; if an interrupt came into a "
                 "batch, load a checkpoint first."
             )

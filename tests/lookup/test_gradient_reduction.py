@@ -15,6 +15,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_batch
 from torchrec_dyn.table.shard import TableShard
 
@@ -147,7 +148,8 @@ def test_node_row_wise_batches_lie_by_place_in_the_node():
     """TorchRec's staggered recat orders the ranks of nodes {0, 1} and {2, 3} as 0, 2, 1, 3."""
     lookup = PooledLookup.__new__(PooledLookup)  # its constructor needs a process group
     torch.nn.Module.__init__(lookup)
-    kernel = SimpleNamespace()
+    kernel = DynamicKernel.__new__(DynamicKernel)
+    torch.nn.Module.__init__(kernel)
     lookup._emb_modules = [kernel]
     batch = SimpleNamespace(batch_size_per_rank=[10, 11, 12, 13])
     for node_size, arrived in ((2, [10, 12, 11, 13]), (1, [10, 11, 12, 13])):

@@ -111,7 +111,7 @@ def check_delta(folder: Path, limited, number: int) -> None:
                     file.unlink()
                 if name == "new":
                     path.rmdir()
-            assert (folder / "empty").is_dir() and not os.listdir(folder / "empty")
+            assert not any((folder / "empty").glob("*"))
             assert not (folder / "new" / "delta").exists()
     assert done == sorted(done) and not done[0] and done[-1]
 

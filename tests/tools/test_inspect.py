@@ -327,3 +327,24 @@ def test_a_delta_begins_and_ends_at_full_checkpoints(tmp_path, capsys):
     assert len(before) == 4 and not set(before) & set(after)
     expected = [f"{base} -> {result}" for base, result in zip(before, after, strict=True)]
     assert fingerprints("delta") == expected
+
+
+def test_a_plot_and_all_checks(saved, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    status, text, errors = told(capsys, saved, "--verify", "--plot", tmp_path / "out.png")
+    assert (status, errors) == (0, "") and "everything read and checked" in text
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_made_is_a_wrong_usage(saved, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for picture, why in (("out.what", "one of .*png"), ("no/where.png", "a directory that exists")):
+        with pytest.raises(SystemExit) as ended:
+            told(capsys, saved, "--plot", tmp_path / picture)
+        assert ended.value.code == 2 and re.search(
+            f"--plot: expected .*{why}", capsys.readouterr().err
+        )
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit) as ended:
+        told(capsys, saved, "--plot", tmp_path / "out.png")
+    assert ended.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err

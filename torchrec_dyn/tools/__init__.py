@@ -9,6 +9,7 @@ from torchrec_dyn.tools.comparison import print_difference
 from torchrec_dyn.tools.doctor import print_report
 from torchrec_dyn.tools.inspection import (
     inspect_checkpoint,
+    plot_fault,
     verify_checkpoint,
     verify_rows_file,
 )

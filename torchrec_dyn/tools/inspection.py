@@ -1,7 +1,7 @@
 """The commands `python -m torchrec_dyn inspect` and `verify`.
 
 `inspect` prints a checkpoint or a delta, table by table. Rows are read in chunks and counted in histograms,
-which are printed as bars of text.
+which are printed as bars of text and, with matplotlib, drawn.
 
 Legend: M values of a chunk, E edges of a histogram.
 """
@@ -12,7 +12,7 @@ import hashlib
 import io
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     open_checkpoint,
     open_files,
+    replace_file,
 )
 from torchrec_dyn.tools.safetensors_rows import FileRows
 
@@ -33,12 +34,20 @@ _MOST_BARS = 10
 _BAR_WIDTH = 32
 
 
-def inspect_checkpoint(path: Path, verify: bool) -> None:
-    """Prints the tables of a checkpoint or a delta; without `verify` only what is printed is read."""
+def inspect_checkpoint(path: Path, verify: bool, picture: Path | None = None) -> None:
+    """Prints the tables of a checkpoint or a delta; without `verify` only what is printed is read.
+
+    With `picture` also draws their histograms.
+    """
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)
+    rows: dict[str, list[Histogram]] = {}
     for table in checkpoint.tables.values():
-        print("\n".join(_table_lines(table, verify)), flush=True)
+        rows[table.name], not_finite = _read_rows(table, verify)
+        print("\n".join(_table_lines(table, rows[table.name], not_finite)), flush=True)
+    if picture is not None:
+        plot(rows, picture)
+        print(f"\nhistograms drawn: {picture}")
     if verify:
         print("\neverything read and checked: no damage")
 
@@ -71,9 +80,10 @@ def _fingerprints(tables: Sequence[SavedTable], is_delta: bool, states: Sequence
     return " -> ".join(f"{total:016x}" for total in totals)
 
 
-def _table_lines(table: SavedTable, verify: bool) -> Iterator[str]:
-    """Yields the lines that describe one table, and reads its rows."""
-    histograms, not_finite = _read_rows(table, verify)
+def _table_lines(
+    table: SavedTable, histograms: Sequence[Histogram], not_finite: int
+) -> Iterator[str]:
+    """Yields the lines that describe one table."""
     yield ""
     yield table.key
     dtype = str(table.dtype).removeprefix("torch.")
@@ -233,6 +243,47 @@ def histogram_of_norms() -> Histogram:
 def histogram_of_steps(title: str) -> Histogram:
     """Returns an empty histogram of whole numbers: 0, 1, 2 to 3, 4 to 7, ..."""
     return Histogram(title, 2 ** torch.arange(33, device="cpu"))
+
+
+def plot_fault(path: Path) -> str | None:
+    """Returns the error if a picture cannot be drawn at a path, else None."""
+    if not path.parent.is_dir():
+        return (
+            f"--plot: expected a file in a directory that exists, got {path}. Make {path.parent}."
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return (
+            "--plot: expected matplotlib to be installed, got none. Run `pip install matplotlib`."
+        )
+    formats = sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
+    if path.suffix[1:].lower() not in formats:
+        return f"--plot: expected a name that ends in one of .{', .'.join(formats)}, got {path.name!r}."
+    return None
+
+
+def plot(rows: Mapping[str, Sequence[Histogram]], path: Path) -> None:
+    """Draws a picture with a line of histograms for each table; `rows` are those of the tables by name."""
+    from matplotlib.figure import Figure
+
+    lines, columns = max(1, len(rows)), max(map(len, rows.values()), default=1)
+    figure = Figure(figsize=(5 * columns, 3.2 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.set_visible(False)
+    for (table, histograms), line in zip(rows.items(), axes, strict=False):
+        for histogram, ax in zip(histograms, line, strict=False):
+            bars = histogram.bars()
+            ax.set_visible(True)
+            ax.barh([name for name, _ in bars], [count for _, count in bars])
+            ax.invert_yaxis()
+            ax.set_title(f"{table}: {histogram.title}", fontsize="medium")
+            ax.set_xlabel("rows")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format=path.suffix[1:].lower())
+    replace_file(path, drawn.getvalue())
 
 
 def verify_checkpoint(folder: Path) -> str:
