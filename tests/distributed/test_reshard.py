@@ -304,9 +304,9 @@ def check_bad_plans(setup: Setup) -> None:
         train(one, setup, range(2))
     good = plans(setup, (RW,))
     bad = {
-        "12 columns in all": {**good, "plain": shard_by_hand(CW, [([0], 0, 6)])},
+        "columns 0 to 12 once": {**good, "plain": shard_by_hand(CW, [([0], 0, 6)])},
         "ranks from 0 to 1": {**good, "plain": shard_by_hand(TW, [([2], 0, 12)])},
-        "its tables only": {**good, "other": good["plain"]},
+        "expected a plan for the tables": {**good, "other": good["plain"]},
         "expected sharding type": {"plain": shard_by_hand("data_parallel", [([0], 0, 12)])},
     }
     for match, plan in bad.items():
