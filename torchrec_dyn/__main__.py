@@ -29,24 +29,6 @@ from torchrec_dyn.tools import (
 
 _FAILED = 1
 _IS_WRONG = 2  # of a command whose 1 is an answer
-
-
-def _from(least: float, most: float, expected: str) -> Callable[[str], Any]:
-    """Returns a parser of numbers between two bounds; integers if `least` is one."""
-
-    def parse(text: str) -> float:
-        try:
-            number = type(least)(text)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
-        return number
-
-    return parse
-
-
-_count = _from(1, 2**53, "a number from 1 to 2^53")
 EXAMPLES = (
     "inspect checkpoints/step_1000",
     "diff run_a/step_1000 run_b/step_1000",
@@ -58,6 +40,24 @@ EXAMPLES = (
 )
 _SERVED = {str(t).removeprefix("torch."): t for t in ROW_DTYPES}
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def _from(least: float, most: float, expected: str) -> Callable[[str], Any]:
+    """Returns a reader of the numbers of an option; they are integers if `least` is an integer."""
+
+    def read(text: str) -> float:
+        try:
+            number = type(least)(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return number
+
+    return read
+
+
+_count = _from(1, 2**53, "a number from 1 to 2^53")
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -185,25 +185,6 @@ def _follow(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _number_from(low: int, high: int, expected: str, kind: type = int) -> Callable[[str], Any]:
-    """Returns a reader of a number of an option, from `low` to `high`."""
-
-    def read(text: str) -> Any:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = low - 1
-        if not low <= number <= high:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
-        return number
-
-    return read
-
-
-_seconds = _number_from(0, 10**9, "seconds from 0 to 10^9", float)
-_count = _number_from(1, 2**53, "a number from 1 to 2^53")
-
-
 def _print_followed(followed: serving.Followed) -> None:
     changed = followed.changed
     count = "all" if changed is None else f"{sum(map(len, changed.values())):,} changed"
@@ -308,7 +289,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--counters",
-        type=_number_from(0, 2**53, "a number from 0 to 2^53"),
+        type=_from(0, 2**53, "a number from 0 to 2^53"),
         default=0,
         help="ids that wait for AdmitAfter; implies --policy",
     )

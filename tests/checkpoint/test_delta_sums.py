@@ -189,6 +189,20 @@ def test_a_late_gradient_is_of_no_row(is_late):
     assert check_sums(model) == 1 and marker is not None
 
 
+def test_a_row_of_an_erased_id_that_a_later_forward_notes_is_not_in_the_sums():
+    """A prefetched step holds the row; its forward notes it by the id, after the version."""
+    model, ids = plain(20), ids_of(3, 4)
+    first = mark(model)
+    (group,) = model.unsharded_lookup.table_groups()
+    ahead = group.prefetch_step(ids, [2])
+    model.table("t").erase(ids_of(3))
+    second = mark(model)
+    output = group(ids, torch.tensor([0, 1, 2]), training=True, counts=[2], ahead=ahead)
+    assert check_sums(model) == 1
+    output.sum().backward()
+    assert check_sums(model) == 1 and first is not second
+
+
 def test_a_version_without_sums_leaves_no_wrong_sums():
     """A row touched before it and after it is not among the sums that are kept."""
     model = plain(20)

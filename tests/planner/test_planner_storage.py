@@ -41,6 +41,7 @@ from torchrec_dyn import (
 )
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
+from torchrec_dyn.planner.storage import TableSize
 from torchrec_dyn.ranks.routing import config_of_share, row_limit
 from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
 from torchrec_dyn.table.shard import TableShard
@@ -498,3 +499,7 @@ def test_rows_in_mapped_files_are_not_memory():
             assert other.storage.hbm == one.storage.hbm == 0
             if hasattr(one.storage, "ssd"):
                 assert (one.storage.ssd, other.storage.ssd) == (0, rows)
+
+
+def test_the_total_has_all_parts() -> None:
+    assert TableSize(1, 2, 4, 8, 16, marks=32).total == 63

@@ -11,7 +11,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.replicas.merge import packed, unpacked
-from torchrec_dyn.replicas.merging import Run, part_of, rounds_of
+from torchrec_dyn.replicas.merging import SideRows, part_of, rounds_of
 from torchrec_dyn.replicas.side import Side
 
 
@@ -288,10 +288,10 @@ def test_rows_are_sent_in_rounds(monkeypatch):
 
 def test_rounds_have_all_rows_once_and_at_most_so_many_bytes():
     assert rounds_of([3, 0, 2], [40, 9, 10], 100) == [
-        [Run(0, 0, 2), ],
-        [Run(0, 2, 3), Run(2, 0, 2)],
+        [SideRows(0, 0, 2), ],
+        [SideRows(0, 2, 3), SideRows(2, 0, 2)],
     ]  # fmt: skip
-    assert rounds_of([2], [500], 100) == [[Run(0, 0, 1)], [Run(0, 1, 2)]]
+    assert rounds_of([2], [500], 100) == [[SideRows(0, 0, 1)], [SideRows(0, 1, 2)]]
     assert rounds_of([0], [8], 100) == []
 
 

@@ -149,16 +149,22 @@ def test_a_follower_keeps_dtype_and_tables_without_a_manifest(
     assert "The tables were built anew" in capsys.readouterr().err
 
 
-def test_a_fresh_follower_without_a_manifest_takes_the_newest_entry_only(job: Job) -> None:
-    """It cannot know what was served: an older entry may be older than that."""
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_without_a_manifest_no_older_entry_is_served(
+    job: Job, tmp_path: Path, is_fresh: bool
+) -> None:
+    """A fresh follower cannot know what was served: any entry but the newest may be older than that."""
     job.save(3)
     job.follower.poll()
     job.lose("manifest is cut")
-    fresh = job.new_follower(rows=torch.float32)
-    with damaged(job.entry("delta", 3)), pytest.raises(ValueError, match="delta-00000003"):
-        fresh.poll()
+    follower = job.new_follower(rows=torch.float32) if is_fresh else job.follower
+    shutil.move(job.entry("delta", 2), tmp_path / "aside")
+    with pytest.raises(ValueError, match="delta-00000003: an entry before it is missing"):
+        follower.poll()
+    shutil.move(tmp_path / "aside", job.entry("delta", 2))
     with pytest.warns(UserWarning, match="built anew"):
-        assert fresh.poll().entry.step == 3 and job.serves(3)
+        follower.poll()
+    assert job.serves(3)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -150,7 +150,7 @@ def taken_in_small_chunks(path: str) -> list[list[str]]:
     step(whole.collection, [7, *range(50, 70)])
     plain = {"model": whole.state_dict(), "optimizer": optimizer_of(whole).state_dict()}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("SAVED_CHUNK_BYTES", "IDS_LOADED_TOGETHER"):
+        for name in ("CHUNK_BYTES", "IDS_LOADED_TOGETHER"):
             patch.setattr(knobs, name, 7)
         model, again = sharded(of), sharded(of)
         put(model, copy.deepcopy(plain))

@@ -116,7 +116,7 @@ def test_unsharded_optimizer_state_goes_to_the_rows_of_its_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The state comes in canonical order, in stretches of two rows; the rows are in the order of training."""
-    monkeypatch.setattr(knobs, "SAVED_CHUNK_BYTES", 64)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 64)
     model = unsharded(case(optimizer="ADAM"))
     step(model, list(range(40)))
     state = model.local_tables()["t"].export_state()
@@ -167,7 +167,7 @@ def test_unsharded_optimizer_state_that_cannot_be_loaded_changes_nothing(
             raise MemoryError
         write(*given)
 
-    monkeypatch.setattr(knobs, "SAVED_CHUNK_BYTES", 64)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 64)
     monkeypatch.setattr("torchrec_dyn.knobs.IDS_SCORED_TOGETHER", 2)
     monkeypatch.setattr(store, "write", fail)
     with pytest.raises(MemoryError):

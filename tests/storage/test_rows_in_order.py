@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchrec_dyn import knobs, ops
-from torchrec_dyn.storage import IdMap, RowStore
+from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore
 
 
 @pytest.mark.parametrize("free", [(), (0,), (5, 6, 40), (99,)])
@@ -14,9 +14,8 @@ def test_every_id_is_read_once_in_the_order_of_its_row(free: tuple[int, ...], mo
     id_map = IdMap(100)
     id_map.reserve(100)
     id_map.insert(ops.mix64(torch.tensor(used)), torch.tensor(used))
-    found = [
-        (ids.clone(), rows.clone()) for ids, rows in id_map.by_row(100, most, id_map.ids_of_rows)
-    ]
+    reader = CanonicalRows(id_map, "t", lambda: (1,))
+    found = [(ids.clone(), rows.clone()) for ids, rows in reader.by_row(100, most)]
     assert all(len(ids) == len(rows) <= most for ids, rows in found)
     rows = torch.cat([rows for _, rows in found])
     assert rows.tolist() == sorted(used)

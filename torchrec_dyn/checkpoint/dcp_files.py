@@ -236,10 +236,12 @@ class TableWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Takes over the digests, and writes DCP's metadata; called by DCP on the coordinator."""
-        both = [result for of_rank in results for result in of_rank]
+        both = [result for rank_results in results for result in rank_results]
         written = [result for result in both if result.index.fqn != _DIGESTS]
         digests = [result.storage_data for result in both if result.index.fqn == _DIGESTS]
-        self.digests = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        self.digests = {
+            name: digest for rank_results in digests for name, digest in rank_results.items()
+        }
         self.files = self._files(written)
         super().finish(metadata, [written])
 

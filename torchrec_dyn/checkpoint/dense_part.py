@@ -79,20 +79,23 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
 
 def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the entries of state dicts that are of dynamic tables, and the others."""
-    model, states = state["model"], state["optimizer"]["state"]
+    model, optimizer = state["model"], state["optimizer"]
     prefixes = {table.key for table in tables}
-    keys = {key for key in model if key.rpartition(".")[0] in prefixes}
-    names = set(chain(*names_of_states(states, tables).values()))
-    rows = {
-        "model": {key: model[key] for key in model if key in keys},
-        "optimizer": {"state": {name: states[name] for name in states if name in names}},
-    }
-    dense_states = {name: states[name] for name in states if name not in names}
-    dense = {
-        "model": {key: model[key] for key in model if key not in keys},
-        "optimizer": {**state["optimizer"], "state": dense_states},
-    }
-    return rows, dense
+    names = chain(*names_of_states(optimizer["state"], tables).values())
+    row_keys = {key for key in model if key.rpartition(".")[0] in prefixes}
+    rows, dense = _parted(model, row_keys)
+    row_states, dense_states = _parted(optimizer["state"], set(names))
+    return (
+        {"model": rows, "optimizer": {"state": row_states}},
+        {"model": dense, "optimizer": {**optimizer, "state": dense_states}},
+    )
+
+
+def _parted(entries: State, keys: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return (
+        {key: entries[key] for key in entries if key in keys},
+        {key: entries[key] for key in entries if key not in keys},
+    )
 
 
 def joined_state(rows: State, dense: State) -> dict[str, Any]:

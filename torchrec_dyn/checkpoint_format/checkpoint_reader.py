@@ -59,10 +59,10 @@ class SavedCheckpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> SavedCheckpoint:
-    """Finds the dynamic tables of a checkpoint and reads their small tensors.
+    """Finds the dynamic tables of a checkpoint and reads their configs.
 
-    Model and optimizer state may have any keys in the saved state dict. Lengths of files, shapes and configs
-    are checked here, rows when they are read.
+    Model and optimizer state may have any keys in the saved state dict. Lengths of files and shapes are
+    checked here, configs and rows by their content sums when these are used.
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.

@@ -46,7 +46,7 @@ class Entry:
         parent: id of the save before; None for the first of a chain.
         chain: id of the first save of the chain.
         step: the step that the caller gave.
-        time: seconds since 1970 when the save began; the rows are of this moment.
+        time: seconds since 1970 when the save began, with the rows of that moment.
         world_size: number of ranks that saved.
         sums: the content sums of each table and of its optimizer state, as text, by key.
         extra: by name True if the value fits any number of ranks: all ranks gave the same, and it is no

@@ -225,7 +225,7 @@ class SavedTable:
 class MergedTable(RowSource):
     """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
 
-    A delta names the content sums to which it leads; the rows must have them. `step` is that of the entry.
+    The rows must have the content sums that the last delta names as its result. `step` is the entry's.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
@@ -291,9 +291,8 @@ class MergedTable(RowSource):
         if waiting:
             return [(self.last, len(self._saves) - 1, "waiting")]
         numbered = [*enumerate(self._saves)]
-        return [(save, number, name) for number, save in numbered for name in ("removed", "ids")][
-            ::-1
-        ]
+        lists = [(save, i, name) for i, save in numbered for name in ("removed", "ids")]
+        return lists[::-1]
 
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool

@@ -301,10 +301,11 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
         return
     if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
-    is_spread = table.layout.rows_are_spread
-    owned = table.owns(state["ids"]) if is_spread else slice(None)
-    if "waiting" in state and is_spread:
-        state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
+    owned: Tensor | slice = slice(None)
+    if table.layout.rows_are_spread:
+        owned = table.owns(state["ids"])
+        if "waiting" in state:
+            state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
         columns = slice(shard.first_column, shard.first_column + shard.columns)
         shard.load_state(

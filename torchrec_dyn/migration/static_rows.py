@@ -232,12 +232,17 @@ def saved_moments(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
             f"{sorted(states)}."
         )
-    rows = len(weight)
+    _check_shapes(states, tuple(weight.shape), optimizer, where)
+    return SavedMoments(states, max(steps, default=0))
+
+
+def _check_shapes(
+    states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
+) -> None:
     for name, state in states.items():
-        shapes = [(rows,), (rows, 1)] if optimizer.is_rowwise(name) else [tuple(weight.shape)]
+        shapes = [shape[:1], (shape[0], 1)] if optimizer.is_rowwise(name) else [shape]
         if not isinstance(state, Tensor) or tuple(state.shape) not in shapes:
             got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise ValueError(
                 f"{where}: expected {name} of {optimizer.kind.name} as {list(shapes[0])}, got {got}."
             )
-    return SavedMoments(states, max(steps, default=0))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM, MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.modules.optimizer_choice import chosen_optimizer
@@ -254,9 +254,10 @@ class UnshardedTable(nn.Module):
             rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
             table = Table.of_one(rows, self.where, self.saved_config())
             save_tables(destination, {prefix: table}, self.where)
-            if self.config.name in self.lock.torn:
+            checksum = destination.get(f"{prefix}{MODEL_CHECKSUM}")  # none within a restore
+            if self.config.name in self.lock.torn and checksum is not None:
                 # Places of a load. What saves these tensors saves rows that no load takes.
-                destination[f"{prefix}weight_checksum"].fill_(-1)
+                checksum.fill_(-1)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows."""

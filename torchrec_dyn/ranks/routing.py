@@ -107,7 +107,7 @@ class IdExchange:
 
         sizes = gather_results(group, call, route)
         self._sent = sizes[self._rank]
-        self._received = [of_rank[self._rank] for of_rank in sizes]
+        self._received = [counts[self._rank] for counts in sizes]
         by_rank = self._ids[torch.cat(self._positions)]
         self.arrived = exchange(group, by_rank, self._sent, self._received)
 

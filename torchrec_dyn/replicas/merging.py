@@ -30,17 +30,17 @@ from torchrec_dyn.replicas.side import Changes, Merged, Side
 from torchrec_dyn.storage import canonical_order
 
 
-class Run(NamedTuple):
-    """A run of the rows of one side in one part: those with places [begin, end)."""
+class SideRows(NamedTuple):
+    """Rows of one side in one part: those with places [begin, end)."""
 
     side: int
     begin: int
     end: int
 
 
-def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[list[Run]]:
+def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[list[SideRows]]:
     """Returns the rows of S sides in rounds of at most `most` bytes, and at least one row, each."""
-    rounds: list[list[Run]] = []
+    rounds: list[list[SideRows]] = []
     left = 0
     for side, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
         begin = 0
@@ -49,7 +49,7 @@ def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[
                 rounds.append([])
                 left = max(most, size)
             end = min(count, begin + left // size)
-            rounds[-1].append(Run(side, begin, end))
+            rounds[-1].append(SideRows(side, begin, end))
             left -= (end - begin) * size
             begin = end
     return rounds
@@ -237,7 +237,7 @@ class _Rows:
             for side in range(len(self._sides))
         ]
 
-    def _runs(self, part: int, number: int) -> list[Run]:
+    def _runs(self, part: int, number: int) -> list[SideRows]:
         rounds = self._rounds[part]
         return rounds[number] if number < len(rounds) else []
 

@@ -48,8 +48,6 @@ from torchrec_dyn.serving.tensor_index import write_index
 from torchrec_dyn.storage import new_key, unsigned
 
 Folder = str | os.PathLike[str]
-# Bytes of rows that are encoded at once; a few copies of these rows are in memory.
-CHUNK_BYTES = 8 << 20
 
 
 def build(
@@ -186,7 +184,7 @@ def _serve(
     finally:
         appender.close()
     complete(folder, generation, manifest)
-    # The files of before go at once, too: some of their rows may have been forgotten.
+    # Older generations go at once: they may have rows that were forgotten since.
     switch(folder, generation)
     return generation
 

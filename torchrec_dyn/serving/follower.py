@@ -57,10 +57,10 @@ class Followed:
     Attributes:
         entry: the entry whose rows are served.
         generation: name of the generation, as `generation` of a serving collection.
-        changed: by table the ids whose rows are new or other than in the entry `since`, [M] int64; None if
-            any row may be other: nothing was taken before, the tables were built from a full save, or the
+        changed: ids by table whose rows are new or differ from those of the entry `since`, [M] int64; None
+            if any row may differ: nothing was taken before, the tables were built from a full save, or the
             entries since then were removed.
-        removed: by table the ids that lost their row since then and have none, [M] int64; None as `changed`.
+        removed: ids by table that lost their row since then, [M] int64; None where `changed` is.
             An id that came and went since then is among them.
         lag: seconds from the moment of the rows to the moment when they could be served; the clocks of two
             machines may differ, so it is at least 0.
@@ -92,7 +92,7 @@ class Follower:
         tables: names of the tables to serve; None: as served, all at first.
         since: id of the entry (`followed.entry.id`) whose rows the caller has taken, for `changed` and
             `removed`; None: none.
-        follow_forks: True to serve the newest entry also if what is served is not before it.
+        follow_forks: True to serve the newest entry even if it does not come after what is served.
 
     Attributes:
         since: id of the entry that `poll` has returned last. A caller that could not take its rows sets it
@@ -138,7 +138,7 @@ class Follower:
         file of it is damaged, the newest full save and the deltas after it take its place, with a warning.
 
         Returns:
-            What is served; None if it is of the entry `since`.
+            What is served now; None if that is the entry `since`.
 
         Raises:
             ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
@@ -401,13 +401,13 @@ def follow(
         path: the directory of `Checkpoints`.
         to: the directory of served tables.
         every: seconds between two looks, from 0 to 10^9.
-        rows: as of `Follower`.
-        tables: as of `Follower`.
-        since: as of `Follower`.
-        follow_forks: as of `Follower`.
+        rows: see `Follower`.
+        tables: see `Follower`.
+        since: see `Follower`.
+        follow_forks: see `Follower`.
 
     Raises:
-        ValueError: `every` is no such number, or as of `Follower`; at the call, before the first look.
+        ValueError: `every` is no such number, or an argument of `Follower` is wrong; before the first look.
     """
     if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
         raise ValueError(

@@ -18,10 +18,10 @@ manifest.json, keys sorted:
         "num_rows": 100, "row_sum": 789, "seed": 0, "sums": {"ids": 123, "weight": 456},
         "trained_as": "float32"}}}
 
-`digest` is of all other fields. `entry` is the entry of `Checkpoints` whose rows are served, null for another
-checkpoint. `sums` are the content sums of the saved table: a delta must begin at these sums. `row_sum` is the
-content sum of the encoded rows. `key` is the secret key of the hash that gives the ids of a table their slots
-(csrc/slot_hash.h): who reads it can make ids that share slots.
+`digest` is the digest of all other fields. `entry` is the entry of `Checkpoints` whose rows are served, null
+for another checkpoint. `sums` are the content sums of the saved table: a delta must begin at these sums.
+`row_sum` is the content sum of the encoded rows. `key` is the secret key of the hash that gives the ids of a
+table their slots (csrc/slot_hash.h): who reads it can make ids that share slots.
 
 Files with names of other forms are neither read nor removed. A generation or a rows file is removed when
 neither the current generation nor the generation before needs it, or when the tables were built again and the

@@ -51,11 +51,6 @@ class IndexedTensor(NamedTuple):
     first_byte: int
     shape: tuple[int, ...]
 
-    def text(self) -> str:
-        """Returns the text of the line."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return " ".join(map(str, [self.name, dtype, self.file, self.first_byte, *self.shape]))
-
 
 def name_in_index(table: str, part: str) -> str:
     """Returns the name of a table's tensor; `part` is "slots", "key" or "rows"."""
@@ -63,7 +58,7 @@ def name_in_index(table: str, part: str) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Returns True for a name in an index that is of the key of a table."""
+    """Returns True if a name in an index names the key of a table."""
     return name.endswith(".key")
 
 
@@ -80,10 +75,10 @@ def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
         yield IndexedTensor(
             name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
         )
-        shape = manifest.whole_rows(name), row_format.stored_columns(table.embedding_dim)
-        yield IndexedTensor(
-            name_in_index(name, "rows"), row_format.stored_dtype, rows_file, 0, shape
-        )
+        stored = row_format.stored_dtype
+        columns = row_format.row_bytes(table.embedding_dim) // stored.itemsize
+        shape = manifest.whole_rows(name), columns
+        yield IndexedTensor(name_in_index(name, "rows"), stored, rows_file, 0, shape)
     yield IndexedTensor(ALL_ROWS, torch.uint8, rows_file, 0, (manifest.rows_bytes,))
 
 
@@ -121,7 +116,10 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
 
 def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
-    lines = "".join(line.text() + "\n" for line in indexed(generation, manifest))
+    lines = ""
+    for name, kind, file, first, shape in indexed(generation, manifest):
+        words = [name, str(kind).removeprefix("torch."), file, first, *shape]
+        lines += " ".join(map(str, words)) + "\n"
     pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
     return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}
 

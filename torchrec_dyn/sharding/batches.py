@@ -114,9 +114,9 @@ class BatchCheck:
         """Returns the weights to send, [N] float32; None on every rank if the tables read none."""
         weights = features.weights_or_none()
         counted = self._scored and self.needs_weights
+        if counted and training:
+            self._check_scores(weights)
         if weights is None:
-            if counted and training:
-                raise no_scores(self.where)
             # In evaluation no scores are read, but another rank may have some.
             return torch.zeros_like(features.values(), dtype=torch.float32) if counted else None
         if not (self._weighted or self._scored):
@@ -128,11 +128,13 @@ class BatchCheck:
                 "TorchRec's all-to-all of ids and weights has no backward: detach the weights. To train "
                 "feature processors, use DynamicFeatureProcessedEmbeddingBagCollectionSharder."
             )
-        if counted and training:
-            wrong = int(((weights >= 0) & (weights < torch.inf)).logical_not().sum())
-            if wrong:
-                raise wrong_scores(self.where, wrong)
         return weights.detach().float()
+
+    def _check_scores(self, weights: Tensor | None) -> None:
+        if weights is None:
+            raise no_scores(self.where)
+        if wrong := int(((weights >= 0) & (weights < torch.inf)).logical_not().sum()):
+            raise wrong_scores(self.where, wrong)
 
     def _check_names(self, keys: Sequence[str]) -> None:
         for name in self.features:

@@ -27,7 +27,7 @@ def present_rows(
 
     `runs` is the position of the shard's rows in the whole table, `places` those of the staged rows.
     """
-    most = max(1, knobs.SAVED_CHUNK_BYTES // (4 * columns))
+    most = max(1, knobs.CHUNK_BYTES // (4 * columns))
     for run in runs.mine:
         for begin in range(0, run.rows, most):
             end = min(run.rows, begin + most)

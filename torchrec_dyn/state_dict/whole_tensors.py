@@ -83,7 +83,7 @@ def _fill_rows(load: TableLoad, by_row: Mapping[str, Tensor]) -> None:
     if "waiting" in given:
         load.receive("waiting", (0, 0), given.pop("waiting"))
     for name, rows in given.items():
-        step = max(1, knobs.SAVED_CHUNK_BYTES // max(1, rows[:1].nbytes))
+        step = max(1, knobs.CHUNK_BYTES // max(1, rows[:1].nbytes))
         for start in range(0, count, step):
             some = slice(start, start + step)
             chosen = some if order is None else order[some].to(rows.device)

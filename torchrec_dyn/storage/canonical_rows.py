@@ -25,6 +25,8 @@ from torchrec_dyn.storage.id_map import IdMap, canonical_keys
 _WINDOW_ROWS = 2 << 20
 _WINDOW_BITS = 12
 _WORD_BITS = 64
+# A large table is scanned four times: else the time of its scans would grow with the square of its rows.
+_MOST_SCANS = 4
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE, _LEAST_SORTED = 8, 512
 
@@ -125,15 +127,29 @@ class CanonicalRows:
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows."""
+        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows.
+
+        The next piece overwrites the rows.
+        """
         self.check_unchanged()
         if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)
             return
-        left = self.count
-        for ids, numbers in self._map.by_row(rows, most, self._ids_of_rows):
-            left -= ids.numel()
-            yield ids, numbers
+        left, step = self.count, 1 << max(1, most).bit_length() - 1
+        places = torch.arange(min(rows, step), device=self._map.slots.device)
+        numbers = torch.empty_like(places)
+        at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
+        for first in range(0, rows, at_once):
+            ids, has_id = self._ids_of_rows(first, min(rows, first + at_once))
+            is_full = bool(has_id.all())
+            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
+                own = numbers[: len(here)]
+                torch.add(places[: len(here)], first, out=own)
+                first += len(here)
+                if not (is_full or used.all()):
+                    here, own = here[used], own[used]
+                left -= len(here)
+                yield here, own
         if left:
             raise RuntimeError(
                 f"torchrec_dyn bug: {self._where} has ids of rows that it does not have."
@@ -163,7 +179,7 @@ class CanonicalRows:
                 last - first,
             ):
                 return scan.ids, scan.has_id
-        scan = _IdsOfRows(first, *self._map.ids_of_rows(first, last))
+        scan = _IdsOfRows(first, *ops.ids_of_rows(*self._map.arrays(), first, last))
         # In a larger map the first rows would be dropped before they are listed again.
         if self.count <= knobs.KEPT_ROWS:
             self._scans.keep(scan)

@@ -261,15 +261,14 @@ def _append(pieces: list[_Removed], last: _Removed) -> None:
     """Appends a piece that is not empty. Joins pieces: many steps remove a few ids each."""
     if last.ids.numel():
         pieces.append(last)
-    while len(pieces) > 1 and _are_joined(*pieces[-2:]):
-        last, first = pieces.pop(), pieces.pop()
+    while len(pieces) > 1:
+        first, last = pieces[-2:]
+        if (first.at, first.is_sifted) != (last.at, last.is_sifted):
+            break
+        if first.ids.numel() > 2 * last.ids.numel():
+            break
         ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
-        pieces.append(last._replace(ids=ids, added=added))
-
-
-def _are_joined(first: _Removed, last: _Removed) -> bool:
-    is_alike = (first.at, first.is_sifted) == (last.at, last.is_sifted)
-    return is_alike and first.ids.numel() <= 2 * last.ids.numel()
+        pieces[-2:] = [last._replace(ids=ids, added=added)]
 
 
 def note_changed(

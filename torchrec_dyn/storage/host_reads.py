@@ -46,33 +46,24 @@ def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = No
             elif meanwhile is None:
                 numbers = torch.hstack(list(asked)).tolist()
             else:
-                copy = _HostCopy(torch.hstack(list(asked)))
-                meanwhile()
-                meanwhile, numbers = None, copy.wait().tolist()
+                numbers = _read_meanwhile(torch.hstack(list(asked)), meanwhile)
+                meanwhile = None
             asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value
         return result
 
 
-class _HostCopy:
-    """A copy of values of a GPU to the host, under way: kernels that are queued next do not hold it up."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._copy = torch.empty(
-            values.shape,
-            dtype=values.dtype,
-            device="cpu",
-            pin_memory=torch.cuda.is_available(),
-        )
-        self._copy.copy_(values, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(values.device))
-
-    def wait(self) -> Tensor:
-        """Waits for the copy, not for the kernels behind it, and returns it."""
-        self._done.synchronize()
-        return self._copy
+def _read_meanwhile(values: Tensor, meanwhile: Callable[[], object]) -> list[int]:
+    """Returns numbers of a GPU; the host does not wait for the kernels that `meanwhile` queues."""
+    pinned = torch.cuda.is_available()
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
+    copy.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+    meanwhile()
+    done.synchronize()
+    return copy.tolist()
 
 
 def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Result]]:

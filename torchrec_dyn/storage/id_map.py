@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -30,9 +30,6 @@ _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
-# the time of its scans would grow with the square of its rows.
-_MOST_SCANS = 4
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
 # A huge page of outgoing slots is given back to the system when all of it has moved.
@@ -181,14 +178,13 @@ class IdMap:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Returns the row of each of ids [M] int64; -1 for an absent id."""
-        return ops.lookup(ids, _offsets_of(ids), *self.arrays())[0]
+        return ops.lookup(ids, host_numbers([0, ids.numel()]), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
         most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
-        both = zip(ids.split(most), rows.split(most), strict=True)
-        for some, their_rows in both:
-            self.put(some, their_rows, self.num_ids + some.numel())
+        for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
+            self.put(part, its_rows, self.num_ids + part.numel())
 
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
@@ -213,28 +209,6 @@ class IdMap:
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
         yield from map(ops.used_slots, self.arrays()[0])
-
-    def ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Returns the ids of the rows [first, last), and a mask [last - first] of the rows with an id."""
-        return ops.ids_of_rows(*self.arrays(), first, last)
-
-    def by_row(
-        self, rows: int, most: int, ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows."""
-        step = 1 << max(1, most).bit_length() - 1
-        places = torch.arange(min(rows, step), device=self.slots.device)
-        numbers = torch.empty_like(places)
-        at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
-        for first in range(0, rows, at_once):
-            last = min(rows, first + at_once)
-            ids, has_id = ids_of_rows(first, last)
-            is_full = bool(has_id.all())
-            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
-                those = numbers[: len(here)]
-                torch.add(places[: len(here)], first, out=those)
-                first += len(here)
-                yield (here, those) if is_full or used.all() else (here[used], those[used])
 
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order, [M] int64 each."""
@@ -275,11 +249,6 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: a row is held by two ids of one IdMap.")
         if not torch.equal(self.lookup(ids), rows):
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
-
-
-def _offsets_of(ids: Tensor) -> Tensor:
-    """Returns the `table_offsets` of the ids of one table."""
-    return host_numbers([0, ids.numel()])
 
 
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:

@@ -119,7 +119,7 @@ def run_to_end(*actions: Callable[[bool], object]) -> None:
     Their argument `again` is True if the action may have run up to any of its parts: twice is as once.
     """
     coming = iter(actions)
-    action: Callable[[bool], object] = _no_action
+    action: Callable[[bool], object] = bool  # does nothing
     try:
         for action in coming:
             action(False)
@@ -138,7 +138,3 @@ def check_stack(calls: int = _CALLS_OF_A_CHANGE) -> None:
     """
     if calls:
         check_stack(calls - 1)
-
-
-def _no_action(again: bool) -> None:
-    """The action before the first action."""

@@ -48,7 +48,7 @@ class ArrowColumns:
     `waiting` they are of the waiting ids in place of the rows.
 
     Attributes:
-        schema: the schema of Arrow; its metadata tell table, seed and step.
+        schema: the schema of Arrow; its metadata have table, seed and step.
         tensors: names of the tensors by row that the columns need.
     """
 

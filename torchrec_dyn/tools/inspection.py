@@ -289,7 +289,7 @@ def verify_rows_file(path: Path) -> str:
     try:
         if not rows.sums:
             raise ValueError(
-                f"{path}: expected a file with content sums, got one without, of which only header and "
+                f"{path}: expected a file with content sums, got one without: only its header and "
                 "lengths were checked. Export it with checksum=True."
             )
         for _ in rows.chunks():

@@ -99,16 +99,21 @@ class SafetensorsReader:
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
-        entries, end = {}, _LENGTH_BYTES + length  # of the numbers
-        for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
-            entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
-            end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
+        begin = end = _LENGTH_BYTES + length  # of the numbers
+        described = [self._described(name, given) for name, given in header.items()]
+        entries = {}
+        for span, name, dtype, shape in sorted(described, key=lambda tensor: tensor[0]):
+            entries[name] = SavedEntry(dtype, tuple(shape), end)
+            expected = [end - begin, end - begin + math.prod(shape) * dtype.itemsize]
+            if span != expected:
+                raise self._fault(f"data_offsets {expected} of '{name}' {shape}", f"{span}")
+            end = begin + expected[1]
         if end != size:
             raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
         return entries, metadata
 
-    def _span(self, name: str, given: Any) -> tuple[int, int]:
-        """Returns the begin and the end of a tensor's numbers, in bytes after the header."""
+    def _described(self, name: str, given: Any) -> tuple[list[int], str, torch.dtype, list[int]]:
+        """Returns the bytes of a tensor's numbers after the header, its name, dtype and shape."""
         if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
         span, shape = given["data_offsets"], given["shape"]
@@ -116,26 +121,13 @@ class SafetensorsReader:
             raise self._fault(
                 f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
             )
-        return span[0], span[1]
-
-    def _entry(self, name: str, given: dict[str, Any], begin: int, offset: int) -> SavedEntry:
-        """Returns a tensor's entry; checks that it begins at `offset`, where the tensor before it ends.
-
-        `begin` counts bytes from the begin of the file, `offset` from the end of the header.
-        """
         dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
         if dtype is None:
             raise ValueError(
                 f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
                 f"{given['dtype']!r:.60}. Convert it."
             )
-        entry = SavedEntry(dtype, tuple(given["shape"]), begin)
-        span = [offset, offset + math.prod(entry.shape) * dtype.itemsize]
-        if given["data_offsets"] != span:
-            raise self._fault(
-                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{given['data_offsets']}"
-            )
-        return entry
+        return span, name, dtype, shape
 
     def _fault(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
