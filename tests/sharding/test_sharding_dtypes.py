@@ -77,7 +77,7 @@ def test_ranks_without_tables_get_outputs(kind: str, pooled: bool, output: str) 
 
 @pytest.mark.parametrize("output", ["FP16", "BF16"])
 def test_means_of_spread_rows_keep_the_dtype_of_the_outputs(output: str) -> None:
-    """Sums of that dtype are divided by lengths of float32 (sharding/output_dists.py)."""
+    """Sums of that dtype are divided by lengths of float32 (sharding/dists.py)."""
     case = case_of("row_wise", True, output)
     case.tables[0].pooling = "MEAN"
     workers.run(check_looks_up_as_unsharded, case, world_size=4, local_size=2)

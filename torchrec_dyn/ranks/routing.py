@@ -2,7 +2,7 @@
 
 Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
 `mix64(id) // B` (unsigned). The owner of the last mixed ids, from B*S on (at most S ids), is `mixed % S`.
-`ops.sort_by_owner` computes this; the input dists call it (sharding/input_dists.py).
+`ops.sort_by_owner` computes this; the input dists call it (sharding/dists.py).
 
 Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D columns of the table.
 """

@@ -101,7 +101,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
-            pooling = "sum"  # of this rank's rows; divided after the output dist (output_dists.py)
+            pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
         self.group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
