@@ -49,7 +49,7 @@ def test_the_places_of_a_part_are_those_of_its_rows(
     mixed = torch.randint(-(2**63), 2**63 - 1, (3000,))
     most = check(ids_at_all_bounds(ranks, mixed), ranks)
     if at_once == 1:
-        assert most < 3 * 16 + 2 * ranks
+        assert most < 4 * 13 + 2 * ranks
 
 
 def test_mixed_ids_that_are_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_no_ids() -> None:
 
 
 def test_few_ids_of_a_large_table_are_read() -> None:
-    """2^34 ids, evenly spread as mixed ids are: the search begins near its end."""
+    """2^34 ids: four searches halve what is left."""
     reads: list[int] = []
 
     def ids_of(first: int, last: int) -> torch.Tensor:
@@ -79,4 +79,4 @@ def test_few_ids_of_a_large_table_are_read() -> None:
     share = ids_per_rank(1016)
     assert (begin - 1) * 2**30 < 5 * share <= begin * 2**30
     assert (end - 1) * 2**30 < 6 * share <= end * 2**30
-    assert len(reads) <= 3 * 10
+    assert len(reads) <= 4 * 21

@@ -445,9 +445,10 @@ class Checkpoints:
         """Loads an entry; returns the error if it is damaged. Collective."""
         try:
             prepare = partial(load.prepare, objects)
-            misfit = load.misfit_in(gather_results(load.group, _RESTORE, prepare))
+            ranks = gather_results(load.group, _RESTORE, prepare)
+            misfit = load.misfit_in(ranks)
             if not misfit:
-                load.commit()
+                load.commit(ranks)
         except (Exception, CheckpointException) as error:
             drop_load(load.model)
             if lacks_memory(error):

@@ -58,7 +58,6 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
         return [
             _Part(
                 change.rows.sums,
-                change.rows.last_step,
                 _sums_replaced(change),
                 sums_here(change.table),
             )
@@ -74,9 +73,8 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
             held = add_sums(*(part.held for part in parts))
             _check_begins(change, held)
             _check_end(change, held, add_sums(*(part.replaced for part in parts)))
-        for change, parts in zip(changes, by_table, strict=True):
-            last_step = max(part.last_step for part in parts)
-            commits.append((change.table, _prepared(change, last_step)))
+        for change in changes:
+            commits.append((change.table, _prepared(change)))
 
     run_together(group, CALL, prepare)
     for table, of_shards in commits:
@@ -90,13 +88,11 @@ class _Part(NamedTuple):
 
     Attributes:
         sums: content sums of the rows of the delta.
-        last_step: the last training step that they record.
         replaced: content sums of the rows that it removes or rewrites.
         held: content sums of the table.
     """
 
     sums: Sums
-    last_step: int
     replaced: Sums
     held: Sums
 
@@ -151,13 +147,11 @@ def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
     return map_of(ids[rows >= 0], rows[rows >= 0])
 
 
-def _prepared(change: TableChange, last_step: int) -> list[Commit]:
+def _prepared(change: TableChange) -> list[Commit]:
     """Prepares the merge of a delta into the shards of this rank."""
     change.rows.is_unscored = change.is_unscored
     with turn_of(change.table):
         return [
             merge(shard, rows, change.removed)
-            for shard, rows in zip(
-                change.table.shards, change.rows.finished(last_step), strict=True
-            )
+            for shard, rows in zip(change.table.shards, change.rows.finished(), strict=True)
         ]

@@ -40,7 +40,7 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.policies import is_timed
-from torchrec_dyn.ranks import Table, gather_results, run_together
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import LoadPlanner, StagedTable, rows_left_out
 from torchrec_dyn.table import Commit
 
@@ -103,6 +103,20 @@ def choice_of(path: Path, step: int | None) -> Choice:
     return Choice(entries, [chain.line_of(entry) or [] for entry in entries], fault, chain.highest)
 
 
+class Prepared(NamedTuple):
+    """What a rank has prepared of a load; all-gathered.
+
+    Attributes:
+        misfit: what does not fit the model and the objects of the caller; "" if all fits.
+        without_place: the keys of saved optimizer state that the rank has no place for.
+        sums: content sums of the rows that it has read, by table.
+    """
+
+    misfit: str
+    without_place: set[str]
+    sums: Sequence[Mapping[str, int]]
+
+
 class LineLoad:
     """The load of a full save and the deltas after it. `prepare` loads nothing, `commit` is collective.
 
@@ -128,24 +142,21 @@ class LineLoad:
         self.group, self.rank = tables[0].group, tables[0].rank
         self.values: dict[str, Any] = {}
         self.is_same = False
+        self._staged: list[StagedTable] = []
+        self._commits: list[Commit] = []
 
-    def prepare(self, objects: Mapping[str, Any]) -> tuple[str, set[str], bool]:
-        """Checks the files and makes a place for all that is loaded.
-
-        Returns what does not fit the model and the objects, "" if all fits; the keys of saved optimizer state
-        without a place on this rank; and on rank 0 whether a delta may follow.
-        """
-        tables, line = self._tables, self.line
-        group, rank, misfit, is_same = self.group, self.rank, "", False
+    def prepare(self, objects: Mapping[str, Any]) -> Prepared:
+        """Checks the files, reads this rank's rows, and makes a place for all that is loaded."""
+        tables, line, group, rank = self._tables, self.line, self.group, self.rank
         if not line:
             raise ValueError(
                 f"{self.entry.path}: expected the full save and deltas before it, got no such line."
             )
         _check_files(line, rank, 1 if group is None else dist.get_world_size(group))
-        self._saves = [_saved_tables(entry) for entry in line]
+        saves = [_saved_tables(entry) for entry in line]
         if rank == 0:
-            _check_sums(line, self._saves)
-            misfit, is_same = _fit_of_tables(tables, line, self._saves, self._is_partial)
+            _check_sums(line, saves)
+        misfit, self.is_same = _fit_of_tables(tables, line, saves, self._is_partial)
         self.values, self._options = read_values(line[-1], rank)
         saved = open_files(line[0].tables)[1].state_dict_metadata
         dense_saved = open_files(line[-1].dense)[1].state_dict_metadata
@@ -156,18 +167,18 @@ class LineLoad:
         self._dense = _with_states(dense, self._lazy, keys)
         dense_misfit = _misfit_of_dense(line[-1], self._dense, dense_saved, self._is_partial)
         left = _without_place(self._state, keys)
-        return misfit or dense_misfit or missing_names(self.values, objects), left, is_same
+        misfit = misfit or dense_misfit or missing_names(self.values, objects)
+        if not misfit:
+            self._read_tables(saves)
+        return Prepared(misfit, left, [rows.sums for rows in self._staged])
 
-    def misfit_in(self, ranks: Sequence[tuple[str, set[str], bool]]) -> str:
+    def misfit_in(self, ranks: Sequence[Prepared]) -> str:
         """Returns what does not fit, "" if all fits, from the results of `prepare` by rank."""
-        # A delta would miss the tables that a partial load skipped.
-        self.is_same = ranks[0][2] and not self._is_partial
-        for misfit, *_ in ranks:
-            if misfit:
-                return misfit
-        left = set.intersection(
-            *(keys for _, keys, _ in ranks)
-        )  # a static table lies on some ranks only
+        for prepared in ranks:
+            if prepared.misfit:
+                return prepared.misfit
+        # A static table lies on some ranks only.
+        left = set.intersection(*(prepared.without_place for prepared in ranks))
         if not left or self._is_partial:
             return ""
         return (
@@ -197,14 +208,23 @@ class LineLoad:
                 "optimizer": self._optimizer.state_dict(),
             }
 
-    def commit(self) -> None:
-        """Loads the line. Collective. No table changes before the rows of all are read and compared."""
+    def _read_tables(self, saves: Sequence[Mapping[str, SavedTable]]) -> None:
+        """Reads the rows of the line, merged, beside those of the tables, and prepares to put them there."""
+        for table in self._tables:
+            if all(table.key in saved for saved in saves):
+                source = MergedTable([saved[table.key] for saved in saves])
+                self._staged.append(StagedTable(table, source))
+        self._commits = [rows.replacing() for rows in self._staged]
+
+    def commit(self, ranks: Sequence[Prepared]) -> None:
+        """Compares the sums of the rows that the ranks have read, and loads the line. Collective."""
         model, optimizer = self.model, self._optimizer
-        commits = self._read_tables()
+        for number, rows in enumerate(self._staged):
+            rows.check_sums(*(prepared.sums[number] for prepared in ranks))
         # DCP's own planner would ask for the state {} of a static table that lies on another rank.
         planner = LoadPlanner(allow_partial_load=self._is_partial)
         load_files(self._dense, self.line[-1].dense, planner, self.group)
-        for take in commits:
+        for take in self._commits:
             take()
         state = joined_state(self._rows, self._dense)
         for name in self._lazy.keys() - state["optimizer"]["state"].keys():
@@ -214,29 +234,6 @@ class LineLoad:
             optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, self._options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
-
-    def _read_tables(self) -> list[Commit]:
-        """Reads the rows of the line beside those of the tables; the commits put them there."""
-        staged: list[StagedTable] = []
-
-        def read() -> list[tuple[Mapping[str, int], int]]:
-            for table in self._tables:
-                if all(table.key in saved for saved in self._saves):
-                    source = MergedTable([saved[table.key] for saved in self._saves])
-                    staged.append(StagedTable(table, source))
-            return [(rows.sums, rows.last_step) for rows in staged]
-
-        by_table = [*zip(*gather_results(self.group, _CALL, read), strict=True)]
-
-        def prepare() -> list[Commit]:
-            for rows, parts in zip(staged, by_table, strict=True):
-                rows.check_sums(*(sums for sums, _ in parts))
-            return [
-                rows.replacing(max(last_step for _, last_step in parts))
-                for rows, parts in zip(staged, by_table, strict=True)
-            ]
-
-        return run_together(self.group, _CALL, prepare)
 
 
 def _saved_tables(entry: Entry) -> dict[str, SavedTable]:
@@ -294,7 +291,8 @@ def _fit_of_tables(
             scored = has_scores(in_entry)
             is_same &= in_entry.dtype == table.dtype and scored in (None, table.options.has_life)
             is_same &= not _has_more(in_entry, table.options)
-    return "", is_same
+    # A delta would miss the tables that a partial load skips.
+    return "", is_same and not is_partial
 
 
 def _has_more(saved: SavedTable, options: DynamicTableConfig) -> bool:

@@ -74,7 +74,9 @@ class FileWriter:
                 os.close(file)
 
     def drop(self) -> None:
-        """Removes and closes the file. No error: the error that led here is the one to tell."""
+        """Removes and closes an open file. No error: the error that led here is the one to tell."""
+        if self._file < 0:
+            return
         with suppress(OSError):
             os.unlink(self.path)
         with suppress(OSError):
@@ -142,9 +144,9 @@ def replace_file(path: Path, data: bytes) -> None:
         file.resize(0)
         file.write(0, data)
         file.sync()
-        file.close()
         os.replace(file.path, path)
     except BaseException:
         file.drop()
         raise
+    file.close()
     sync_to_disk(path.parent)

@@ -265,6 +265,13 @@ class MergedTable(RowSource):
             return self.last.num_rows
         return sum(len(chunk["ids"]) for chunk in self.chunks(()))
 
+    def most_in_a_save(self, mixed: Sequence[range]) -> int:
+        """Returns the most ids in ranges of mixed ids that one of the saves has."""
+        return max(
+            sum(save.place_of("ids", ids.stop) - save.place_of("ids", ids.start) for ids in mixed)
+            for save in self._saves
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors by row; a save without rows may lack some of them."""

@@ -18,9 +18,9 @@ the table has. A load runs in this order; each file checks its part and may refu
     no load_state_dict  awaited_loads     makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
-before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A delta
-(checkpoint/delta_apply.py) is a load whose rows are merged into the table, a move to another plan
-(distributed/table_move.py) a load whose rows come from other shards.
+before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A move to another
+plan (distributed/table_move.py) is a load whose rows come from other shards. `Checkpoints.restore` and
+`apply_delta` need no state dict: a `StagedTable` (staged_table.py) reads a saved chain beside the table.
 """
 
 from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited

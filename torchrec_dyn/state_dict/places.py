@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import ChunkedTensor
-from torchrec_dyn.ranks import Table, ids_per_rank, owners
+from torchrec_dyn.ranks import Table, ids_per_rank, mixed_ranges
 from torchrec_dyn.storage import CanonicalRows, first_place, unsigned
 
 
@@ -68,6 +68,35 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
+
+
+def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
+    """Returns the places of this rank's rows in a saved tensor of ids, or of waiting ids [Q, 3].
+
+    They are found by a few of the ids. None if they are all places, or the tensor is None. If the ids are
+    damaged the places are wrong, and so are the content sums over all ranks.
+    """
+    part, ranks = table.part, table.layout.row_ranks
+    if saved is None or part is None or ranks == 1:
+        return None
+    tensor = saved
+
+    def read(first: int, last: int) -> Tensor:
+        rows = tensor.rows(first, last)
+        return rows if rows.dim() == 1 else rows[:, 0].contiguous()
+
+    return places_of_part(read, saved.shape[0], part, ranks)
+
+
+def places_of_part(read: Callable[[int, int], Tensor], total: int, part: int, ranks: int) -> Places:
+    """Returns the places of the ids of a part; `read` reads some of the `total` saved ids."""
+    ranges = mixed_ranges(part, ranks)
+    return Places(
+        [
+            (first_place(read, total, own.start), first_place(read, total, own.stop))
+            for own in ranges
+        ]
+    )
 
 
 def share_of(rows: CanonicalRows, table: Table) -> Share:
@@ -123,33 +152,3 @@ def chunks_to_read(
                 yield ChunkStorageMetadata(
                     torch.Size([low, *first_column]), torch.Size([high - low, *width])
                 )
-
-
-def places_here(table: Table, saved: ChunkedTensor | None) -> Places | None:
-    """Returns the places of this rank's rows in a saved tensor of ids; None: all places, or no tensor."""
-    part, ranks = table.part, table.layout.row_ranks
-    if saved is None or part is None or ranks == 1:
-        return None
-    tensor = saved
-
-    def read(first: int, last: int) -> Tensor:
-        rows = tensor.rows(first, last)
-        return rows if rows.dim() == 1 else rows[:, 0].contiguous()
-
-    return places_of_part(read, saved.shape[0], part, ranks)
-
-
-def places_of_part(read: Callable[[int, int], Tensor], total: int, part: int, ranks: int) -> Places:
-    """Returns the places of the ids of a part, of `ranks` parts, among `total` saved ids.
-
-    If the ids are damaged, the places are wrong; then the content sums over all ranks are wrong too.
-    """
-    if ranks == 1:
-        return Places([(0, total)])
-    block = ids_per_rank(ranks)
-    end = first_place(read, total, (part + 1) * block)
-    # The ids after the last range, at most one a rank, are of any part.
-    after = end if part == ranks - 1 else first_place(read, total, ranks * block)
-    own = owners(read(after, total), ranks) == part
-    last = [(after + i, after + i + 1) for i in own.nonzero().flatten().tolist()]
-    return Places([(first_place(read, total, part * block), end), *last])
