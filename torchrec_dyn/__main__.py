@@ -157,7 +157,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--forks",
         action="store_true",
-        help="serve the newest entry even if it does not come after what is served",
+        help="serve the newest entry even if training diverged from what is served",
     )
     follow.set_defaults(run=_follow)
 

@@ -115,22 +115,12 @@ PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    ADAMW is the rule of FBGEMM's ADAM, which already has decoupled weight decay, with torch's name and
-    torch's defaults (learning rate 0.001, weight decay 0.01, set by `from_fused_params`)::
-
-        e <- e (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-    This is torch.optim.AdamW's formula up to rounding, with `eps` added to the corrected root. Rows differ
-    from dense parameters in three ways: only rows with a gradient in this step decay and change; t is the
-    table's step, which every training forward counts; therefore the bias correction of a row that is
-    assigned late is small. ReCIS' SparseAdamW adds eps to the uncorrected root. There eps has
-    1 / sqrt(1 - b2^t) times the weight (32 times at t = 1), and t counts only the steps in which the
-    table got gradients. ADAM_BY_ROW is ADAM's formula with t counting the updates of the row alone
-    (`row_counter`), so a row that is assigned late is corrected as an early one was.
+    ADAMW is the rule of FBGEMM's ADAM, with torch's name and torch's defaults (docs/decisions/0019).
+    ADAM_BY_ROW counts the updates of each row (`row_counter`) in place of the table's steps, so a row that
+    is assigned late is corrected as an early one was.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
-    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
-    "Decoupled weight decay regularization", ICLR 2019, and torch/optim/adam.py (ADAMW).
+    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h).
 
     Attributes:
         initial_accumulator_value: the sums of squares (`Rule.sums`) of a new row.

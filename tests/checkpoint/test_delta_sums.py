@@ -13,10 +13,9 @@ from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.state_dict import row_sums, saved_sums
-from torchrec_dyn.storage import touched_rows
 from torchrec_dyn.whole_model import tables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -255,7 +254,7 @@ def test_no_memory_for_a_sum_leaves_the_record_whole(tmp_path):
 
 def test_few_ids_are_compacted(monkeypatch):
     """Ids listed before and after a version in use are kept once, at the later version."""
-    monkeypatch.setattr(touched_rows, "_LEAST_COMPACTED", 0)
+    monkeypatch.setattr(knobs, "LEAST_COMPACTED_IDS", 0)
     model = plain(4)
     first = mark(model)
     learn(model, ids_of(0, 1, 2))

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import Checkpoints
-from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.ranks import owners
 from torchrec_dyn.state_dict import row_reads
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
@@ -54,8 +54,8 @@ def assign(model: Any, ids: range, version: int) -> None:
 def save_chain(path: str, world: int) -> None:
     """A full save and two deltas, with changed, erased and waiting ids, in small chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_tensor, "CHUNK_BYTES", CHUNK)
-        patch.setattr(saved_tensor, "_KEPT_BYTES", CHUNK // 16)
+        patch.setattr(knobs, "SAVED_CHUNK_BYTES", CHUNK)
+        patch.setattr(knobs, "LAST_CHUNK_BYTES", CHUNK // 16)
         model, rank = model_of(world), dist.get_rank()
         checkpoints = Checkpoints(path, full_every=3)
         assign(model, range(ROWS), 0)

@@ -41,8 +41,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.distributed import chunk_exchange
 from torchrec_dyn.state_dict import loading, saving, staged_rows
 
@@ -69,7 +69,7 @@ def plans(
 def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
     """Moves tables by the sharder's `reshard`, as DistributedModelParallel.reshard does."""
     collection = model.module.collection
-    with mock.patch.object(saved_tensor, "CHUNK_BYTES", 4000):  # many chunks, many rounds
+    with mock.patch.object(knobs, "SAVED_CHUNK_BYTES", 4000):  # many chunks, many rounds
         same = model.sharders[0].reshard(collection, changed, model._env, model.device)
     assert same is collection
 

@@ -33,8 +33,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.migration import static_rows
 from torchrec_dyn.migration.static_checkpoint import load_static
 from torchrec_dyn.migration.trained_collections import from_static
 
@@ -131,7 +131,7 @@ def contents(one: Any, table: str) -> tuple[Any, list[tuple[int, int, dict[str, 
 
 
 def load(case: Case, folder: str) -> dict[str, Any]:
-    static_rows.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
+    knobs.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
     one = shard(case, collection_of(case)).module.collection
     # What was there goes.
     dyn.assign_rows(one, "t0", torch.tensor([5, -7]), torch.ones(2, 8))
@@ -207,7 +207,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, optimizer: str) -> None:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_rows, "CHUNK_BYTES", 5 * 4 * 8)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)
 
 
 def trained(kind: str) -> tuple[Any, Any]:

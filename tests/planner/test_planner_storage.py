@@ -183,7 +183,7 @@ def test_an_estimate_is_what_the_process_takes():
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(10, 400))
 def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", large_capacity)
         ids = IdMap()
         for batch in batches:
             ids.reserve(batch)
@@ -201,7 +201,7 @@ def test_a_limit_bounds_the_map_and_a_full_one_does_not_grow(batches, large_capa
     """Whether the last ids reach the limit, stay below or pass it; those that come and go move nothing."""
     limit = max(1, sum(batches) + above)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", large_capacity)
         ids = IdMap(limit)
         for batch in batches:
             ids.reserve(batch)

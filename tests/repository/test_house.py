@@ -33,6 +33,7 @@ ROOMS = (
 )
 GROUND = (
     "versions",
+    "knobs",
     "name_lists",
     "ops",
     "initializers",

@@ -20,8 +20,7 @@ from serving_cases import Plain, bag_configs, save, save_delta
 from shards import deep_but
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
-from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
 Limit = Callable[[int], AbstractContextManager[None]]
@@ -125,7 +124,7 @@ def test_a_full_disk(saved, tmp_path):
 @pytest.mark.parametrize("every", deep_but([3], [3, 1]))
 def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, every):
     """Every other write is short; a delta that rewrites all rows."""
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", -(1 << 40))
+    monkeypatch.setattr(knobs, "WASTE_BYTES", -(1 << 40))
     served, small, at, done = tmp_path / "served", saved / "small", 0, False
     while not done:
         at += every

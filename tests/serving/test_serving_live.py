@@ -9,11 +9,10 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
+from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
-from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import mapped_tensors
 
@@ -64,7 +63,7 @@ def test_the_named_generation_is_the_one_that_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype):
     # Rows move to a new file with every second delta, to other row numbers.
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     answers: list[set[float]] = []
@@ -105,7 +104,7 @@ def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype, 3)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     find = serving_generation.Generation.find

@@ -34,7 +34,7 @@ from torchrec.distributed import embedding
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.sharding import send_once
+from torchrec_dyn.sharding import batches as sent_batches
 from torchrec_dyn.table.shard import TableShard
 
 # Counts of received ids of a table without scores.
@@ -381,14 +381,14 @@ class LargeCounts:
 
 def count_largely(case: Case) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
-    send_once.ops = LargeCounts  # type: ignore[attr-defined]
+    sent_batches.ops = LargeCounts  # type: ignore[attr-defined]
     try:
         model = shard(case, collection_of(case))
         bags = [[[[*EXTREME_IDS, *range(20 * r, 30 + 20 * r)] * 2]] for r in range(world)]
         features = make_batch(case, [one * len(case.features()) for one in bags]).mine
         sum(output.values().sum() for output in model(features).values()).backward()
     finally:
-        send_once.ops = ops
+        sent_batches.ops = ops
     ranks_with: dict[int, int] = {}
     for r in range(world):
         for one in {*EXTREME_IDS, *range(20 * r, 30 + 20 * r)}:

@@ -20,9 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.checkpoint_format import saved_tensor
-from torchrec_dyn.state_dict import row_reads
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.storage import CanonicalRows
 
@@ -53,10 +52,10 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def small_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saved_tensor, "CHUNK_BYTES", 1 << 13)
-    patch.setattr(saved_tensor, "_KEPT_BYTES", 1 << 9)
-    patch.setattr(row_reads, "_WINDOW_ROWS", 97)
-    patch.setattr(row_reads, "_PIECE_BYTES", 1 << 9)
+    patch.setattr(knobs, "SAVED_CHUNK_BYTES", 1 << 13)
+    patch.setattr(knobs, "LAST_CHUNK_BYTES", 1 << 9)
+    patch.setattr(knobs, "LOADED_ROWS", 97)
+    patch.setattr(knobs, "LOADED_PIECE_BYTES", 1 << 9)
 
 
 def check_loads_every_plan(path: str) -> None:

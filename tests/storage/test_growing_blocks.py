@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from table_cases import ids_of
 from workers import WorkerError
 
-from torchrec_dyn import ops
-from torchrec_dyn.storage import RowStore, block_memory, block_shift
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.storage import RowStore, block_shift
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -35,8 +35,8 @@ def ranges(monkeypatch):
 
 
 def set_ranges(setattr_, page=4096):
-    setattr_(block_memory, "RANGE_DEVICES", {"cpu"})
-    setattr_(block_memory, "_PAGE_BYTES", page)
+    setattr_(knobs, "RANGE_DEVICES", {"cpu"})
+    setattr_(knobs, "PAGE_BYTES", page)
 
 
 def filled(store, rows):
@@ -179,7 +179,7 @@ def test_stores_beyond_one_range(added, kind, largest):
     words = dtype == torch.int64
     with pytest.MonkeyPatch.context() as patch:
         set_ranges(patch.setattr)
-        patch.setattr(block_memory, "_RANGE_BYTES", largest)
+        patch.setattr(knobs, "RANGE_BYTES", largest)
         shift = block_shift(1000, columns * dtype.itemsize)
         store, rows, places = RowStore(columns, shift, dtype, CPU), 0, {}
         for more in added:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import CanonicalRows, IdMap
+from torchrec_dyn.storage import CanonicalRows, IdMap, canonical_rows
 
 Listed = tuple[list[int], list[int]]
 

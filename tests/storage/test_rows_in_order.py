@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage import IdMap, RowStore
 
 
@@ -21,6 +21,23 @@ def test_every_id_is_read_once_in_the_order_of_its_row(free: tuple[int, ...], mo
     rows = torch.cat([rows for _, rows in found])
     assert rows.tolist() == sorted(used)
     assert torch.equal(torch.cat([ids for ids, _ in found]), ops.mix64(rows))
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 64, 65, 1000])
+def test_a_large_map_is_scanned_at_most_four_times(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scans of a number of rows each would take a time that grows with the square of the rows."""
+    monkeypatch.setattr(knobs, "ROWS_SCANNED", 16)
+    id_map, scans, list_rows = IdMap(count), [], ops.ids_of_rows
+    id_map.reserve(count)
+    id_map.insert(torch.arange(count) * 3, torch.arange(count))
+    monkeypatch.setattr(ops, "ids_of_rows", lambda *asked: scans.append(1) or list_rows(*asked))
+    found = [ids.clone() for ids, _ in id_map.by_row(count, 8, id_map.ids_of_rows)]
+    assert torch.equal(
+        torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(count) * 3
+    )
+    assert len(scans) <= 4
 
 
 @pytest.mark.parametrize("rows", [[], [3], [4, 5, 6, 7], [0, 1, 3], [14, 15, 16], [0, 31]])

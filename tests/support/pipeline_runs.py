@@ -19,7 +19,7 @@ from table_cases import bits, without_probes
 from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from torchrec_dyn.sharding import compute_kernel
+from torchrec_dyn import knobs
 from torchrec_dyn.table.shard import TableShard
 
 # Name of a pipeline -> TorchRec's class, its options, True if it needs the shims.
@@ -219,7 +219,7 @@ def train_with_steps_ahead(run: Run) -> dict[str, Any]:
 
 def prefetched_steps() -> Any:
     """Returns a context in which prefetching takes steps on the CPU, too."""
-    return mock.patch.object(compute_kernel, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
+    return mock.patch.object(knobs, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
 
 
 def evaluate(run: Run, name: str) -> int:

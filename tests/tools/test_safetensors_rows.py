@@ -16,6 +16,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import (
     export_delta,
     export_rows,
@@ -33,7 +34,7 @@ EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)  # 5 rows of 8 floats
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)  # 5 rows of 8 floats
 
 
 def collection(
@@ -286,7 +287,7 @@ def contents_of(made: Any) -> set[tuple[int, bytes]]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)
     configs = [EmbeddingBagConfig(50, 8, name, feature_names=[f"f_{name}"]) for name in "tu"]
     made = dyn.DynamicEmbeddingBagCollection(configs, dynamic=dyn.DynamicTableConfig(seed=3))
     ids = torch.tensor([*EXTREMES, *range(100, 120)])

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     ROW_TENSORS,
     FileWriter,
@@ -37,7 +38,6 @@ from torchrec_dyn.ranks import run_together
 from torchrec_dyn.storage import lacks_memory
 
 _BUFFER_BYTES = 1 << 20
-_SEEN_WITHIN = 30.0  # seconds, for file systems that show new files late
 
 
 def save_files(
@@ -116,7 +116,7 @@ def _faults_raised(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def check_is_shared(files: Iterable[Path]) -> None:
     """Raises ValueError unless the files that other ranks have written are seen here."""
-    deadline = time.monotonic() + _SEEN_WITHIN
+    deadline = time.monotonic() + knobs.SEEN_WITHIN_SECONDS
     for file in files:
         while not file.exists():
             if time.monotonic() > deadline:

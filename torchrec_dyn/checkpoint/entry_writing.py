@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from torchrec_dyn.checkpoint.dense_part import (
 from torchrec_dyn.checkpoint_format import (
     SUMMED,
     Entry,
+    SavedTable,
     commit_entry,
     digest_of_file,
     from_words,
@@ -117,10 +118,10 @@ def _check_states(states: Mapping[str, Any], tables: Sequence[Table]) -> None:
             )
 
 
-def sums_in_files(entry: Entry) -> dict[str, str]:
+def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
     """Returns the content sums of the tables in the files of an entry, by name, as the entry has them."""
     texts = {}
-    for table in open_checkpoint(entry.tables).tables.values():
+    for table in tables:
         sums = table.sums if entry.is_full else from_words(table.read("result"))
         texts[table.name] = " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
     return texts
@@ -162,7 +163,8 @@ def _commit(entry: Entry, digests: Mapping[str, str]) -> Entry:
     check_is_shared(folder / name for name in digests)
     indexes = [folder / "dense" / ".metadata", entry.tables / ".metadata"]
     own = {str(index.relative_to(folder)): digest_of_file(index) for index in indexes}
-    entry = replace(entry, digests={**digests, **own}, sums=sums_in_files(entry))
+    sums = sums_in_files(entry, open_checkpoint(entry.tables).tables.values())
+    entry = replace(entry, digests={**digests, **own}, sums=sums)
     commit_entry(entry)
     return entry
 

@@ -1,4 +1,4 @@
-"""Loads an entry: its full save, the dense part of its last delta, then the deltas."""
+"""Loads an entry: the rows of its full save and deltas, merged, and the dense part of the last of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint.dcp_files import load_files
-from torchrec_dyn.checkpoint.delta_apply import apply_changes
 from torchrec_dyn.checkpoint.delta_reader import has_scores
 from torchrec_dyn.checkpoint.dense_part import (
     joined_state,
@@ -29,6 +28,7 @@ from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     ENTRY,
     Entry,
+    MergedTable,
     SavedTable,
     check_config,
     check_optimizer,
@@ -40,9 +40,9 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.policies import is_timed
-from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import LoadPlanner
-from torchrec_dyn.whole_model import tables_of
+from torchrec_dyn.ranks import Table, gather_results, run_together
+from torchrec_dyn.state_dict import LoadPlanner, StagedTable, rows_left_out
+from torchrec_dyn.table import Commit
 
 _CALL = "Checkpoints.restore"
 _STATE = "optimizer.state."
@@ -142,12 +142,14 @@ class LineLoad:
                 f"{self.entry.path}: expected the full save and deltas before it, got no such line."
             )
         _check_files(line, rank, 1 if group is None else dist.get_world_size(group))
+        self._saves = [_saved_tables(entry) for entry in line]
         if rank == 0:
-            misfit, is_same = _fit_of_tables(tables, line, self._is_partial)
+            _check_sums(line, self._saves)
+            misfit, is_same = _fit_of_tables(tables, line, self._saves, self._is_partial)
         self.values, self._options = read_values(line[-1], rank)
-        self._saved = open_files(line[0].tables)[1].state_dict_metadata
+        saved = open_files(line[0].tables)[1].state_dict_metadata
         dense_saved = open_files(line[-1].dense)[1].state_dict_metadata
-        keys = _states_in([*self._saved, *dense_saved])
+        keys = _states_in([*saved, *dense_saved])
         self._make_places(keys)
         self._lazy = _lazy_states(self._optimizer)
         self._rows, dense = split_state(self._state, tables)
@@ -179,36 +181,68 @@ class LineLoad:
         torch's optimizers make their state in the first step, and DCP reads only what has a place. So an
         optimizer without state takes a step of zeros, whose results the load replaces.
         """
-        model, optimizer = self.model, self._optimizer
-        self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        optimizer = self._optimizer
+        self._state = self._state_dicts()
         left = _without_place(self._state, keys)
         own = set(optimizer.params)
         if any(own & _begins(key) for key in left) and hasattr(optimizer, "init_state"):
             optimizer.init_state()
             optimizer.zero_grad()
-            self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            self._state = self._state_dicts()
+
+    def _state_dicts(self) -> dict[str, Any]:
+        with rows_left_out():
+            return {
+                "model": self.model.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+            }
 
     def commit(self) -> None:
-        """Loads the line. Collective."""
-        model, optimizer, line = self.model, self._optimizer, self.line
-        group, is_partial = self.group, self._is_partial
-        planner = LoadPlanner(path=line[0].tables, allow_partial_load=is_partial)
-        load_files(self._rows, line[0].tables, planner, group)
+        """Loads the line. Collective. No table changes before the rows of all are read and compared."""
+        model, optimizer = self.model, self._optimizer
+        commits = self._read_tables()
         # DCP's own planner would ask for the state {} of a static table that lies on another rank.
-        planner = LoadPlanner(allow_partial_load=is_partial)
-        load_files(self._dense, line[-1].dense, planner, group)
+        planner = LoadPlanner(allow_partial_load=self._is_partial)
+        load_files(self._dense, self.line[-1].dense, planner, self.group)
+        for take in commits:
+            take()
         state = joined_state(self._rows, self._dense)
         for name in self._lazy.keys() - state["optimizer"]["state"].keys():
             del self._lazy[name][optimizer.params[name]]  # it had no state when the entry was saved
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        with rows_left_out():
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
         set_options(optimizer, self._options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
-        tables = tables_of(model, _CALL)  # anew: the load has taken over initializers
-        tables = [table for table in tables if f"model.{table.key}.config" in self._saved]
-        held: Sequence[Mapping[str, int]] = ()
-        for delta in line[1:] if tables else ():
-            held = apply_changes(tables, delta.tables, is_partial, held)
+
+    def _read_tables(self) -> list[Commit]:
+        """Reads the rows of the line beside those of the tables; the commits put them there."""
+        staged: list[StagedTable] = []
+
+        def read() -> list[tuple[Mapping[str, int], int]]:
+            for table in self._tables:
+                if all(table.key in saved for saved in self._saves):
+                    source = MergedTable([saved[table.key] for saved in self._saves])
+                    staged.append(StagedTable(table, source))
+            return [(rows.sums, rows.last_step) for rows in staged]
+
+        by_table = [*zip(*gather_results(self.group, _CALL, read), strict=True)]
+
+        def prepare() -> list[Commit]:
+            for rows, parts in zip(staged, by_table, strict=True):
+                rows.check_sums(*(sums for sums, _ in parts))
+            return [
+                rows.replacing(max(last_step for _, last_step in parts))
+                for rows, parts in zip(staged, by_table, strict=True)
+            ]
+
+        return run_together(self.group, _CALL, prepare)
+
+
+def _saved_tables(entry: Entry) -> dict[str, SavedTable]:
+    """Returns the tables of an entry by their keys in the model."""
+    tables = open_checkpoint(entry.tables).tables
+    return {key.removeprefix("model."): table for key, table in tables.items()}
 
 
 def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
@@ -218,9 +252,12 @@ def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
     files += [(entry, f"{entry.tables.name}/.metadata") for entry in line[:-1]]
     for entry, name in files[rank::ranks]:
         entry.check_file(name)
-    for entry in line if rank == 0 else ():
-        # The load compares the rows with the content sums that are saved beside them.
-        sums = sums_in_files(entry)
+
+
+def _check_sums(line: Sequence[Entry], saves: Sequence[Mapping[str, SavedTable]]) -> None:
+    """Raises ValueError unless tables have the content sums in the commit files, as the rows must have."""
+    for entry, saved in zip(line, saves, strict=True):
+        sums = sums_in_files(entry, saved.values())
         for name in sorted({*sums, *entry.sums}):
             if sums.get(name) != entry.sums.get(name):
                 raise ValueError(
@@ -230,33 +267,33 @@ def _check_files(line: Sequence[Entry], rank: int, ranks: int) -> None:
 
 
 def _fit_of_tables(
-    tables: Sequence[Table], line: Sequence[Entry], is_partial: bool
+    tables: Sequence[Table],
+    line: Sequence[Entry],
+    saves: Sequence[Mapping[str, SavedTable]],
+    is_partial: bool,
 ) -> tuple[str, bool]:
     """Returns what tables of a line do not fit a model, "" if all fit; and whether a delta can follow."""
     own, is_same = {table.key: table for table in tables}, True
-    for entry in line:
-        found = open_checkpoint(entry.tables).tables
-        saved = {key.removeprefix("model."): one for key, one in found.items()}
+    for entry, saved in zip(line, saves, strict=True):
         if saved.keys() != own.keys():
             is_same = False
             if not is_partial:
-                told = (
+                return (
                     f"{entry.path}: expected an entry with the tables {listed(sorted(own))} of the model, "
                     f"got {listed(sorted(saved))}. {_PARTIAL}"
-                )
-                return told, False
+                ), False
         for key in sorted(saved.keys() & own.keys()):
-            one, table = saved[key], own[key]
+            in_entry, table = saved[key], own[key]
             where = f"{entry.path}(table={table.name!r})"
             try:
-                check_config(where, one.config, table.config)
+                check_config(where, in_entry.config, table.config)
                 rule = optimizer_config(table.optimizer, table.cuts)
-                check_optimizer(where, one.optimizer or {}, rule)
+                check_optimizer(where, in_entry.optimizer or {}, rule)
             except ValueError as error:
                 return str(error), False
-            scored = has_scores(one)
-            is_same &= one.dtype == table.dtype and scored in (None, table.options.has_life)
-            is_same &= not _has_more(one, table.options)
+            scored = has_scores(in_entry)
+            is_same &= in_entry.dtype == table.dtype and scored in (None, table.options.has_life)
+            is_same &= not _has_more(in_entry, table.options)
     return "", is_same
 
 
@@ -276,13 +313,13 @@ def _misfit_of_dense(
     for key, value in flatten_state_dict(dict(state))[0].items():
         if not isinstance(value, (Tensor, ShardedTensor)):
             continue
-        found = saved.get(key)
-        if found is None and not is_partial:
+        in_entry = saved.get(key)
+        if in_entry is None and not is_partial:
             return f"{entry.path}: expected an entry with {key} as the model has, got one without. {_PARTIAL}"
-        if isinstance(found, TensorStorageMetadata) and found.size != value.size():
+        if isinstance(in_entry, TensorStorageMetadata) and in_entry.size != value.size():
             return (
                 f"{entry.path}: expected {key} of size {list(value.size())} as the model has, got "
-                f"{list(found.size)}. Restore with the parameters that were saved."
+                f"{list(in_entry.size)}. Restore with the parameters that were saved."
             )
     return ""
 
@@ -315,6 +352,8 @@ def _with_states(state: Mapping[str, Any], lazy: Container[str], keys: set[str])
 def _lazy_states(optimizer: Any) -> dict[str, dict[Any, Any]]:
     """Returns, by names of parameters, the state that optimizers of torch have made in a step."""
     # CombinedOptimizer joins states in a new dict.
-    made = [part.state for part in optimizers_in(optimizer) if isinstance(part.state, defaultdict)]
+    defaults = [
+        part.state for part in optimizers_in(optimizer) if isinstance(part.state, defaultdict)
+    ]
     named = optimizer.params.items()
-    return {name: states for name, parameter in named for states in made if parameter in states}
+    return {name: states for name, parameter in named for states in defaults if parameter in states}

@@ -67,10 +67,4 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     to_bytes,
 )
 from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
-from torchrec_dyn.checkpoint_format.saved_tensor import (
-    CHUNK_BYTES,
-    Part,
-    SavedTensor,
-    numbers_of,
-    whole_tensor,
-)
+from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor, numbers_of, whole_tensor

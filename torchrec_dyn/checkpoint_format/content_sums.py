@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import CROSSING_BYTES, canonical_keys, signed, unsigned
+from torchrec_dyn.storage import canonical_keys, signed, unsigned
 
 # The tensors of a table in the model's and in the optimizer's state dict, but for their checksums.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
@@ -50,16 +50,15 @@ SHAPES = {
     "base": f"[{len(SUMMED)}] int64",
     "result": f"[{len(SUMMED)}] int64",
 }
-# Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
-# The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
-_SUMMED_BYTES = {"cpu": 4 << 20}
 # The end of every message about damage.
 DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 
 
 def rows_summed(row_bytes: int, device: torch.device) -> int:
     """Returns the number of rows that are copied and summed at a time."""
-    return max(1, _SUMMED_BYTES.get(device.type, CROSSING_BYTES) // row_bytes)
+    # The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
+    most = knobs.SUMMED_BYTES if device.type == "cpu" else knobs.CROSSING_BYTES
+    return max(1, most // row_bytes)
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:

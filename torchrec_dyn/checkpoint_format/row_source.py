@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, content_sum
 from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
-CHUNK_BYTES = 32 << 20
 ALL_MIXED = range(1 << 64)
 SCORES = ("last_seen", "count")  # one int64 a row, the same in every column shard
 
@@ -107,7 +107,7 @@ class RowSource(ABC):
     def chunks(
         self,
         names: Sequence[str] = ("weight",),
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         *,
         ids: range | None = None,
         mixed: Sequence[range] | None = None,
@@ -117,8 +117,8 @@ class RowSource(ABC):
     ) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's rows of tensors `names`, with "ids". Collective if there is a `group`.
 
-        A chunk has at most `chunk_bytes`, or one row. After the last chunk the content sums of all rows are
-        compared: do not rely on a chunk before that.
+        A chunk has at most `chunk_bytes`, or one row; None: `knobs.CHUNK_BYTES`. After the last chunk the
+        content sums of all rows are compared: do not rely on a chunk before that.
 
         `ids` is a range of ids: all ids are read and compared, but no rows of other ids. `mixed` are ranges
         of mixed ids (`ranks.mixed_ranges`), `columns` the first column and the end: then `sums` gets the
@@ -131,6 +131,7 @@ class RowSource(ABC):
                 f"{self.where}: expected names among {', '.join(known)}, got {', '.join(unknown)}."
             )
         wanted = SCORES if waiting else [name for name in dict.fromkeys(names) if name != "ids"]
+        chunk_bytes = knobs.CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         return self._chunks(wanted, chunk_bytes, ids, mixed, columns, waiting, sums)
 
     def _chunks(
@@ -206,11 +207,19 @@ class RowSource(ABC):
                 )
 
 
-def rows_at(read: Callable[[int, int], Tensor], places: Tensor) -> Tensor:
-    """Returns rows at places [M], which ascend, of what reads rows [first, last)."""
-    first, last = int(places[0]), int(places[-1]) + 1
+def rows_at(
+    read: Callable[[int, int], Tensor], places: Tensor, known: Tensor | None = None
+) -> Tensor:
+    """Returns rows at places [M] of what reads rows [first, last); the places ascend.
+
+    With `known` [K] only these of the places do and are right; the other rows may have any numbers.
+    """
+    ends = places[[0, -1]] if known is None else places[known[[0, -1]]]
+    first, last = int(ends[0]), int(ends[1]) + 1
     rows = read(first, last)
-    return rows if len(places) == last - first else rows[places - first]
+    if len(places) == last - first and (known is None or len(known) == len(places)):
+        return rows
+    return rows.index_select(0, (places - first).clamp_(0, last - first - 1))
 
 
 def _inside(

@@ -34,7 +34,7 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     is_canonical,
     sum_of_small,
 )
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
 from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import canonical_keys, first_place
@@ -158,7 +158,7 @@ class SavedTable:
         return saved
 
     def chunks(
-        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int = CHUNK_BYTES
+        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Reads rows in canonical order, chunk by chunk, and checks their content sums after the last.
 
@@ -314,17 +314,16 @@ class MergedTable(RowSource):
     ) -> dict[str, Tensor]:
         saves, rows = places >> _ROW_BITS, places & ((1 << _ROW_BITS) - 1)
         chunk: dict[str, Tensor] = {}
-        for number in saves.unique().tolist():
+        counts = torch.bincount(saves, minlength=len(self._saves))
+        # The save with the most rows fills the chunk, and the others overwrite their rows.
+        for number in counts.argsort(descending=True)[: int((counts > 0).sum())].tolist():
             at = (saves == number).nonzero().flatten()
             for name in names:
                 read = partial(self._rows, self._saves[number], name, columns, waiting)
-                values = rows_at(read, rows[at])
-                if len(at) == len(places):
-                    chunk[name] = values
-                    continue
-                if name not in chunk:
-                    chunk[name] = values.new_empty(len(places), *values.shape[1:])
-                chunk[name][at] = values
+                if name in chunk:
+                    chunk[name].index_copy_(0, at, rows_at(read, rows[at]))
+                else:
+                    chunk[name] = rows_at(read, rows, at)
         return {name: chunk[name] for name in names}
 
     def _rows(

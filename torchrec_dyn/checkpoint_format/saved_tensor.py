@@ -20,12 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format.content_sums import CHECKSUM_WORDS
 
-# Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
-CHUNK_BYTES = 16 << 20
-# DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
-_KEPT_BYTES = 1 << 20
 _KEPT_ROWS = 16
 _MAKES_A_SHELL = (
     "aten.new_empty.default",
@@ -127,9 +124,10 @@ def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]
     row_bytes = dtype.itemsize * torch.Size(size[1:]).numel()
     if not row_bytes:
         return [(0, size[0])]
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = max(1, knobs.SAVED_CHUNK_BYTES // row_bytes)
     begins = list(range(0, size[0], step))
-    if (size[0] - begins[-1]) * row_bytes > _KEPT_BYTES and size[0] - begins[-1] > _KEPT_ROWS:
+    last = size[0] - begins[-1]
+    if last * row_bytes > knobs.LAST_CHUNK_BYTES and last > _KEPT_ROWS:
         begins.append(size[0] - _KEPT_ROWS)
     return list(zip(begins, [*begins[1:], size[0]], strict=True))
 

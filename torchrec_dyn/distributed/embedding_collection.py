@@ -42,10 +42,10 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
+    kernels_of,
     outputs_by_column,
     pad_batch,
     remove_stale_forwards,
-    sequences_in_order,
     with_mode_of,
 )
 
@@ -153,11 +153,7 @@ class ShardedDynamicEmbeddingCollection(
     def input_dist(
         self, ctx: SequenceContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids, any int64, to their owners.
-
-        Raises:
-            ValueError: if a feature is missing or the tensors do not match each other.
-        """
+        """Checks a batch and sends its ids, any int64, to their owners."""
         features = self._check_batch(features, self.training)
         self._open(ctx, features.device())
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
@@ -217,8 +213,8 @@ class ShardedDynamicEmbeddingCollection(
                 )
             ]
             self._send_once.append(SendOnce(runs, counted, setup.where))
-        for lookup in self._lookups:
-            lookup.set_ids_sent_once()
+        for kernel in kernels_of(self._lookups):
+            kernel.ids_are_sent_once = True
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
@@ -263,7 +259,8 @@ class ShardedDynamicEmbeddingCollection(
         if ctx.restoration is not None:
             awaitable.callbacks.append(ctx.restoration)
         if self._output_names != self._planned_names:
-            awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
+            names = self._output_names
+            awaitable.callbacks.append(lambda outputs: {name: outputs[name] for name in names})
         return awaitable
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -36,8 +37,6 @@ from torchrec_dyn.sharding import (
     BatchCheck,
     MeanDivisor,
     divide,
-    pooled_in_order,
-    pooled_sharding,
     remove_stale_forwards,
     with_an_example,
     without_examples,
@@ -112,28 +111,21 @@ class ShardedDynamicEmbeddingBagCollection(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        return pooled_sharding(
-            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-        )
+        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
+        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if issubclass(kind, CwPooledEmbeddingSharding):
+            options["permute_embeddings"] = permute_embeddings
+        return kind(sharding_infos, env, device, **options)
 
     @not_compiled
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids, any int64, to their owners.
-
-        Raises:
-            ValueError: as `checked_batch`.
-        """
+        """Checks a batch and sends its ids, any int64, to their owners."""
         return self.send(ctx, self.checked_batch(features))
 
     def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a batch, and returns it with the features of the first batch, in the same order.
-
-        Raises:
-            ValueError: if a feature is missing, the tensors do not match each other, or weights require a
-                gradient: TorchRec's all-to-all of ids and weights has no backward.
-        """
+        """Checks a batch, and returns it with the features of the first batch, in the same order."""
         return self._check_batch(features, self.training)
 
     def send(
@@ -149,10 +141,6 @@ class ShardedDynamicEmbeddingBagCollection(
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
         return self._send(ctx, features, super().input_dist)
-
-    def accept_unweighted_batches(self) -> None:
-        """Accepts batches without weights: feature processors compute the weights on the owners."""
-        self._check_batch.needs_weights = False
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
@@ -217,7 +205,16 @@ class ShardedDynamicEmbeddingBagCollection(
         if ctx.divisor is not None:
             awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
         if self._output_names != self._embedding_names:
-            awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+            awaitable.callbacks.append(partial(_in_order, names=self._output_names))
         if not ctx.has_examples:
             awaitable.callbacks.append(without_examples)
         return awaitable
+
+
+def _in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
+    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
+    if pooled.keys() == names:
+        return pooled
+    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
+    values = torch.cat([pooled[name] for name in names], dim=1)
+    return KeyedTensor(list(names), [widths[name] for name in names], values)

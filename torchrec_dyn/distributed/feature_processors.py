@@ -79,10 +79,11 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             _check_sends_positions(processors, spread, self._where)
         check_surroundings(env, device, self._where)  # before the processors move
         if not any(weight.is_meta for weight in processors.parameters()):
-            processors.to(device)  # TorchRec resets weights that it moves, also trained ones
+            processors.to(device)  # TorchRec resets weights that it moves, even trained ones
             device = next((weight.device for weight in processors.parameters()), device)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
-        self._embedding_bag_collection.accept_unweighted_batches()
+        # They compute the weights, on the owners.
+        self._embedding_bag_collection._check_batch.needs_weights = False
         self._longest = _longest_bags(processors)
 
     def split(self) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:

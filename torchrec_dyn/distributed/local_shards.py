@@ -81,7 +81,7 @@ class ShardedTables:
         return module._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses a copy or a pickle, also by `torch.save`."""
+        """Refuses copies and pickles, those of `torch.save` included."""
         raise ValueError(
             f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
             "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
@@ -260,7 +260,7 @@ class LocalShards:
         return [kernel.group for kernel in self._kernels]
 
     def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizer of each table of the collection, in order, also of those on other ranks."""
+        """Returns the optimizers of all tables of the collection, in order, on any rank."""
         return [self._optimizers[name] for name in self._configs]
 
     def _share(self, lock: TableLock) -> None:
@@ -301,25 +301,26 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
         return
     if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
-    mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
-    if "waiting" in state and mask is not None:
-        state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
+    owned: Tensor | slice = slice(None)
+    if table.layout.rows_are_spread:
+        owned = table.owns(state["ids"])
+        if "waiting" in state:
+            state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
+        columns = slice(shard.first_column, shard.first_column + shard.columns)
         shard.load_state(
             {
-                name: values if name in NOT_BY_ROW else _part(values, mask, shard)
+                name: values if name in NOT_BY_ROW else _part(values, owned, columns)
                 for name, values in state.items()
             }
         )
 
 
-def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:
+def _part(values: Tensor, owned: Tensor | slice, columns: slice) -> Tensor:
     """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
-    if values.dim() and mask is not None:
-        values = values[mask]
-    if values.dim() == 2:
-        values = values[:, shard.first_column : shard.first_column + shard.columns]
-    return values.contiguous()
+    if values.dim():
+        values = values[owned]
+    return (values[:, columns] if values.dim() == 2 else values).contiguous()
 
 
 class ShardedOptimizer(KeyedOptimizer):
@@ -327,7 +328,7 @@ class ShardedOptimizer(KeyedOptimizer):
 
     Saving and loading are collective, so every rank needs the entries of all tables; TorchRec's optimizer
     has the tables of one rank only. Every rank has one parameter group for each distinct row optimizer, so
-    schedulers find the same groups everywhere, also after tables have moved. It cannot be copied or pickled.
+    schedulers find the same groups everywhere, even after tables have moved. It cannot be copied or pickled.
     """
 
     def __init__(

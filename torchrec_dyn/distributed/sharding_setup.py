@@ -6,7 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -189,7 +189,7 @@ class ShardingSetup(DefaultSelection, nn.Module):
             self.optimizers[name] = RowOptimizer.from_fused_params(chosen, table)
             output_dtypes[name] = chosen_output_dtype(chosen, table)
             chosen[OPTIONS_KEY] = kernel_options
-            placeholders[name] = _Placeholder(weight, chosen)
+            placeholders[name] = _placeholder(weight, chosen)
         self.output_dtypes = set(output_dtypes.values())
         self._check_dtypes(output_dtypes)
         self.add_module(holder, placeholders)
@@ -247,12 +247,10 @@ class ShardingSetup(DefaultSelection, nn.Module):
         return self.module[0].embedding_names_by_table()
 
 
-class _Placeholder(nn.Module):
-    """Holds the meta parameter of one table, with its optimizer in the attributes that TorchRec reads."""
-
-    def __init__(self, weight: nn.Parameter, fused_params: dict[str, Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
-        marked: Any = self.weight
-        marked._optimizer_classes = [None]
-        marked._optimizer_kwargs = [fused_params]
+def _placeholder(weight: nn.Parameter, fused_params: dict[str, Any]) -> nn.Module:
+    """Returns the meta parameter of one table, with its optimizer in the attributes that TorchRec reads."""
+    holder: Any = nn.Module()
+    holder.weight = nn.Parameter(torch.empty_like(weight, device="meta"))
+    holder.weight._optimizer_classes = [None]
+    holder.weight._optimizer_kwargs = [fused_params]
+    return cast(nn.Module, holder)

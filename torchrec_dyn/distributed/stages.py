@@ -30,10 +30,9 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
     PrefetchedSteps,
-    ask_ahead,
     check_modes,
-    drop_steps,
     expect_modes,
+    kernels_of,
     prefetch,
     set_batch,
     with_mode,
@@ -134,7 +133,9 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             return look_up()
         finally:
             if with_steps:
-                drop_steps(self._lookups)
+                # A step that a failed forward has not used keeps its rows from being reused.
+                for kernel in kernels_of(self._lookups):
+                    kernel.prefetched_step = None
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -164,7 +165,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """
         is_torn = bool(self._shards.lock.torn)
         if not getattr(_running, "is_forward", False) and not is_torn:
-            ask_ahead(self._lookups, features)
+            for kernel in kernels_of(self._lookups):
+                kernel.ask_ahead(features)
         if self._env.world_size == 1:
             return input_dist(ctx, features)
         sending = input_dist(ctx, with_mode(features, self.training, is_torn))

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import mixed_ranges
 from torchrec_dyn.table import TableShard, named_states
 
-CHUNK_BYTES = 32 << 20
 ReadRows = Callable[[int, int], Tensor]  # returns rows [first, last)
 
 
@@ -79,7 +79,7 @@ class StaticRows(RowSource):
         for shard in shards:
             shard.step = self.trained_steps  # first: policies count the rows' age from this step
             shard.reserve(self._count // ranks)
-        for chunk in self.chunks(self.names, CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
+        for chunk in self.chunks(self.names, knobs.CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
             for shard in shards:
                 span = slice(shard.first_column, shard.first_column + shard.columns)
                 rows = {name: self.in_columns(name, chunk[name], span) for name in self._tensors}

@@ -2,7 +2,7 @@
 
 Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `storage` and the ground.
 Start with `unsharded_collections`: a collection holds tables (`unsharded_table`), and `unsharded_lookup`
-runs their forwards. `collection_tables` has the methods that both collections share.
+runs their forwards.
 
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """

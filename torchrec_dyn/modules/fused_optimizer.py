@@ -99,7 +99,7 @@ class DynamicOptimizer(FusedOptimizer):
     ) -> None:
         group = LearningRateGroup(list(params.values()), learning_rate)
         super().__init__(dict(params), {param: {} for param in params.values()}, [group])
-        self._rates = group
+        self.rates = group
         # The lookup holds this optimizer: a cycle would keep the rows of a deleted collection.
         self._lookup = None if lookup is None else weakref.ref(lookup)
         group.drive(groups)
@@ -112,11 +112,11 @@ class DynamicOptimizer(FusedOptimizer):
                 deferred update.
             Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
-        write_updates([self._rates])
+        write_updates([self.rates])
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Writes the learning rate to the tables, and drops deferred updates."""
-        self._rates.drop_updates()
+        self.rates.drop_updates()
         for param in self.params.values():
             param.grad = None  # of `init_state`: on the meta device, where no norm can be read
 
@@ -136,13 +136,13 @@ class DynamicOptimizer(FusedOptimizer):
             )
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
         # copy holds those of the copied optimizer.
-        names = ("defaults", "params", "state", "param_groups", "_rates")
+        names = ("defaults", "params", "state", "param_groups", "rates")
         return _optimizer_of, (lookup, number), {key: getattr(self, key) for key in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = self._rates.groups
+        groups = self.rates.groups
         self.__dict__.update(state)
-        self._rates.drive(groups)
+        self.rates.drive(groups)
 
 
 def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:

@@ -104,19 +104,14 @@ def chosen_fused_params(
                 f"{where}: expected one optimizer on the parameter, got {classes[0].__name__} and "
                 f"{on_parameter['optimizer']} among its options. Remove the latter."
             )
-        on_parameter["optimizer"] = _fusable(classes[0], where)
+        try:
+            on_parameter["optimizer"] = matching_optimizer(classes[0])
+        except ValueError:
+            raise ValueError(
+                f"{where}: expected an optimizer class that TorchRec can fuse, got {classes[0].__name__}. "
+                "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
+            ) from None
     return merge_fused_params(dict(fused_params or {}), on_parameter)
-
-
-def _fusable(optimizer_class: type[torch.optim.Optimizer], where: str) -> EmbOptimType | str:
-    try:
-        return matching_optimizer(optimizer_class)
-    except ValueError:
-        raise ValueError(
-            f"{where}: expected an optimizer class that TorchRec can fuse, got "
-            f"{optimizer_class.__name__}. "
-            "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
-        ) from None
 
 
 def chosen_optimizer(

@@ -85,12 +85,7 @@ def checked_configs(
         table = f"{where}(table='{config.name}')"
         _check_config(config, table)
         _check_features(config, table)
-        options = dynamic.get(config.name) if isinstance(dynamic, Mapping) else dynamic
-        if not isinstance(options, DynamicTableConfig):
-            options = DynamicTableConfig()
-        if options.initializer is None:
-            _check_initial_rows(config, table)
-        _check_uses(config, options, table)
+        _check_options(config, dynamic, table)
     _check_once((config.name for config in tables), "a table name once", where)
     copies = [
         replace(
@@ -185,7 +180,12 @@ def check_id(value: int | None, name: str, where: str) -> None:
         raise ValueError(f"{where}: expected {name} to be an int64 or None, got {value!r}.")
 
 
-def _check_uses(config: BaseEmbeddingConfig, options: DynamicTableConfig, where: str) -> None:
+def _check_options(config: BaseEmbeddingConfig, dynamic: object, where: str) -> None:
+    options = dynamic.get(config.name) if isinstance(dynamic, Mapping) else dynamic
+    if not isinstance(options, DynamicTableConfig):  # an error later
+        options = DynamicTableConfig()
+    if options.initializer is None:
+        _check_initial_rows(config, where)
     features = list(config.feature_names) or [config.name]
     for use in options.features:
         if use.feature not in features:

@@ -117,9 +117,9 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
     def local_tables(self) -> dict[str, TableShard]:
         """Returns the rows of each table that has been used; the other tables have no rows yet."""
         return {
-            table.config.name: rows
+            table.config.name: table.shard
             for table in self.unsharded_lookup.tables
-            if (rows := table.rows_if_made()) is not None
+            if table.shard is not None
         }
 
     @not_compiled

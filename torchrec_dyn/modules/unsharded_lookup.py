@@ -19,6 +19,7 @@ from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
 from torchrec_dyn.modules.optimizer_choice import (
+    chosen_fused_params,
     chosen_output_dtype,
     placement_options,
     placement_warning,
@@ -162,14 +163,18 @@ class UnshardedLookup:
             return list(self._optimizers.values())
 
     def note_training(self) -> None:
-        """Checks what is around a training forward; the first one warns of options that do not train rows."""
+        """Checks the callers of a training forward. The first one warns of options without effect."""
         check_runs_once(self._where, self._trained)
         if self._has_warned:
             return
         names = [table.config.name for table in self.tables]
         check_not_wrapped(f"{self._where}(tables={listed(names)})")
         self._has_warned = True
-        names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
+        names = [
+            table.config.name
+            for table in self.tables
+            if chosen_fused_params(table.weight, table.fused_params, table.where) is None
+        ]
         if names:
             warnings.warn(
                 f"{self._where}: expected an optimizer for tables "
@@ -219,7 +224,7 @@ class UnshardedLookup:
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
         for optimizer, tables in driven.items():
-            _rates(self._optimizers[optimizer]).drive(tables)
+            self._optimizers[optimizer].rates.drive(tables)
         return groups
 
     def _new_group(
@@ -263,9 +268,7 @@ class UnshardedLookup:
         self._optimizers, self._combined, self._optimized_for = built, None, optimizers
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {
-            kind: float(_rates(optimizer)["lr"]) for kind, optimizer in self._optimizers.items()
-        }
+        return {kind: float(optimizer.rates["lr"]) for kind, optimizer in self._optimizers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
@@ -287,7 +290,8 @@ class _AllOptimizers(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
+        optimizers: list[tuple[str, Any]] = self.optimizers
+        write_updates(optimizer.rates for _, optimizer in optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
@@ -299,9 +303,3 @@ def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _Al
     combined = _AllOptimizers(list(optimizers))
     combined.defaults.update(defaults)
     return combined
-
-
-def _rates(optimizer: DynamicOptimizer) -> Any:
-    """Returns the only parameter group of an optimizer, a `LearningRateGroup`."""
-    (group,) = optimizer.param_groups
-    return group

@@ -325,21 +325,9 @@ def _checked_device_type(device_type: object) -> str:
     return kind
 
 
-def table_bytes(
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-    optimizer: RowOptimizer,
-    device_type: str | torch.device = "cpu",
-    limit: int | None = None,
-    has_life: bool = False,
-    counters: int = 0,
-    deltas: bool = False,
-) -> int:
+def table_bytes(*arguments: Any, **named: Any) -> int:
     """Returns `table_size(...).total`: an upper bound of the bytes of a shard, from the same arguments."""
-    return table_size(
-        rows, columns, dtype, optimizer, device_type, limit, has_life, counters, deltas
-    ).total
+    return table_size(*arguments, **named).total
 
 
 def print_size(

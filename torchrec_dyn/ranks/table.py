@@ -368,7 +368,7 @@ class Table:
         )
         if len(set(asked)) > 1:
             raise ValueError(
-                f"{self.where}.sample_ids: expected the same n and seed on every rank, got {[*asked]} by rank."
+                f"{self.where}.sample_ids: expected the same n and seed on every rank, got {[*asked]}."
             )
         # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
         begins = [0, *accumulate(counts[rank] for rank in first)]

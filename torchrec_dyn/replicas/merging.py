@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.life import Clock
 from torchrec_dyn.replicas.exchange import (
     DIGEST_BYTES,
@@ -28,9 +28,6 @@ from torchrec_dyn.replicas.exchange import (
 from torchrec_dyn.replicas.merge import HAS_ROW, ROW, IdStates, Verdict
 from torchrec_dyn.replicas.side import Changes, Merged, Side
 from torchrec_dyn.storage import canonical_order
-
-# Merged rows of one part that are sent at once; a rank receives so many bytes from each replica.
-_ROUND_BYTES = 8 << 20
 
 
 class Run(NamedTuple):
@@ -220,7 +217,7 @@ class _Rows:
         # Their places in the part of this rank, [S].
         self._places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
         self._rounds = [
-            rounds_of([ids.numel() for ids, _ in part], self._sizes, _ROUND_BYTES)
+            rounds_of([ids.numel() for ids, _ in part], self._sizes, knobs.ROUND_BYTES)
             for part in self._chosen
         ]
 

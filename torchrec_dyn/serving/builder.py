@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
     SavedTable,
@@ -47,8 +48,6 @@ from torchrec_dyn.serving.tensor_index import write_index
 from torchrec_dyn.storage import new_key, unsigned
 
 Folder = str | os.PathLike[str]
-# Bytes of rows that are encoded at once; a few copies of these rows are in memory.
-CHUNK_BYTES = 8 << 20
 
 
 def build(
@@ -174,7 +173,7 @@ def _serve(
     try:
         for name, table in saved.items():
             row_sum = 0
-            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
                 written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
                 maps[name].put(chunk["ids"], appender.append(written))
                 row_sum += sum_of_rows(name, chunk["ids"], written)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.serving.files import DamagedTables
 from torchrec_dyn.serving.manifest import Manifest, ServedTable
 
@@ -24,8 +24,6 @@ SLOT_BYTES = 16
 _LINE_SLOTS = 4
 # A new map has the first load. Deltas fill it up to the second load; then a larger map is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
-# Bytes of slots, and of the rows that a caller reads with them, that are in memory at once.
-_PIECE_BYTES = 4 << 20
 
 
 def slots_for(ids: int) -> int:
@@ -71,7 +69,7 @@ class ServedMap:
 
         The more bytes the caller reads of each row, `row_bytes`, the fewer ids at a time.
         """
-        size = max(1, _PIECE_BYTES // (SLOT_BYTES + row_bytes))
+        size = max(1, knobs.MAP_PIECE_BYTES // (SLOT_BYTES + row_bytes))
         for first in range(0, len(self.slots), size):
             piece = self.slots[first : first + size]
             slots = piece[:, 1].nonzero().view(-1)

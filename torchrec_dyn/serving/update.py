@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     SavedTable,
     content_sum,
@@ -24,7 +25,6 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
 )
 from torchrec_dyn.serving.builder import (
-    CHUNK_BYTES,
     chosen_tables,
     complete,
     new_slots,
@@ -54,9 +54,6 @@ from torchrec_dyn.serving.manifest import (
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
 from torchrec_dyn.storage import new_key, unsigned
-
-# A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
-_WASTE_BYTES = 1 << 20
 
 
 def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -> None:
@@ -123,7 +120,7 @@ def _write_changes(
         after = replace(manifest, tables=tables, rows_bytes=appender.used, entry=entry)
         widths = after.widths()
         in_use = sum(table.num_rows * widths[name] for name, table in tables.items())
-        if after.rows_bytes > 2 * in_use + _WASTE_BYTES:
+        if after.rows_bytes > 2 * in_use + knobs.WASTE_BYTES:
             after = _compacted(path, after, maps, rows)
         else:
             appender.finish(after.file_bytes())
@@ -234,14 +231,14 @@ class _Change:
         removed = torch.empty(0, dtype=torch.int64, device="cpu")
         if "removed" in delta.names:
             removed = delta.read("removed")
-        for ids in removed.split(max(1, CHUNK_BYTES // self._rows.shape[1])):
+        for ids in removed.split(max(1, knobs.SERVED_CHUNK_BYTES // self._rows.shape[1])):
             absent = len(ids) - self._take(name, ids, served)
             if absent:
                 raise self._does_not_fit(
                     "removed ids that are served", f"{absent} ids without a row"
                 )
         num_rows -= len(removed)
-        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
             ids = chunk["ids"]
             num_rows += len(ids) - self._take(name, ids, served)
             written = self._format.encode(chunk["weight"], self._where)

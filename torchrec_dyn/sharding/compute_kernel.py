@@ -14,6 +14,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import (
     PrefetchedStep,
@@ -24,14 +25,10 @@ from torchrec_dyn.lookup import (
 )
 from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.sharding.send_once import counts_of
+from torchrec_dyn.sharding.batches import counts_of
 from torchrec_dyn.table import TableShard
 
 OPTIONS_KEY = "torchrec_dyn"
-# Types of devices on which prefetching takes the steps of tables: there the host waits where it reads. On the
-# CPU nothing is gained, and without prefetched steps the calls between two batches (erase, freeze, save) find
-# the tables as after the first of the two.
-PREFETCHED_STEPS_ON = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         if not self.training:
             return None
         counts, step = features.length_per_key(), None
-        if keeps_step and self.group.device.type in PREFETCHED_STEPS_ON:
+        if keeps_step and self.group.device.type in knobs.PREFETCHED_STEPS_ON:
             times, scores = self._times(features), self._scores(features)
             step = self.group.prefetch_step(features.values(), counts, times, scores)
         if step is None:

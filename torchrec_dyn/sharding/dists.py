@@ -1,7 +1,7 @@
 """The input dists of row-wise types, and the output dists of tables whose rows are spread.
 
 TorchRec's bucketize op divides an id by a block size. Here the owner depends on the mixed id
-(ranks/routing.py), so an op of ours sorts the batch by owner; the ids are sent as they are.
+(ranks/routing.py), so our op sorts the batch by owner; the ids are sent as they are.
 
 The output dists sum partial bags over ranks. They fill two gaps of TorchRec's:
 
@@ -14,7 +14,7 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
@@ -38,11 +38,16 @@ from torchrec.distributed.sharding.twrw_sharding import (
     TwRwSparseFeaturesDist,
 )
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
-from torchrec_dyn.sharding.grouped_lookups import CreatesLookup, SequenceLookup, device_of
+from torchrec_dyn.sharding.grouped_lookups import (
+    CreatesLookup,
+    SequenceLookup,
+    device_of,
+    values_per_rank,
+)
 from torchrec_dyn.sharding.sent_modes import with_mode_of
 from torchrec_dyn.storage import host_numbers
 
@@ -178,10 +183,7 @@ class SumOverRanks(nn.Module):
             if self._gloo_fails_at(input_splits, local_embs.device):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
-        sizes = [
-            sum(bags * width for bags, width in zip(rank_bags, embedding_dims, strict=True))
-            for rank_bags in batch_size_per_rank_per_feature
-        ]
+        sizes = values_per_rank(batch_size_per_rank_per_feature, embedding_dims)
         if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)
             awaitable.callbacks.append(torch.flatten)
@@ -271,22 +273,6 @@ def outputs_by_column(
         name: sorted(positions_of_name, key=lambda position: first_columns[position])
         for name, positions_of_name in positions.items()
     }
-
-
-def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
-    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
-    if pooled.keys() == names:
-        return pooled
-    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
-    values = torch.cat([pooled[name] for name in names], dim=1)
-    return KeyedTensor(list(names), [widths[name] for name in names], values)
-
-
-def sequences_in_order(
-    sequences: Mapping[str, JaggedTensor], names: Sequence[str]
-) -> dict[str, JaggedTensor]:
-    """Puts sequence outputs in the order of `names`."""
-    return {name: sequences[name] for name in names}
 
 
 class MeanDivisor:

@@ -1,7 +1,7 @@
 """The mode and the form of a batch are sent with it: they are those of all ranks.
 
-A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. And a
-batch with a size per feature cannot be read as one with one size, or the other way round. So each rank sends
+A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. A batch
+with a size per feature cannot be read as one with a single size, nor the reverse. So each rank sends
 its mode and its form, and a difference is an error on every rank, before any table changes.
 
 A rank with torn tables sends that, too: all ranks raise its error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,9 +11,7 @@ from torch import Tensor
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
-    EmbeddingSharding,
     EmbeddingShardingContext,
-    EmbeddingShardingInfo,
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
@@ -24,7 +23,7 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.sharding.dists import (
@@ -56,14 +55,14 @@ def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
     """Sets how a column-wise or grid sharding stitches column shards; `groups` are in order of arrival."""
-    configs = [config for rank_configs in groups for config in rank_configs]
-    names = [name for config in configs for name in config.embedding_names()]
-    widths = [width for config in configs for width in config.embedding_dims()]
-    shards = [shard for config in configs for shard in config.embedding_shard_metadata()]
+    configs = list(chain.from_iterable(groups))
+    names = list(chain.from_iterable(config.embedding_names() for config in configs))
+    widths = list(chain.from_iterable(config.embedding_dims() for config in configs))
+    shards = list(chain.from_iterable(config.embedding_shard_metadata() for config in configs))
     by_column = outputs_by_column(names, shards)
     sharding._embedding_names = names
     sharding._embedding_dims = widths
-    sharding._embedding_order = [i for positions in by_column.values() for i in positions]
+    sharding._embedding_order = list(chain.from_iterable(by_column.values()))
     sharding._combined_embedding_names = list(by_column)
     sharding._combined_embedding_dims = [
         sum(widths[i] for i in positions) for positions in by_column.values()
@@ -170,21 +169,6 @@ POOLED_SHARDINGS: Mapping[str, Any] = {
     ShardingType.TABLE_COLUMN_WISE.value: TableColumnWisePooled,
     ShardingType.GRID_SHARD.value: GridPooled,
 }
-
-
-def pooled_sharding(
-    infos: list[EmbeddingShardingInfo],
-    env: ShardingEnv,
-    device: torch.device | None,
-    permute_embeddings: bool,
-    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
-) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
-    """Creates the sharding of all tables of one type. The arguments are TorchRec's."""
-    kind = POOLED_SHARDINGS[infos[0].param_sharding.sharding_type]
-    options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
-    if issubclass(kind, CwPooledEmbeddingSharding):
-        options["permute_embeddings"] = permute_embeddings
-    return kind(infos, env, device, **options)
 
 
 class TableWiseSequence(CreatesLookup, TwSequenceEmbeddingSharding):

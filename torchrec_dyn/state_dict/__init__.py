@@ -25,6 +25,7 @@ before. A plain state dict, as of an unsharded table, is a load that `whole_tens
 
 from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
+    are_rows_left_out,
     check_is_not_static,
     load_optimizer_state,
     load_tables,
@@ -35,17 +36,8 @@ from torchrec_dyn.state_dict.collection_state import (
     verify_and_commit,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.loading import CheckedPart, TableLoad
-from torchrec_dyn.state_dict.places import (
-    Places,
-    Run,
-    Share,
-    places_here,
-    places_of_part,
-    runs_of,
-    share_of,
-)
-from torchrec_dyn.state_dict.row_reads import read_table
+from torchrec_dyn.state_dict.loading import TableLoad
+from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import (
     Counts,
     TableSource,
@@ -53,3 +45,4 @@ from torchrec_dyn.state_dict.saving import (
     saved_tensors,
     sums_here,
 )
+from torchrec_dyn.state_dict.staged_table import StagedTable

@@ -35,7 +35,7 @@ _leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=Fals
 
 @contextmanager
 def rows_left_out() -> Iterator[None]:
-    """State dicts that this thread makes in the block read no rows: they have no dynamic tables.
+    """State dicts that this thread makes or loads in the block have no dynamic tables.
 
     Those of optimizers have an empty tensor in the place of each tensor of a table.
     """
@@ -44,6 +44,11 @@ def rows_left_out() -> Iterator[None]:
         yield
     finally:
         _leaves_rows_out.reset(token)
+
+
+def are_rows_left_out() -> bool:
+    """Returns True in a block of `rows_left_out`."""
+    return _leaves_rows_out.get()
 
 
 def save_tables(
@@ -131,7 +136,8 @@ def load_tables(
         return loads
 
     group = next(iter(tables.values())).group
-    verify_and_commit(group, f"{where}.load_state_dict", find)
+    if not _leaves_rows_out.get():
+        verify_and_commit(group, f"{where}.load_state_dict", find)
 
 
 def stage_table(table: Table, saved: Mapping[str, Tensor]) -> TableLoad:
@@ -151,6 +157,8 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     Raises ValueError on every rank, if the state is damaged or does not match the table, or the ranks give
     state dicts of different loads; nothing has changed then.
     """
+    if _leaves_rows_out.get():
+        return
     where = f"{table.where}.load_state_dict"
     saved = saved if table.group is not None else _plain(saved)
 

@@ -280,7 +280,7 @@ def _small_tensors(
         "optimizer_config": to_bytes(optimizer_config(table.optimizer, table.cuts)),
     }
     if table.options.has_life:
-        times: list[list[int]] = next(filter(None, clocks), None) or [[], []]
+        times: list[list[int]] = next((clock for clock in clocks if clock), [[], []])
         small["clock"] = torch.tensor(times, dtype=torch.int64, device="cpu")
     return small
 

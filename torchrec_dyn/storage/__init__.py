@@ -22,7 +22,6 @@ from torchrec_dyn.storage.change_log import (
     unrecorded,
 )
 from torchrec_dyn.storage.host_reads import (
-    CROSSING_BYTES,
     HostRead,
     gather_pair,
     gather_reads,

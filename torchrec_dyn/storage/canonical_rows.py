@@ -18,15 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.id_map import IdMap, canonical_keys
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
-_KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
-_READ_AT_ONCE = 1 << 14  # ids
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE, _LEAST_SORTED = 8, 512
 
@@ -62,7 +60,7 @@ class _Scans:
             self.scans = [*self.scans, scan]
             held = [(owner, rows) for owner, rows in _kept if owner() is not None]
             _kept[:] = [*held, (weakref.ref(self), scan.ids.numel())]
-            while len(_kept) > 1 and sum(rows for _, rows in _kept) > _KEPT_ROWS:
+            while len(_kept) > 1 and sum(rows for _, rows in _kept) > knobs.KEPT_ROWS:
                 oldest = _kept.pop(0)[0]()
                 if oldest is not None:
                     oldest.scans = oldest.scans[1:]
@@ -167,7 +165,7 @@ class CanonicalRows:
                 return scan.ids, scan.has_id
         scan = _IdsOfRows(first, *self._map.ids_of_rows(first, last))
         # In a larger map the first rows would be dropped before they are listed again.
-        if self.count <= _KEPT_ROWS:
+        if self.count <= knobs.KEPT_ROWS:
             self._scans.keep(scan)
         return scan.ids, scan.has_id
 
@@ -197,7 +195,7 @@ def first_place(read: Callable[[int, int], Tensor], count: int, mixed: int) -> i
     # Mixed ids are spread evenly: the search begins near its end.
     expected, reach = mixed * count >> _WORD_BITS, 4 * isqrt(count)
     near: Iterator[int] = iter((expected - reach, expected + reach))
-    while high - low > _READ_AT_ONCE:
+    while high - low > knobs.IDS_READ_TOGETHER:
         middle = next(near, (low + high) // 2)
         if not low <= middle < high:
             continue

@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.storage.host_reads import HostRead, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import (
@@ -36,7 +37,6 @@ from torchrec_dyn.storage.touched_rows import TouchedRows, touch_rows
 _SLOTS_AT_ONCE = 1 << 20
 _ID_BYTES = 8
 # Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
-_LEAST_UNSIFTED = 1 << 12
 _UNSIFTED_SHARE = 8
 
 
@@ -175,7 +175,9 @@ class ChangeLog:
         if rows.numel():
             _append(removed, _Removed(self.number, ids, self.added.read(rows)))
         unsifted = [piece for piece in removed if not piece.is_sifted]
-        most = 0 if rows.is_cpu else max(_LEAST_UNSIFTED, self._row_limit // _UNSIFTED_SHARE)
+        most = (
+            0 if rows.is_cpu else max(knobs.LEAST_UNSIFTED_IDS, self._row_limit // _UNSIFTED_SHARE)
+        )
         if sum(piece.ids.numel() for piece in unsifted) > most:
             del removed[-len(unsifted) :]
             for piece in (yield from _sifted(unsifted, versions)):

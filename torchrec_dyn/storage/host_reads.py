@@ -122,10 +122,6 @@ def places_of(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count).flatten()
 
 
-# Rows that cross between a GPU and the host at a time: the copy is fast, and little memory is held twice.
-CROSSING_BYTES = 64 << 20
-
-
 def on_device(values: Tensor, device: torch.device) -> Tensor:
     """Returns values [...] on a device; the same tensor if they are there already."""
     return to_host(values) if device.type == "cpu" else values.to(device)

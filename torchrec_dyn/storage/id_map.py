@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.host_reads import host_numbers, keep_in_use
 
 # A slot is an id and a row, 8 bytes each.
@@ -26,17 +26,12 @@ _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
 # On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
-_LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Ids that one call inserts on the CPU: the op orders them by slot, which is fast within the caches of a core
-# (measured: 28 ns an id; 70 for 2 million ids at once).
-_INSERTED_TOGETHER = 1 << 15
 # Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
 # the time of its scans would grow with the square of its rows.
-_ROWS_AT_ONCE = 2 << 20
 _MOST_SCANS = 4
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
@@ -49,12 +44,12 @@ def most_slots(ids: int, device_type: str = "cpu") -> int:
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
         # A map grows if it has fewer slots than needed: to 2 or 1.25 times as many, or to those needed.
-        small = min(needed, _LARGE_CAPACITY)
+        small = min(needed, knobs.LARGE_MAP_SLOTS)
         most = max(3 * small, small + needed, needed + int(needed * _LARGE_GROWTH))
         return max(_FIRST_CAPACITY, most + _LINE_SLOTS)
     return max(
         _FIRST_CAPACITY,
-        2 * min(needed, _LARGE_CAPACITY),
+        2 * min(needed, knobs.LARGE_MAP_SLOTS),
         # Growth may move the last 8 runs early: 8 (MAX_LOAD - _START_LOAD) / MAX_LOAD * 1.25 = 1 run of slots
         # ahead. Also, a capacity is rounded up to whole lines.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
@@ -118,7 +113,7 @@ class IdMap:
         self._move_on(ids)
         if ids <= self._most_ids():
             return
-        factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
+        factor = 2.0 if self.capacity < knobs.LARGE_MAP_SLOTS else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), self._fewest_slots(ids))
         if self._limit is not None and ids <= self._limit:
             enough = max(self._fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
@@ -134,7 +129,7 @@ class IdMap:
 
     def _grows_in_steps(self, capacity: int) -> bool:
         """Returns True if an array of `capacity` slots of this map is moved bit by bit."""
-        return self.slots.is_cpu and capacity >= _LARGE_CAPACITY
+        return self.slots.is_cpu and capacity >= knobs.LARGE_MAP_SLOTS
 
     def _fewest_slots(self, ids: int) -> int:
         """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
@@ -190,7 +185,7 @@ class IdMap:
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
-        most = _INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
+        most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
         both = zip(ids.split(most), rows.split(most), strict=True)
         for some, their_rows in both:
             self.put(some, their_rows, self.num_ids + some.numel())
@@ -230,7 +225,7 @@ class IdMap:
         step = 1 << max(1, most).bit_length() - 1
         places = torch.arange(min(rows, step), device=self.slots.device)
         numbers = torch.empty_like(places)
-        at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
+        at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
         for first in range(0, rows, at_once):
             last = min(rows, first + at_once)
             ids, has_id = ids_of_rows(first, last)

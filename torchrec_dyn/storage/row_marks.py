@@ -13,10 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.block_memory import lasting
 
-_BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 # Approximate block count of a full table on a GPU: each block of a call costs host time.
 _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
@@ -38,7 +37,11 @@ def bits_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
 
 def block_shift_of(row_limit: int, device_type: str) -> int:
     """Returns the binary logarithm of the rows of a block of marks."""
-    most = _BLOCK_ROWS if device_type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+    most = (
+        knobs.MARKED_ROWS
+        if device_type == "cpu"
+        else max(knobs.MARKED_ROWS, row_limit // _MOST_BLOCKS)
+    )
     return max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
 
 

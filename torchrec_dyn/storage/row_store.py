@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import block_memory
 from torchrec_dyn.storage.block_memory import (
@@ -31,14 +31,6 @@ from torchrec_dyn.storage.block_memory import (
 from torchrec_dyn.storage.host_reads import for_device, keep_in_use
 from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 
-# Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
-# used block costs little where memory is committed at once.
-_BLOCK_BYTES = 32 << 20
-# In files: a process can map some 65,000 of them, and an op takes a microsecond for each block. Disk space is
-# taken at once, and costs less than memory.
-_FILE_BYTES = 256 << 20
-# Rows that are read from files together: their pages, at most 4 KiB each, must fit into memory together.
-_READ_TOGETHER = 8192
 _LINE_BYTES = 64
 # Rows beyond so many bytes get a huge page: on small pages steps of 20 tables took 1.2 of the time.
 _SMALL_PAGES_BYTES = 128 << 10
@@ -48,22 +40,23 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def most_block_bytes(files: str | None) -> int:
     """Returns the upper bound of the bytes of a block on the CPU. `files` is that of its `RowStore`."""
-    return _BLOCK_BYTES if files is None else _FILE_BYTES
+    return knobs.BLOCK_BYTES if files is None else knobs.FILE_BYTES
 
 
 def block_shift(
-    row_limit: int, row_bytes: int, device_type: str = "cpu", most_bytes: int = _BLOCK_BYTES
+    row_limit: int, row_bytes: int, device_type: str = "cpu", most_bytes: int | None = None
 ) -> int:
     """Returns the binary logarithm of the rows of a block; a small table takes one small block."""
-    if device_type in block_memory.RANGE_DEVICES:
+    if device_type in knobs.RANGE_DEVICES:
         return block_memory.range_shift(row_limit, row_bytes)
+    most_bytes = knobs.BLOCK_BYTES if most_bytes is None else most_bytes
     rows = max(1, min(most_bytes // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
 
 
 def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "cpu") -> int:
     """Returns the most bytes of a store with `rows` rows in use, which planners reserve."""
-    if device_type not in block_memory.RANGE_DEVICES:
+    if device_type not in knobs.RANGE_DEVICES:
         return rows * row_bytes
     whole, (blocks, rest) = 1 << shift, divmod(rows, 1 << shift)
     block_bytes = block_memory.most_bytes(whole, row_bytes, whole)
@@ -90,7 +83,7 @@ class RowStore:
         self.device = device
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = device.type in block_memory.RANGE_DEVICES
+        self.grows_in_place = device.type in knobs.RANGE_DEVICES
         self.files = files
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
@@ -228,7 +221,7 @@ class RowStore:
     def read(self, rows: Tensor) -> Tensor:
         """Returns copies of rows [M] int64, [M, columns]; -1 reads as zeros."""
         if self.files is not None:
-            parts = [self._read_from_files(some) for some in rows.split(_READ_TOGETHER)]
+            parts = [self._read_from_files(some) for some in rows.split(knobs.ROWS_READ_TOGETHER)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
 

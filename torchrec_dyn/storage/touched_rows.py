@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.canonical_rows import unsigned
 from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.id_map import IdMap
@@ -33,7 +33,6 @@ from torchrec_dyn.storage.row_marks import (
 # Returns the content sums, by tensor, of ids [M] int64, which have rows [M] int64.
 SumRows = Callable[[Tensor, Tensor], Mapping[str, int]]
 
-_LEAST_COMPACTED = 1 << 12
 _CPU = torch.device("cpu")
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -195,7 +194,7 @@ class TouchedRows:
 
     def _compact(self, id_map: IdMap) -> None:
         """Drops repeated and removed ids if there are many."""
-        if self._count <= max(_LEAST_COMPACTED, 2 * id_map.num_ids):
+        if self._count <= max(knobs.LEAST_COMPACTED_IDS, 2 * id_map.num_ids):
             return
         ids = torch.cat([piece.ids for piece in self._pieces])
         sizes = [piece.ids.numel() for piece in self._pieces]

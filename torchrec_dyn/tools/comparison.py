@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_TENSORS,
     Entry,
@@ -27,7 +28,6 @@ from torchrec_dyn.ranks import mixed_ranges
 from torchrec_dyn.storage import canonical_keys
 from torchrec_dyn.tools.inspection import Histogram, titled
 
-_RANGE_BYTES = 32 << 20
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
 _CONFIG = "optimizer_config"
@@ -279,7 +279,7 @@ def _in_same_ranges(
 ) -> Iterator[list[dict[str, Tensor]]]:
     """Yields the rows of both tables in ranges of mixed ids that cover all of them; checks their sums."""
     size = max(table.row_bytes_of(names) * table.most_rows for table in tables)
-    count = 1 + size // _RANGE_BYTES
+    count = 1 + size // knobs.CHUNK_BYTES
     sums: list[dict[str, int]] = [{}, {}]
     for part in range(count):
         chunks = [

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
@@ -27,7 +28,6 @@ from torchrec_dyn.whole_model import LiveRows, assign_rows, for_each_chunk, look
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
 _SUMS = "content_sums"  # in the metadata: of ids and rows, 16 hexadecimal digits each
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -173,7 +173,9 @@ def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_s
     try:
         writer = run_together(rows.group, rows.where, begin)
         for_each_chunk(
-            rows, rows.chunks(("weight",), _CHUNK_BYTES, sums=sums if has_sums else None), write
+            rows,
+            rows.chunks(("weight",), knobs.CHUNK_BYTES, sums=sums if has_sums else None),
+            write,
         )
         run_together(rows.group, rows.where, finish)
     finally:
@@ -221,14 +223,14 @@ def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str])
                 f"{no_rows.shape[1]} columns, got {[rows.count, rows.embedding_dim]}."
             )
         if rows.sums:  # before any row changes
-            for _ in rows.chunks(("weight",), _CHUNK_BYTES):
+            for _ in rows.chunks(("weight",), knobs.CHUNK_BYTES):
                 pass
         return rows.count
 
     try:
         count = _on_first_rank(held, where, begin)
         _check_room(held, where, count, rows)
-        chunks = iter(()) if rows is None else rows.chunks(("weight",), _CHUNK_BYTES)
+        chunks = iter(()) if rows is None else rows.chunks(("weight",), knobs.CHUNK_BYTES)
         part = _NO_IDS, no_rows
 
         def read_part() -> bool:
@@ -252,7 +254,7 @@ def _check_room(table: Table, where: str, count: int, rows: FileRows | None) -> 
     tight = [shard for shard in first_shard if count and shard.num_rows + count > shard.row_limit]
     if not any(gather_results(table.group, where, lambda: bool(tight))):
         return
-    chunks = iter(()) if rows is None else rows.chunks(("ids",), _CHUNK_BYTES)
+    chunks = iter(()) if rows is None else rows.chunks(("ids",), knobs.CHUNK_BYTES)
     absent: list[Tensor] = []
     ids = _NO_IDS
 
