@@ -32,15 +32,8 @@ class _Piece(NamedTuple):
 
 def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     """Reads all tensors of a load that has begun, by name; raises ValueError if a file is damaged."""
-    table, others = load.table, (*load.small_names, *load.checksums, "waiting")
-    for name in files.keys() & {*others}:
-        for chunk in load.wanted(name):
-            if chunk.sizes and name not in load.small_names:
-                first = chunk.offsets[0]
-                block = files[name].rows(first, first + chunk.sizes[0])
-                load.receive(name, (first, 0), block)
-            else:
-                load.receive(name, (), files[name].whole())
+    table = load.table
+    _read_others(load, files)
     rows = {name: files[name] for name in load.row_names if name in files and name != "waiting"}
     # Column shards sum parts of what is read; a GPU sums what it holds.
     is_whole = len(table.cuts) == 2 and table.has_first_column and table.device.type == "cpu"
@@ -48,6 +41,18 @@ def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     blocks = {name: load.wanted(name) for name in rows}
     for first in range(0, load.total, _WINDOW_ROWS):
         _read_window(load, rows, blocks, first)
+
+
+def _read_others(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
+    """Reads the tensors that are not by row, and the waiting ids."""
+    for name in files.keys() & {*load.small_names, *load.checksums, "waiting"}:
+        for chunk in load.wanted(name):
+            if chunk.sizes and name not in load.small_names:
+                first = chunk.offsets[0]
+                block = files[name].rows(first, first + chunk.sizes[0])
+                load.receive(name, (first, 0), block)
+            else:
+                load.receive(name, (), files[name].whole())
 
 
 def _read_window(
