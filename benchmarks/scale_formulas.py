@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES
+from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import TableSize, table_size
 from torchrec_dyn.ranks import row_limit
@@ -104,7 +104,9 @@ def chunks(job: Job, rows: int | None = None) -> int:
     here = math.ceil((job.rows if rows is None else rows) / job.ranks)
     widths = [ID_BYTES, 4 * job.columns]
     widths += [STATE_BYTES * width for width in job.optimizer.state_columns(job.columns)]
-    return job.ranks * sum(math.ceil(here / max(1, CHUNK_BYTES // width)) for width in widths)
+    return job.ranks * sum(
+        math.ceil(here / max(1, knobs.SAVED_CHUNK_BYTES // width)) for width in widths
+    )
 
 
 def checkpoint_bytes(job: Job) -> int:
@@ -168,7 +170,7 @@ def restore_bytes(job: Job, ranks: int, changed: Sequence[int] = ()) -> tuple[fl
         changed: number of rows of each delta.
     """
     own = (job.rows + sum(changed)) * job.row_bytes / ranks
-    return own, 2.0 * CHUNK_BYTES * job.tensors * (1 + len(changed))
+    return own, 2.0 * knobs.SAVED_CHUNK_BYTES * job.tensors * (1 + len(changed))
 
 
 def seconds(nbytes: float, ranks: int, disk: float, host: float) -> float:

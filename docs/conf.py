@@ -53,7 +53,7 @@ python_maximum_signature_line_length = 88
 # one, except two abstract classes, of which only subclasses are public, and the table behind a handle.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!torchrec_dyn\b).*"),
-    ("py:class", r"torchrec_dyn\.modules\.collection_tables\.UnshardedCollection"),
+    ("py:class", r"torchrec_dyn\.modules\.unsharded_collections\.UnshardedCollection"),
     ("py:class", r"torchrec_dyn\.initializers\.Initializer"),
     ("py:class", r"torchrec_dyn\.ranks\.table\.Table"),
     ("py:class", r"torchrec_dyn\.migration\.stock_collections\._Model"),

@@ -7,7 +7,7 @@ from torchrec_dyn.versions import check_versions
 check_versions()
 
 from torchrec_dyn import checkpoint
-from torchrec_dyn.config import DynamicTableConfig, FeatureUse
+from torchrec_dyn.config import DynamicTableConfig, FeatureUse, MappedFiles
 from torchrec_dyn.distributed import (
     DynamicEmbeddingBagCollectionSharder,
     DynamicEmbeddingCollectionSharder,
@@ -32,7 +32,6 @@ from torchrec_dyn.layers import (
     DynamicEmbeddingBag,
     QuotientRemainderEmbeddingBagCollection,
 )
-from torchrec_dyn.mapped_files import MappedFiles
 from torchrec_dyn.migration import from_static, make_dynamic
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from torchrec_dyn.policies import (

@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ from torchrec_dyn.tools import (
     BATCH_BYTES,
     export_table,
     inspect_checkpoint,
-    plot_fault,
     print_difference,
     print_report,
     verify_checkpoint,
@@ -42,6 +42,24 @@ _SERVED = {str(t).removeprefix("torch."): t for t in ROW_DTYPES}
 _DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.float16, torch.bfloat16)}
 
 
+def _from(least: float, most: float, expected: str) -> Callable[[str], Any]:
+    """Returns a reader of the numbers of an option; they are integers if `least` is an integer."""
+
+    def read(text: str) -> float:
+        try:
+            number = type(least)(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return number
+
+    return read
+
+
+_count = _from(1, 2**53, "a number from 1 to 2^53")
+
+
 def _arguments() -> argparse.ArgumentParser:
     program = "python -m torchrec_dyn"
     parser = argparse.ArgumentParser(
@@ -61,10 +79,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     inspect.add_argument("path", type=Path, help="directory of the checkpoint or delta")
     inspect.add_argument("--verify", action="store_true", help="read everything and check it")
-    inspect.add_argument("--plot", type=Path, metavar="out.png", help="draw the histograms too")
-    inspect.set_defaults(
-        run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify, chosen.plot)
-    )
+    inspect.set_defaults(run=lambda chosen: inspect_checkpoint(chosen.path, chosen.verify))
     diff = commands.add_parser(
         "diff",
         help="print what differs between two checkpoints, deltas or runs",
@@ -128,7 +143,10 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument("path", type=Path, help="the directory of Checkpoints")
     follow.add_argument("--to", type=Path, required=True, help="the directory of served tables")
     follow.add_argument(
-        "--every", type=_seconds, default=1.0, help="seconds between two looks; default: 1"
+        "--every",
+        type=_from(0.0, 1e9, "seconds from 0 to 10^9"),
+        default=1.0,
+        help="seconds between two looks; default: 1",
     )
     follow.add_argument("--once", action="store_true", help="end when the newest entry is served")
     follow.add_argument(
@@ -139,7 +157,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--forks",
         action="store_true",
-        help="serve the newest entry also if training left the way of what is served",
+        help="serve the newest entry even if training diverged from what is served",
     )
     follow.set_defaults(run=_follow)
 
@@ -151,8 +169,8 @@ def _follow(chosen: argparse.Namespace) -> int:
     if chosen.once:
         follower = serving.Follower(chosen.path, chosen.to, rows=rows, follow_forks=chosen.forks)
         follower.since = follower.served()
-        if (found := follower.poll()) is not None:
-            _print_followed(found)
+        if (followed := follower.poll()) is not None:
+            _print_followed(followed)
         elif not chosen.to.exists():
             raise ValueError(
                 f"follow: expected an entry of Checkpoints in {chosen.path}, got none."
@@ -160,29 +178,20 @@ def _follow(chosen: argparse.Namespace) -> int:
         elif follower.skipped:
             print("skipped", *follower.skipped, sep="\n  ", file=sys.stderr)
         return int(bool(follower.skipped))
-    for each in serving.follow(
+    for followed in serving.follow(
         chosen.path, chosen.to, every=chosen.every, rows=rows, follow_forks=chosen.forks
     ):
-        _print_followed(each)
+        _print_followed(followed)
     return 0
 
 
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 10**9:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0 to 10^9, got {text}")
-    return number
-
-
-def _print_followed(one: serving.Followed) -> None:
-    count = "all" if one.changed is None else f"{sum(map(len, one.changed.values())):,} changed"
+def _print_followed(followed: serving.Followed) -> None:
+    changed = followed.changed
+    count = "all" if changed is None else f"{sum(map(len, changed.values())):,} changed"
     print(
-        f"{one.entry.path.name} (step {one.entry.step}): generation {one.generation}, {count} rows, "
-        f"{one.lag:.1f} s after they were trained",
-        *one.skipped,
+        f"{followed.entry.path.name} (step {followed.entry.step}): generation {followed.generation}, "
+        f"{count} rows, {followed.lag:.1f} s after they were trained",
+        *followed.skipped,
         sep="\n  skipped ",
         flush=True,
     )
@@ -250,12 +259,12 @@ def _export(chosen: argparse.Namespace) -> None:
 def _ids(text: str) -> range:
     low, colon, high = text.partition(":")
     try:
-        found = range(int(low or -(2**63)), int(high or 2**63))
+        ids = range(int(low or -(2**63)), int(high or 2**63))
     except ValueError:
         colon = ""
-    if not colon or not -(2**63) <= found.start <= found.stop <= 2**63:
+    if not colon or not -(2**63) <= ids.start <= ids.stop <= 2**63:
         raise argparse.ArgumentTypeError(f"expected LO:HI of int64, LO <= HI, got {text}")
-    return found
+    return ids
 
 
 def _add_size(size: argparse.ArgumentParser) -> None:
@@ -280,7 +289,7 @@ def _add_size(size: argparse.ArgumentParser) -> None:
     )
     size.add_argument(
         "--counters",
-        type=_count_or_none,
+        type=_from(0, 2**53, "a number from 0 to 2^53"),
         default=0,
         help="ids that wait for AdmitAfter; implies --policy",
     )
@@ -300,35 +309,13 @@ def _print_size(chosen: argparse.Namespace) -> None:
     )
 
 
-def _count_or_none(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _count(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if not 1 <= number <= 2**53:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 to 2^53, got {text}")
-    return number
-
-
-def _failed(options: argparse.Namespace, text: str) -> int:
-    """Prints an error in one line, and returns the exit status."""
-    print(" ".join(text.split()), file=sys.stderr)
-    return int(getattr(options, "failed", _FAILED))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command."""
     parser = _arguments()
     options = parser.parse_args(arguments)
     if not hasattr(options, "run"):
         parser.exit(2, parser.format_help())  # wrong usage, as argparse ends it
-    if getattr(options, "plot", None) is not None and (fault := plot_fault(options.plot)):
-        parser.error(fault)
-    status = None
+    status, fault = None, ""
     try:
         with warnings.catch_warnings():
             # torch warns about a damaged archive before it raises an error.
@@ -337,16 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as error:
-        return _failed(options, str(error))
+        fault = str(error)
     except Exception as error:
         if not lacks_memory(error):
             raise
-        told = f"{type(error).__name__}: {str(error) or 'out of memory'}"
-        return _failed(
-            options,
-            f"{options.command}: expected memory for what it reads, got {told}. Give the process more "
-            "memory, or end others.",
+        fault = (
+            f"{options.command}: expected memory for what it reads, got {type(error).__name__}: "
+            f"{str(error) or 'out of memory'}. Give the process more memory, or end others."
         )
+    if fault:
+        print(" ".join(fault.split()), file=sys.stderr)
+        return int(getattr(options, "failed", _FAILED))
     return int(status or 0)
 
 

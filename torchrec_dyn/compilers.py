@@ -1,9 +1,7 @@
 """Dynamic tables and compilers: torch.compile runs tables outside of its graphs; exporters get an error.
 
 A training forward counts a step, creates rows and opens a forward. torch.compile would trace this as code
-without such effects: it traces a function again whenever an assumption has failed, and reuses what it saw.
-So what it reaches from a model, a backward or an optimizer is decorated here, and is a graph break. An
-exported program cannot contain tables that change.
+without such effects, so what it reaches from a model, a backward or an optimizer is a graph break.
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
 
 
 def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a forward run outside of the graphs of torch.compile.
-
-    Exporters that call it get ValueError, and so do the transforms of torch.func: tables would keep tensors
-    of a transform.
-    """
+    """Makes a forward a graph break; exporters and the transforms of torch.func get ValueError."""
 
     @functools.wraps(forward)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -5,11 +5,8 @@ same row on any rank, under any plan, in any order. The numbers are from Philox 
 normal distributions, the normal quantile function (csrc/storage/initial_rows.h).
 
 The Xavier and Kaiming initializers scale with the width of a row. For a weight [N, D] torch uses the fans
-D and N. A dynamic table initializes each row separately and has a limit but no N. So the scale depends
-on D only: fan_in = fan_out = D, as for a square weight [D, D]. (ReCIS uses the fans of the block of rows
-that it allocates, so its scale depends on the block's size.) When a table is created, these initializers
-become Uniform or Normal. So the core, checkpoints and their readers handle only Uniform, Normal,
-TruncatedNormal and Constant.
+D and N. A dynamic table has a limit but no N, so the scale depends on D only: fan_in = fan_out = D, as for a
+square weight. They become Uniform or Normal when a table is created.
 
 Legend: N rows; D = embedding_dim, the width of the whole row, also under column-wise plans.
 """
@@ -162,28 +159,20 @@ def table_key(seed: int, table: str, purpose: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _check_gain(where: str, gain: float) -> None:
-    if not isinstance(gain, (int, float)) or not math.isfinite(gain) or not gain > 0:
-        raise ValueError(f"{where}.gain: expected a finite number > 0, got {gain!r}.")
+@dataclass(frozen=True)
+class _Xavier:
+    gain: float = 1.0
 
-
-def _kaiming_gain(where: str, a: float, mode: str, nonlinearity: str) -> float:
-    """Returns torch's gain of a nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
-    if mode not in ("fan_in", "fan_out"):
-        raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {mode!r}.')
-    if not isinstance(a, (int, float)) or not abs(a) < 1e154:  # so that a * a does not overflow
-        raise ValueError(f"{where}.a: expected a finite number below 1e154, got {a!r}.")
-    try:
-        return float(calculate_gain(nonlinearity, float(a)))  # type: ignore[arg-type]
-    except ValueError:
-        raise ValueError(
-            f"{where}.nonlinearity: expected a name that torch.nn.init.calculate_gain accepts, e.g. "
-            f'"relu" or "leaky_relu", got {nonlinearity!r}.'
-        ) from None
+    def __post_init__(self) -> None:
+        make_numbers_plain(self)
+        gain = self.gain
+        if not isinstance(gain, (int, float)) or not math.isfinite(gain) or not gain > 0:
+            where = type(self).__name__
+            raise ValueError(f"{where}.gain: expected a finite number > 0, got {gain!r}.")
 
 
 @dataclass(frozen=True)
-class XavierUniform:
+class XavierUniform(_Xavier):
     """Uniform distribution in +-gain sqrt(6 / (D + D)).
 
     Source: Glorot, Bengio, "Understanding the difficulty of training deep feedforward neural networks",
@@ -193,12 +182,6 @@ class XavierUniform:
         gain: factor of the bounds, above 0.
     """
 
-    gain: float = 1.0
-
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_gain("XavierUniform", self.gain)
-
     def for_dimension(self, embedding_dim: int) -> Uniform:
         """Returns the Uniform for rows of `embedding_dim` columns."""
         bound = self.gain * math.sqrt(6.0 / (embedding_dim + embedding_dim))
@@ -206,7 +189,7 @@ class XavierUniform:
 
 
 @dataclass(frozen=True)
-class XavierNormal:
+class XavierNormal(_Xavier):
     """Normal distribution with mean 0 and standard deviation gain sqrt(2 / (D + D)).
 
     Source: as for XavierUniform; `torch.nn.init.xavier_normal_` for a weight [D, D].
@@ -215,19 +198,40 @@ class XavierNormal:
         gain: factor of the standard deviation, above 0.
     """
 
-    gain: float = 1.0
-
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_gain("XavierNormal", self.gain)
-
     def for_dimension(self, embedding_dim: int) -> Normal:
         """Returns the Normal for rows of `embedding_dim` columns."""
         return Normal(0.0, self.gain * math.sqrt(2.0 / (embedding_dim + embedding_dim)))
 
 
 @dataclass(frozen=True)
-class KaimingUniform:
+class _Kaiming:
+    a: float = 0.0
+    mode: Literal["fan_in", "fan_out"] = "fan_in"
+    nonlinearity: str = "leaky_relu"
+
+    def __post_init__(self) -> None:
+        make_numbers_plain(self)
+        self._gain()
+
+    def _gain(self) -> float:
+        """Returns torch's gain of the nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
+        where = type(self).__name__
+        if self.mode not in ("fan_in", "fan_out"):
+            raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {self.mode!r}.')
+        # So that a * a does not overflow.
+        if not isinstance(self.a, (int, float)) or not abs(self.a) < 1e154:
+            raise ValueError(f"{where}.a: expected a finite number below 1e154, got {self.a!r}.")
+        try:
+            return float(calculate_gain(self.nonlinearity, float(self.a)))  # type: ignore[arg-type]
+        except ValueError:
+            raise ValueError(
+                f"{where}.nonlinearity: expected a name that torch.nn.init.calculate_gain accepts, e.g. "
+                f'"relu" or "leaky_relu", got {self.nonlinearity!r}.'
+            ) from None
+
+
+@dataclass(frozen=True)
+class KaimingUniform(_Kaiming):
     """Uniform distribution in +-g sqrt(3 / D).
 
     g is the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
@@ -241,47 +245,22 @@ class KaimingUniform:
         nonlinearity: a name that `torch.nn.init.calculate_gain` accepts.
     """
 
-    a: float = 0.0
-    mode: Literal["fan_in", "fan_out"] = "fan_in"
-    nonlinearity: str = "leaky_relu"
-
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _kaiming_gain("KaimingUniform", self.a, self.mode, self.nonlinearity)
-
     def for_dimension(self, embedding_dim: int) -> Uniform:
         """Returns the Uniform for rows of `embedding_dim` columns."""
-        gain = _kaiming_gain("KaimingUniform", self.a, self.mode, self.nonlinearity)
-        bound = gain * math.sqrt(3.0 / embedding_dim)
+        bound = self._gain() * math.sqrt(3.0 / embedding_dim)
         return Uniform(-bound, bound)
 
 
 @dataclass(frozen=True)
-class KaimingNormal:
-    """Normal distribution with mean 0 and standard deviation g / sqrt(D).
-
-    g is the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
+class KaimingNormal(_Kaiming):
+    """Normal distribution with mean 0 and standard deviation g / sqrt(D); the rest as KaimingUniform.
 
     Source: as for KaimingUniform; `torch.nn.init.kaiming_normal_` for a weight [D, D].
-
-    Attributes:
-        a: as for KaimingUniform.
-        mode: as for KaimingUniform.
-        nonlinearity: as for KaimingUniform.
     """
-
-    a: float = 0.0
-    mode: Literal["fan_in", "fan_out"] = "fan_in"
-    nonlinearity: str = "leaky_relu"
-
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _kaiming_gain("KaimingNormal", self.a, self.mode, self.nonlinearity)
 
     def for_dimension(self, embedding_dim: int) -> Normal:
         """Returns the Normal for rows of `embedding_dim` columns."""
-        gain = _kaiming_gain("KaimingNormal", self.a, self.mode, self.nonlinearity)
-        return Normal(0.0, gain / math.sqrt(embedding_dim))
+        return Normal(0.0, self._gain() / math.sqrt(embedding_dim))
 
 
 FanInitializer = XavierUniform | XavierNormal | KaimingUniform | KaimingNormal

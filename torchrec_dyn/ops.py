@@ -27,10 +27,7 @@ Result = TypeVar("Result")
 
 
 def _op(fake: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Returns the op that has the name, the arguments and the docstring of a function.
-
-    The body is the fake kernel: it returns tensors of the right shapes, for torch.compile.
-    """
+    """Returns the op that has the name, the arguments and the docstring of its fake kernel."""
     name = fake.__name__
     torch.library.register_fake(f"torchrec_dyn::{name}")(fake)
     op = getattr(torch.ops.torchrec_dyn, name).default
@@ -45,13 +42,7 @@ def _two_lists(like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def complete_cumsum(lengths: Tensor) -> Tensor:
-    """Returns 0 and the cumulative sums of lengths, by an op of FBGEMM.
-
-    Shapes: lengths [M].
-
-    Returns:
-        [M + 1] int64.
-    """
+    """Returns 0 and the cumulative sums of lengths [M], by an op of FBGEMM: [M + 1] int64."""
     sums: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.long().contiguous())
     return sums
 

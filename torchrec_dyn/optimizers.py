@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -36,18 +36,11 @@ class OptimizerKind(enum.IntEnum):
 
 
 class Rule(NamedTuple):
-    """An update rule of the core.
+    """An update rule of the core, of a `number` in csrc/lookup/row_update.h.
 
-    Attributes:
-        number: value of `Optimizer` in csrc/lookup/row_update.h.
-        hyper: the hyper-parameters behind the learning rate, which every rule has: fields of `RowOptimizer`
-            in the order of the rule's struct in csrc/lookup/row_update.h.
-        states: names of the optimizer states, FBGEMM's where it has them, in the order of the rule's line in
-            csrc/lookup/row_update.h.
-        rowwise: the states with one number per row; other states have one number per column.
-        counts_steps: True if updates depend on the number of training steps so far.
-        sums: the states that are sums of squares: in a new row they are `initial_accumulator_value`, other
-            states are 0.
+    `hyper` are the fields of `RowOptimizer` behind the learning rate, in the order of the rule's struct
+    there. Of the `states`, those of `rowwise` have one number per row, and `sums` begin with
+    `initial_accumulator_value`.
     """
 
     number: int
@@ -122,22 +115,12 @@ PLACEMENT_KEYS = frozenset(
 class RowOptimizer:
     """An update rule and its hyper-parameters; the defaults are FBGEMM's.
 
-    ADAMW is the rule of FBGEMM's ADAM, which already has decoupled weight decay, with torch's name and
-    torch's defaults (learning rate 0.001, weight decay 0.01, set by `from_fused_params`)::
-
-        e <- e (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-
-    This is torch.optim.AdamW's formula up to rounding, with `eps` added to the corrected root. Rows differ
-    from dense parameters in three ways: only rows with a gradient in this step decay and change; t is the
-    table's step, which every training forward counts; therefore the bias correction of a row that is
-    assigned late is small. ReCIS' SparseAdamW adds eps to the uncorrected root. There eps has
-    1 / sqrt(1 - b2^t) times the weight (32 times at t = 1), and t counts only the steps in which the
-    table got gradients. ADAM_BY_ROW is ADAM's formula with t counting the updates of the row alone
-    (`row_counter`), so a row that is assigned late is corrected as an early one was.
+    ADAMW is the rule of FBGEMM's ADAM, with torch's name and torch's defaults (docs/decisions/0019).
+    ADAM_BY_ROW counts the updates of each row (`row_counter`) in place of the table's steps, so a row that
+    is assigned late is corrected as an early one was.
 
     Source: fbgemm_gpu/split_table_batched_embeddings_ops_training.py (defaults),
-    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h); Loshchilov, Hutter,
-    "Decoupled weight decay regularization", ICLR 2019, and torch/optim/adam.py (ADAMW).
+    fbgemm_gpu/codegen/genscript/optimizers.py (rules, see csrc/lookup/row_update.h).
 
     Attributes:
         initial_accumulator_value: the sums of squares (`Rule.sums`) of a new row.
@@ -230,39 +213,24 @@ class RowOptimizer:
     def from_fused_params(cls, fused_params: Mapping[str, Any], where: str) -> RowOptimizer:
         """Returns the rule and hyper-parameters of TorchRec's `fused_params`."""
         chosen: dict[str, Any] = {}
-        corrects_by_row = False
         for key, value in fused_params.items():
             if key == "optimizer" and isinstance(value, RowRule):
                 chosen["own"] = _checked_rule(value, where)
             elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
-            elif key in _NUMBERS:
-                chosen[key] = _number(key, value, where)
-            elif key == "weight_decay_mode":
-                chosen[key] = _decay_mode(value, where)
-            elif key in ("gradient_clipping", "defer_updates"):
-                chosen[key] = _switch(key, value, where)
-            elif key == "use_rowwise_bias_correction":
-                corrects_by_row = _switch(key, value, where)
-            elif key == "stochastic_rounding":
-                if not value:
-                    raise ValueError(
-                        f"fused_params of {where}: expected stochastic_rounding=True, got {value!r}. "
-                        "Rows below float32 are always rounded stochastically; remove the key, or the option "
-                        "of the table's ParameterConstraints."
-                    )
-            elif key in PLACEMENT_KEYS or key == "bounds_check_mode":  # any int64 is an id
-                continue
             elif key == "output_dtype":
                 output_dtype_of(value, where)
-            else:
+            elif key in _READERS:
+                chosen[key] = _READERS[key](key, value, where)
+            elif key not in _WITHOUT_EFFECT:
                 raise ValueError(
                     f"fused_params of {where}: expected a key among optimizer, "
                     f"{', '.join(_NUMBERS)}, weight_decay_mode, gradient_clipping, defer_updates, "
                     "use_rowwise_bias_correction, output_dtype, "
                     f"got {key!r}. {_REMEDIES.get(key, 'Remove it.')}"
                 )
-        if corrects_by_row:
+        chosen.pop("stochastic_rounding", None)
+        if chosen.pop("use_rowwise_bias_correction", False):
             chosen["kind"] = _by_row(chosen, where)
         chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
@@ -336,10 +304,7 @@ _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "
 
 
 def output_dtype_of(value: Any, where: str) -> torch.dtype:
-    """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32.
-
-    `value` is a torch.dtype, or a member of TorchRec's DataType or of FBGEMM's SparseType.
-    """
+    """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32."""
     if value is None:
         return torch.float32
     dtype = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value
@@ -420,11 +385,30 @@ def _switch(key: str, value: Any, where: str) -> bool:
     return value
 
 
-def _decay_mode(value: Any, where: str) -> int:
+def _decay_mode(key: str, value: Any, where: str) -> int:
     number = getattr(value, "value", value)
     if number not in _DECAY_MODES:
         raise ValueError(
-            f"fused_params of {where}: expected a weight_decay_mode among "
+            f"fused_params of {where}: expected a {key} among "
             f"{', '.join(_DECAY_MODES.values())}, got {value!r}."
         )
     return int(number)
+
+
+def _rounding(key: str, value: Any, where: str) -> None:
+    if not value:
+        raise ValueError(
+            f"fused_params of {where}: expected {key}=True, got {value!r}. "
+            "Rows below float32 are always rounded stochastically; remove the key, or the option "
+            "of the table's ParameterConstraints."
+        )
+
+
+# How a value of `fused_params` is read: (key, value, where).
+_READERS: Mapping[str, Callable[[str, Any, str], Any]] = {
+    **dict.fromkeys(_NUMBERS, _number),
+    **dict.fromkeys(("gradient_clipping", "defer_updates", "use_rowwise_bias_correction"), _switch),
+    "weight_decay_mode": _decay_mode,
+    "stochastic_rounding": _rounding,
+}
+_WITHOUT_EFFECT = PLACEMENT_KEYS | {"bounds_check_mode"}  # any int64 is an id

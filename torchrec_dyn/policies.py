@@ -1,7 +1,7 @@
 """Policies: admission decides which unseen ids get a row, eviction decides which ids lose their row.
 
 A policy is a value. Its decisions depend only on the sequence of ids, never on the plan or the machine.
-A step is one training forward of the table, also with an empty batch. An evaluation is not a step.
+A step is one training forward of the table, even with an empty batch. An evaluation is not a step.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class LowestScore:
     """Eviction policy: a full table evicts the ids with the lowest scores, sums of the user's weights.
 
     In training each occurrence of an id adds its weight in the batch to the id's score: the weights of the
-    KeyedJaggedTensor, also where the collection does not pool by them; in a weighted collection these are
+    KeyedJaggedTensor, even where the collection does not pool by them; in a weighted collection these are
     the weights of its bags. A training batch must have weights, and they must be finite and not negative.
 
     Scores are integers, so that sums are exact and do not depend on an order: a weight adds weight / unit,

@@ -1,4 +1,4 @@
-"""RowRule: an update rule of one's own, in Python, for `fused_params["optimizer"]`.
+"""RowRule: a custom update rule, in Python, for `fused_params["optimizer"]`.
 
 Sources of the examples: Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023 (Lion);
 You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017 (LARS).

@@ -17,10 +17,10 @@ from checkpoint_cases import differences, held, tables_of, train
 from checkpoint_jobs import TWO, Job, failing, flip, names
 from full_disk import FAILED, FailingFiles, fails_or_succeeds
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     TableWriter,
-    dcp_files,
     entry_writing,
     export_delta,
     mark,
@@ -335,7 +335,7 @@ def saves_on_own_disks(path: str) -> list[str]:
     own = Path(path) / f"disk{dist.get_rank()}"
     job = Job(str(own / "kept"), TWO)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcp_files, "_SEEN_WITHIN", 0.3)
+        patch.setattr(knobs, "SEEN_WITHIN_SECONDS", 0.3)
         with pytest.raises(ValueError) as of_save:
             job.save()
         job.checkpoints.close()

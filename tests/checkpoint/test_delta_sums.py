@@ -13,10 +13,9 @@ from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.state_dict import row_sums, saved_sums
-from torchrec_dyn.storage import touched_rows
 from torchrec_dyn.whole_model import tables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -190,6 +189,20 @@ def test_a_late_gradient_is_of_no_row(is_late):
     assert check_sums(model) == 1 and marker is not None
 
 
+def test_a_row_of_an_erased_id_that_a_later_forward_notes_is_not_in_the_sums():
+    """A prefetched step holds the row; its forward notes it by the id, after the version."""
+    model, ids = plain(20), ids_of(3, 4)
+    first = mark(model)
+    (group,) = model.unsharded_lookup.table_groups()
+    ahead = group.prefetch_step(ids, [2])
+    model.table("t").erase(ids_of(3))
+    second = mark(model)
+    output = group(ids, torch.tensor([0, 1, 2]), training=True, counts=[2], ahead=ahead)
+    assert check_sums(model) == 1
+    output.sum().backward()
+    assert check_sums(model) == 1 and first is not second
+
+
 def test_a_version_without_sums_leaves_no_wrong_sums():
     """A row touched before it and after it is not among the sums that are kept."""
     model = plain(20)
@@ -255,7 +268,7 @@ def test_no_memory_for_a_sum_leaves_the_record_whole(tmp_path):
 
 def test_few_ids_are_compacted(monkeypatch):
     """Ids listed before and after a version in use are kept once, at the later version."""
-    monkeypatch.setattr(touched_rows, "_LEAST_COMPACTED", 0)
+    monkeypatch.setattr(knobs, "LEAST_COMPACTED_IDS", 0)
     model = plain(4)
     first = mark(model)
     learn(model, ids_of(0, 1, 2))

@@ -14,6 +14,7 @@ from checkpoint_jobs import TWO, Job, names
 from torchrec_dyn.checkpoint import checkpoints
 from torchrec_dyn.checkpoint.forgetting import ids_in_entry
 from torchrec_dyn.checkpoint_format import read_chain
+from torchrec_dyn.whole_model import tables_of
 
 # The last table counts occurrences of ids that wait for a row.
 FOUR = Setup(0, tables=4, optimizer="ADAM")
@@ -62,6 +63,18 @@ def test_ids_are_gone_and_the_report_says_where_they_were(tmp_path: Path) -> Non
     assert not any(one in bytes_of(kept) for one in written)
     assert job.restore().extra == {"next": told.entry.step}  # the job goes on
     assert job.save().kind == "delta"
+    job.checkpoints.close()
+
+
+def test_an_entry_that_only_names_a_removed_id_has_it(tmp_path: Path) -> None:
+    job = Job(tmp_path / "kept", full_every=9)
+    job.save()
+    number = int(held(job.model)["plain from 0: ids"][0])
+    (table,) = tables_of(job.model, "here")
+    table.erase(torch.tensor([number]))
+    delta = job.save(is_trained=False)
+    told = job.forget({"plain": torch.tensor([number])})
+    assert told.places["plain"][number] == ["full-00000001", delta.path.name]
     job.checkpoints.close()
 
 
@@ -115,9 +128,9 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = job.checkpoints.latest().sums
     with pytest.raises(ValueError, match=r"expected tables among \['plain'\], got 'user'"):
         job.forget({"user": torch.tensor([1])})
-    with pytest.raises(ValueError, match=r"expected ids \[M\] int64, got \[1\] torch.int32"):
+    with pytest.raises(ValueError, match=r"expected ids \[M\] of int64, got \[1\] of torch.int32"):
         job.forget({"plain": torch.tensor([1], dtype=torch.int32)})
-    with pytest.raises(ValueError, match=r"expected ids \[M\] int64, got list"):
+    with pytest.raises(ValueError, match=r"expected ids as a tensor, got list"):
         job.forget({"plain": [1]})
     assert job.save(is_trained=False).sums == rows  # nothing has changed
     other = Job(tmp_path / "kept")

@@ -19,8 +19,9 @@ from shards import deep_but
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import Checkpoints
-from torchrec_dyn.checkpoint_format import SavedTable, saved_tensor
+from torchrec_dyn.checkpoint_format import SavedTable
 from torchrec_dyn.ranks import owners
 
 ROWS, DIM, CHUNK = 24_000, 16, 1 << 14
@@ -48,8 +49,8 @@ def assign(model: Any, ids: range, version: int) -> None:
 def save_chain(path: str, world: int) -> None:
     """A full save and two deltas, with changed, erased and waiting ids, in small chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_tensor, "CHUNK_BYTES", CHUNK)
-        patch.setattr(saved_tensor, "_KEPT_BYTES", CHUNK // 16)
+        patch.setattr(knobs, "SAVED_CHUNK_BYTES", CHUNK)
+        patch.setattr(knobs, "LAST_CHUNK_BYTES", CHUNK // 16)
         model, rank = model_of(world), dist.get_rank()
         checkpoints = Checkpoints(path, full_every=3)
         assign(model, range(ROWS), 0)

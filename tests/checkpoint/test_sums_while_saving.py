@@ -17,11 +17,11 @@ from checkpoint_small import AGED, COUNTED, case, on_one, read, sharded, step
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import Checkpoints, TableWriter, open_checkpoint
 from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_CHECKSUM,
     SUMMED,
-    content_sums,
     from_words,
     saved_tensor,
 )
@@ -40,9 +40,9 @@ def trained(kind: str, world: int = 2, **options: Any) -> Any:
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saved_tensor, "CHUNK_BYTES", 1 << 11)
-    patch.setattr(saved_tensor, "_KEPT_BYTES", 1 << 9)
-    patch.setattr(content_sums, "_SUMMED_BYTES", {"cpu": 3000})
+    patch.setattr(knobs, "SAVED_CHUNK_BYTES", 1 << 11)
+    patch.setattr(knobs, "LAST_CHUNK_BYTES", 1 << 9)
+    patch.setattr(knobs, "SUMMED_BYTES", 3000)
 
 
 def state_without_reads(model: Any) -> dict[str, Any]:

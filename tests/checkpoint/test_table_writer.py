@@ -18,8 +18,9 @@ from checkpoint_small import case, on_one, sharded, step
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import TableWriter, open_checkpoint
-from torchrec_dyn.checkpoint_format import SavedTensor, saved_tensor
+from torchrec_dyn.checkpoint_format import SavedTensor
 
 IDS = list(range(300))
 
@@ -31,8 +32,8 @@ def trained() -> Any:
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saved_tensor, "CHUNK_BYTES", 1 << 11)
-    patch.setattr(saved_tensor, "_KEPT_BYTES", 1 << 7)
+    patch.setattr(knobs, "SAVED_CHUNK_BYTES", 1 << 11)
+    patch.setattr(knobs, "LAST_CHUNK_BYTES", 1 << 7)
 
 
 def archives(folder: Path) -> Iterator[tuple[str, zipfile.ZipFile]]:

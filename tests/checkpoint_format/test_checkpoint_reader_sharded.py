@@ -94,7 +94,7 @@ def test_the_fingerprint_is_that_of_the_contents(tmp_path):
         tables = open_checkpoint(path).tables.values()
         found.add(
             tuple(
-                (table.name, table.fingerprint(), table.fingerprint(of_optimizer=True))
+                (table.name, table.fingerprint(), table.fingerprint(optimizer=True))
                 for table in tables
             )
         )

@@ -63,7 +63,7 @@ class Static(nn.Module):
         return pooled
 
 
-def clipped_with_a_head(kinds: tuple[str, ...]) -> None:
+def check_clipped_with_a_head(kinds: tuple[str, ...]) -> None:
     """Norms, dense gradients and rows of two micro-batches a step."""
     rank = dist.get_rank()
     case = Case(three_tables(kinds, 2, 2, (8, 4, 4)), fused_params=DEFERRED)
@@ -103,10 +103,10 @@ def clipped_with_a_head(kinds: tuple[str, ...]) -> None:
     "kinds", [("row_wise", "table_wise", "column_wise"), ("column_wise", "grid_shard")]
 )
 def test_clips_rows_and_a_dense_part_as_torch(kinds: tuple[str, ...]) -> None:
-    workers.run(clipped_with_a_head, kinds, world_size=2)
+    workers.run(check_clipped_with_a_head, kinds, world_size=2)
 
 
-def with_a_sharded_parameter() -> None:
+def check_with_a_sharded_parameter() -> None:
     """Each rank has half of a parameter's gradient, as under `fully_shard`."""
     case = Case(
         [Table("t", ["a"], usual_plan("row_wise", 8, 2, 2))], fused_params=DEFERRED, exact=False
@@ -124,7 +124,7 @@ def with_a_sharded_parameter() -> None:
 
 
 def test_a_parameter_spread_over_ranks_counts_as_a_whole() -> None:
-    workers.run(with_a_sharded_parameter, world_size=2)
+    workers.run(check_with_a_sharded_parameter, world_size=2)
 
 
 def beside_static_tables(kind: str, kernel: str) -> list[str]:
@@ -183,7 +183,7 @@ def train_replica(model: Any, case: Case, factor: float = 1.0) -> None:
     output.backward(torch.full_like(output, factor))
 
 
-def clipped_over_replicas() -> None:
+def check_clipped_over_replicas() -> None:
     model, case = replica_with_a_head()
     train_replica(model, case, 1.0 + 50.0 * dist.get_rank())
     own: list[Any] = [None, None]
@@ -203,10 +203,10 @@ def clipped_over_replicas() -> None:
 
 
 def test_replicas_clip_by_one_norm() -> None:
-    workers.run(clipped_over_replicas, world_size=2)
+    workers.run(check_clipped_over_replicas, world_size=2)
 
 
-def scaled_over_replicas() -> None:
+def check_scaled_over_replicas() -> None:
     model, case = replica_with_a_head()
     scaler = dyn.GradScaler(model, "cpu", group=dist.group.WORLD, init_scale=8.0)
     rows = []
@@ -222,4 +222,4 @@ def scaled_over_replicas() -> None:
 
 
 def test_replicas_skip_a_step_together() -> None:
-    workers.run(scaled_over_replicas, world_size=2)
+    workers.run(check_scaled_over_replicas, world_size=2)

@@ -65,13 +65,13 @@ class Model(nn.Module):
         return summed + sum(one(features)["f"].values().sum() for one in sequence)
 
 
-def train(plans: bool, defers: bool) -> None:
+def check_train(plans: bool, defers: bool) -> None:
     sharders, plan = dyn.default_sharders(SGD), None
     if defers:  # which static tables cannot: they have options of their own
         sharders = dyn.default_sharders({**SGD, "defer_updates": True})
         sharders += [EmbeddingBagCollectionSharder(SGD), EmbeddingCollectionSharder(SGD)]
     model = Model()
-    if defers:  # `train_processed` has it: one sharder is for both kinds
+    if defers:  # `check_train_processed` has it: one sharder is for both kinds
         del model.static_processed
     if plans:
         topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
@@ -111,7 +111,7 @@ def processed(collection: EmbeddingBagCollection) -> FeatureProcessedEmbeddingBa
     return FeatureProcessedEmbeddingBagCollection(collection, weights)
 
 
-def train_processed() -> None:
+def check_train_processed() -> None:
     deferred = {**SGD, "defer_updates": True}
     dynamic = dyn.DynamicEmbeddingBagCollection(bags("e"), is_weighted=True, fused_params=deferred)
     static = EmbeddingBagCollection(tables=bags("g"), is_weighted=True)
@@ -139,13 +139,13 @@ def collection_table(collection: nn.Module) -> str:
 
 
 def test_each_kind_behind_feature_processors_has_options_of_its_own() -> None:
-    workers.run(train_processed, world_size=1)
+    workers.run(check_train_processed, world_size=1)
 
 
 def test_static_and_dynamic_tables_train_with_one_list() -> None:
-    workers.run(train, False, True, world_size=2)
-    workers.run(train, True, False, world_size=2)
-    workers.run(train, False, False, world_size=2)
+    workers.run(check_train, False, True, world_size=2)
+    workers.run(check_train, True, False, world_size=2)
+    workers.run(check_train, False, False, world_size=2)
 
 
 @pytest.mark.parametrize(

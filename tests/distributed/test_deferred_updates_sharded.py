@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-def train_deferred(case: Case, most: float) -> None:
+def check_train_deferred(case: Case, most: float) -> None:
     """Trains with three batches a step; `most` is the largest norm, infinite for no clipping."""
     rank, world = dist.get_rank(), dist.get_world_size()
     case = replace(case, fused_params=DEFERRED)
@@ -115,12 +115,12 @@ def check_life(sharded: Any, unsharded: Any, table: str) -> None:
 @pytest.mark.everyday(6)
 @pytest.mark.parametrize("name", CASES)
 def test_accumulates_as_unsharded(name: str) -> None:
-    workers.run(train_deferred, CASES[name], math.inf, world_size=2)
+    workers.run(check_train_deferred, CASES[name], math.inf, world_size=2)
 
 
 @pytest.mark.parametrize("name", ["rows", "sequences"])
 def test_clips_as_unsharded(name: str) -> None:
-    workers.run(train_deferred, replace(CASES[name], exact=False), 0.5, world_size=2)
+    workers.run(check_train_deferred, replace(CASES[name], exact=False), 0.5, world_size=2)
 
 
 def rows_of(case: Case, model: Any) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def rows_of(case: Case, model: Any) -> list[torch.Tensor]:
     return [dyn.lookup_rows(model.module.collection, table.name, ids)[0] for table in case.tables]
 
 
-def scaled(spoiled: str) -> None:
+def check_scaled(spoiled: str) -> None:
     """Rank 1 alone has an infinite gradient: in a row, or in the dense part after its exchange."""
     torch.manual_seed(0)
     case = replace(
@@ -166,10 +166,10 @@ def scaled(spoiled: str) -> None:
 
 @pytest.mark.parametrize("spoiled", ["rows", "dense"])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(spoiled: str) -> None:
-    workers.run(scaled, spoiled, world_size=2)
+    workers.run(check_scaled, spoiled, world_size=2)
 
 
-def large_batch_on_one_rank(kind: str) -> None:
+def check_large_batch_on_one_rank(kind: str) -> None:
     """Three batches a step against one of all their samples; the gradients are equal."""
     case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 1, 1))], fused_params=DEFERRED)
     at_once = replace(case, fused_params={**DEFERRED, "defer_updates": False})
@@ -193,7 +193,7 @@ def large_batch_on_one_rank(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_bits_of_one_large_batch_on_one_rank(kind: str) -> None:
-    workers.run(large_batch_on_one_rank, kind, world_size=1)
+    workers.run(check_large_batch_on_one_rank, kind, world_size=1)
 
 
 def backward(case: Case, model: Any, number: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ def backward(case: Case, model: Any, number: int) -> torch.Tensor:
     return output
 
 
-def resharded_between() -> None:
+def check_resharded_between() -> None:
     case = Case(one_table("row_wise"), fused_params=DEFERRED)
     moved = {"t": usual_plan("table_wise", 8, 2, 2)}
     model = shard(case, collection_of(case))
@@ -225,10 +225,10 @@ def resharded_between() -> None:
 
 
 def test_a_reshard_with_pending_updates_is_refused() -> None:
-    workers.run(resharded_between, world_size=2)
+    workers.run(check_resharded_between, world_size=2)
 
 
-def resharded_elsewhere() -> None:
+def check_resharded_elsewhere() -> None:
     """The table with the updates stays: no table moves, or another one, which is frozen."""
     here = {kind: shard_by_hand(kind, [([0], 0, 8)]) for kind in ALL}
     tables = [Table("t", ["a"], here["table_wise"]), Table("u", ["b"], here["row_wise"])]
@@ -251,7 +251,7 @@ def resharded_elsewhere() -> None:
 
 
 def test_a_reshard_that_moves_no_table_with_pending_updates_is_refused() -> None:
-    workers.run(resharded_elsewhere, world_size=1)
+    workers.run(check_resharded_elsewhere, world_size=1)
 
 
 def skipped() -> list[int]:
@@ -288,7 +288,7 @@ def test_a_skipped_batch_is_a_step_of_all_ranks_whatever_python_has_collected() 
     assert workers.run(skipped, world_size=2) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
-def saved_between(folder: str) -> None:
+def check_saved_between(folder: str) -> None:
     """A save has the rows of the last step; a load drops the gradients, and `step()` says so."""
     case = Case(one_table("row_wise"), fused_params=DEFERRED)
     model = shard(case, collection_of(case))
@@ -315,7 +315,7 @@ def saved_between(folder: str) -> None:
 
 
 def test_saves_and_loads_between_backward_and_step(tmp_path: Any) -> None:
-    workers.run(saved_between, str(tmp_path / "saved"), world_size=2)
+    workers.run(check_saved_between, str(tmp_path / "saved"), world_size=2)
 
 
 RUN = Run(("table_wise", "row_wise"), ("row_wise",), steps=5, fused_params=DEFERRED)

@@ -30,7 +30,7 @@ def step(case: Case, model: torch.nn.Module, ids: list[int]) -> None:
     outputs_by_name(case, model(features))["f"].sum().backward()
 
 
-def refuse_states(pooled: bool) -> None:
+def check_refuse_states(pooled: bool) -> None:
     case = case_of("row_wise", pooled)
     model = shard(case, collection_of(case))
     for mode in STATES:
@@ -47,10 +47,10 @@ def refuse_states(pooled: bool) -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_modes_with_optimizer_state_are_refused(pooled: bool) -> None:
-    workers.run(refuse_states, pooled, world_size=2)
+    workers.run(check_refuse_states, pooled, world_size=2)
 
 
-def track_rows() -> None:
+def check_track_rows() -> None:
     """Ids are on rank 0 only: TorchRec's mode divides by the number of ids that arrived."""
     case = case_of("table_wise", pooled=False)
     model = shard(case, collection_of(case))
@@ -72,4 +72,4 @@ def track_rows() -> None:
 
 
 def test_rows_are_tracked_though_a_rank_has_no_ids() -> None:
-    workers.run(track_rows, world_size=2)
+    workers.run(check_track_rows, world_size=2)

@@ -20,7 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from torchrec_dyn.lookup.table_group import TableGroup
-from torchrec_dyn.sharding.input_dists import RowWiseInputDist
+from torchrec_dyn.sharding.dists import RowWiseInputDist
 
 BAD = 1  # the rank with the error
 TIME_OUT = timedelta(seconds=0.3)

@@ -1,12 +1,13 @@
 """TorchRec's feature processors around dynamic tables: every plan trains as the unsharded module does."""
 
 import copy
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 import workers
+from pipeline_model import Run
+from pipeline_runs import check_same_states, train
 from processed_training import (
     Model,
     backward,
@@ -28,24 +29,18 @@ from sharded_cases import (
     Table,
     usual_plan,
 )
-from sharded_training import batches, collection_of, dense_sgd, with_dense_sgd
+from sharded_training import batches, collection_of
 from shards import deep_but
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.streamable import Pipelineable
 
 import torchrec_dyn as dyn
 from torchrec_dyn import DynamicTableConfig
-from torchrec_dyn.distributed.feature_processors import (
-    ShardedDynamicFeatureProcessedEmbeddingBagCollection,
-)
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
 
 every_plan = pytest.mark.parametrize("kinds", [WHOLE_ROWS, SPREAD_ROWS])
@@ -117,7 +112,7 @@ def test_as_static_tables_of_torchrec(form: str) -> None:
     workers.run(train_beside_static, case, form, world_size=2)
 
 
-def positions_of_each_plan(form: str) -> None:
+def check_positions_of_each_plan(form: str) -> None:
     """Processors that rows spread over ranks made read positions, then whole rows, then no ranks."""
     spread, whole = one_table("row_wise"), one_table("table_wise")
     module = processed(spread, collection_of(spread), form)
@@ -136,7 +131,7 @@ def positions_of_each_plan(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["collection", "dict"])
 def test_what_one_plan_told_the_processors_is_not_believed_under_another(form: str) -> None:
-    workers.run(positions_of_each_plan, form, world_size=2)
+    workers.run(check_positions_of_each_plan, form, world_size=2)
 
 
 @pytest.mark.everyday(2)
@@ -195,80 +190,13 @@ def test_storage_is_priced_as_of_dynamic_tables() -> None:
     assert prices[0] == prices[1]
 
 
-@dataclass
-class Batch(Pipelineable):
-    """Bags, as a pipeline takes them."""
-
-    features: KeyedJaggedTensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """Moves the batch."""
-        return Batch(self.features.to(device, non_blocking))
-
-    def record_stream(self, stream: object) -> None:
-        """Does nothing: there are no streams on the CPU."""
-
-    def pin_memory(self) -> "Batch":
-        """Does nothing."""
-        return self
-
-
-class Loss(nn.Module):
-    """A leaf to the pipelines' tracer."""
-
-    def forward(self, pooled) -> Tensor:
-        """Sums squares."""
-        return (pooled.values() - 1).square().sum()
-
-
-class LossModel(nn.Module):
-    """A collection and its loss."""
-
-    def __init__(self, collection: nn.Module) -> None:
-        super().__init__()
-        self.collection = collection
-        self.loss = Loss()
-
-    def forward(self, batch: Batch):
-        """Returns the loss, twice."""
-        loss = self.loss(self.collection(batch.features))
-        return loss, loss.detach()
-
-
-def run_pipeline(kind: str, form: str, name: str) -> list[float]:
-    case = Case(tables_of([kind] * 3, 2, 2), weighted=True, steps=4)
-    module = processed(case, collection_of(case), form)
-    plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
-    sharders = [dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))]
-    model = DistributedModelParallel(LossModel(module), plan=plan, sharders=sharders)
-    assert len(dense_sgd(model, 0.05).params) == len(case.features())
-    optimizer = with_dense_sgd(model, 0.05)
-    given = [Batch(batches(case, step)[0][dist.get_rank()]) for step in range(case.steps)]
-    for step, batch in enumerate(given):
-        if step % 2:
-            batch.features._weights = None
-    before = given[0].features.weights().clone()
-    losses, left = [], iter(given)
-    pipeline = getattr(train_pipelines, name)(model, optimizer, torch.device("cpu"))
-    for _ in range(3):
-        losses.append(float(pipeline.progress(left)))
-    if name != "TrainPipelineBase":
-        (pipelined,) = pipeline._pipelined_modules
-        assert type(pipelined) is ShardedDynamicFeatureProcessedEmbeddingBagCollection
-        pipeline.detach()  # afterwards positions are still computed, though TorchRec's flag stays
-    assert given[0].features.weights().equal(before)
-    assert given[1].features.weights_or_none() is None
-    with torch.no_grad():
-        losses.append(float(model.eval()(given[1])[0]))
-    return losses
-
-
 @pytest.mark.parametrize("kind", deep_but(["row_wise"], ["table_wise", "row_wise", "grid_shard"]))
 def test_pipelines(kind: str) -> None:
-    for form in ("collection", "dict"):
-        base = workers.run(run_pipeline, kind, form, "TrainPipelineBase", world_size=2)
-        ahead = workers.run(run_pipeline, kind, form, "TrainPipelineSparseDist", world_size=2)
-        assert base == ahead and len(set(base[0])) == 4
+    run = Run([kind] * 3, ["table_wise"], processed=True, steps=4)
+    by_name = [workers.run(train, run, name, world_size=2) for name in ("base", "sparse_dist")]
+    for expected, got in zip(*by_name, strict=True):
+        assert got["losses"] == expected["losses"] and len({*got["losses"]}) == 4
+        check_same_states(got["states"], expected["states"])
 
 
 # Tables that are saved and converted
@@ -345,7 +273,7 @@ def test_checkpoint_into_the_unsharded_module(saved) -> None:
     assert torch.equal(position_weights(model)["a"], saved["a"])
 
 
-def export_delta(folder: str) -> None:
+def check_export_delta(folder: str) -> None:
     case = Case(tables_of(MIXED, 2, 2), weighted=True)
     model = trained(case, 1)
     marker = dyn.checkpoint.mark(model)
@@ -354,7 +282,7 @@ def export_delta(folder: str) -> None:
 
 
 def test_deltas_find_the_tables(tmp_path) -> None:
-    workers.run(export_delta, str(tmp_path / "delta"), world_size=2)
+    workers.run(check_export_delta, str(tmp_path / "delta"), world_size=2)
 
 
 def test_make_dynamic_and_from_static_keep_the_processors() -> None:

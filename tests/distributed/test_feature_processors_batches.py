@@ -69,7 +69,7 @@ def test_a_bad_batch_is_refused_before_positions_are_computed() -> None:
         assert "add up to the 3 ids" in lengths and "expected feature 'a'" in names
 
 
-def long_bag_of_half_weights() -> None:
+def check_long_bag_of_half_weights() -> None:
     case = one_table("row_wise")
     module = processed(case, collection_of(case, fused_params=FUSED_PARAMS), "collection")
     module._feature_processors = PositionWeightedModuleCollection({"a": 3000})
@@ -83,10 +83,10 @@ def long_bag_of_half_weights() -> None:
 
 
 def test_positions_beyond_what_half_weights_can_count() -> None:
-    workers.run(long_bag_of_half_weights, world_size=2)
+    workers.run(check_long_bag_of_half_weights, world_size=2)
 
 
-def keep_what_was_cached() -> None:
+def check_keep_what_was_cached() -> None:
     seen: list[Tensor] = []
 
     class Curious(PositionWeightedModuleCollection):
@@ -107,10 +107,10 @@ def keep_what_was_cached() -> None:
 
 
 def test_what_a_batch_has_cached_is_not_written_to() -> None:
-    workers.run(keep_what_was_cached, world_size=2)
+    workers.run(check_keep_what_was_cached, world_size=2)
 
 
-def empty_batches() -> None:
+def check_empty_batches() -> None:
     case = one_table("row_wise")
     model = shard_processed(case, processed(case, collection_of(case), "collection"))
     mine = bags(0, 0) if dist.get_rank() else bags(3, 1)
@@ -121,7 +121,7 @@ def empty_batches() -> None:
 
 
 def test_ranks_without_ids() -> None:
-    workers.run(empty_batches, world_size=2)
+    workers.run(check_empty_batches, world_size=2)
 
 
 def scored(case: Case) -> dyn.DynamicEmbeddingBagCollection:
@@ -169,7 +169,7 @@ def test_scores_by_weights_that_processors_replace_are_refused() -> None:
     assert module._embedding_bag_collection is static
 
 
-def move_where_positions_cannot_follow() -> None:
+def check_move_where_positions_cannot_follow() -> None:
     case = one_table("table_wise")
     module = processed(case, collection_of(case, fused_params=case.fused_params), "dict")
     module._feature_processors["a"] = Loudness()
@@ -185,7 +185,7 @@ def move_where_positions_cannot_follow() -> None:
 
 
 def test_a_move_that_positions_cannot_follow_is_refused() -> None:
-    workers.run(move_where_positions_cannot_follow, world_size=2)
+    workers.run(check_move_where_positions_cannot_follow, world_size=2)
 
 
 def see_lost_gradient() -> str:
@@ -225,7 +225,7 @@ class TravellingLoudness(Loudness):
         """Does nothing."""
 
 
-def weigh_by_id(kind: str) -> None:
+def check_weigh_by_id(kind: str) -> None:
     case = Case([Table("t", ["a"], usual_plan(kind, 8, 2, 2))], weighted=True, steps=1)
     collection = collection_of(case, fused_params=case.fused_params)
     whole = FeatureProcessedEmbeddingBagCollection(collection, {"a": TravellingLoudness()})
@@ -239,7 +239,7 @@ def weigh_by_id(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_processors_see_ids_as_the_user_wrote_them(kind: str) -> None:
-    workers.run(weigh_by_id, kind, world_size=2)
+    workers.run(check_weigh_by_id, kind, world_size=2)
 
 
 def train_with_admission(kind: str) -> tuple[list[float], list[float]]:

@@ -70,7 +70,7 @@ def test_plans_train_the_bits_of_tables_in_memory(setup: Setup) -> None:
     assert min(run_on(setup, train_in_both)) > 20
 
 
-def load_across(setup: Setup, folder: str) -> None:
+def check_load_across(setup: Setup, folder: str) -> None:
     mapped, plain = in_files(setup), new(setup)
     for name, one in (("mapped", mapped), ("plain", plain)):
         train(one, setup, range(3))
@@ -95,10 +95,10 @@ def load_across(setup: Setup, folder: str) -> None:
     ids=["unsharded", "sharded"],
 )
 def test_checkpoints_cross_between_files_and_memory(setup: Setup, tmp_path: Path) -> None:
-    run_on(setup, load_across, str(tmp_path))
+    run_on(setup, check_load_across, str(tmp_path))
 
 
-def move_in_both(setup: Setup) -> None:
+def check_move_in_both(setup: Setup) -> None:
     models = [in_files(setup), new(setup)]
     changed = {
         table.name: plan_of(kind, 2, 2, turn + 1, True)
@@ -115,7 +115,7 @@ def move_in_both(setup: Setup) -> None:
 
 
 def test_moved_tables_stay_in_files() -> None:
-    run_on(Setup(2, kinds_on(2, True), optimizer="ADAM", tables=4), move_in_both)
+    run_on(Setup(2, kinds_on(2, True), optimizer="ADAM", tables=4), check_move_in_both)
 
 
 def run_pipeline(name: str, storage: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def text_of_forms(varying: list[int]) -> str:
     )
 
 
-def mixed_modes(run: Run, evaluating: list[int]) -> None:
+def check_mixed_modes(run: Run, evaluating: list[int]) -> None:
     model, (first, second, third) = sharded_model(run), batches(run)
     model(first)[0].backward()
     before = states_of(model)
@@ -59,10 +59,10 @@ def mixed_modes(run: Run, evaluating: list[int]) -> None:
 def test_one_rank_in_evaluation(name: str) -> None:
     run, world, local = RUNS[name]
     for evaluating in ([0], [1]):
-        workers.run(mixed_modes, run, evaluating, world_size=world, local_size=local)
+        workers.run(check_mixed_modes, run, evaluating, world_size=world, local_size=local)
 
 
-def mixed_forms(run: Run, varying: list[int]) -> None:
+def check_mixed_forms(run: Run, varying: list[int]) -> None:
     model, (first, second, third) = sharded_model(run), batches(run)
     model(first)[0].backward()
     before = states_of(model)
@@ -80,10 +80,10 @@ def mixed_forms(run: Run, varying: list[int]) -> None:
 def test_one_rank_with_a_size_per_feature(name: str) -> None:
     run, world, local = RUNS[name]
     for varying in ([0], [1]):
-        workers.run(mixed_forms, run, varying, world_size=world, local_size=local)
+        workers.run(check_mixed_forms, run, varying, world_size=world, local_size=local)
 
 
-def mixed_in_a_pipeline(name: str, by_form: bool) -> None:
+def check_mixed_in_a_pipeline(name: str, by_form: bool) -> None:
     model = sharded_model(USUAL)
     pipeline = make_pipeline(USUAL, name, model)
     is_other = dist.get_rank() == 1
@@ -96,10 +96,10 @@ def mixed_in_a_pipeline(name: str, by_form: bool) -> None:
 @pytest.mark.parametrize("by_form", [False, True])
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "lite"])
 def test_in_a_pipeline(pipeline: str, by_form: bool) -> None:
-    workers.run(mixed_in_a_pipeline, pipeline, by_form, world_size=2)
+    workers.run(check_mixed_in_a_pipeline, pipeline, by_form, world_size=2)
 
 
-def torn_on_one_rank() -> None:
+def check_torn_on_one_rank() -> None:
     model, (first, second, _) = sharded_model(USUAL), batches(USUAL)
     model(first)[0].backward()
     if dist.get_rank() == 1:
@@ -114,10 +114,10 @@ def torn_on_one_rank() -> None:
 
 
 def test_torn_tables_of_one_rank() -> None:
-    workers.run(torn_on_one_rank, world_size=2)
+    workers.run(check_torn_on_one_rank, world_size=2)
 
 
-def backward_in_evaluation() -> None:
+def check_backward_in_evaluation() -> None:
     """Trains a dense part alone, with tables on one rank or on all."""
     one, all_ranks = shard_by_hand("table_wise", [([0], 0, 8)]), usual_plan("row_wise", 8, 2, 2)
     for pooled in (True, False):
@@ -134,4 +134,4 @@ def backward_in_evaluation() -> None:
 
 def test_a_backward_in_evaluation_meets_on_all_ranks() -> None:
     """A rank without tables waited for the others, whose outputs required no gradient."""
-    workers.run(backward_in_evaluation, world_size=2)
+    workers.run(check_backward_in_evaluation, world_size=2)

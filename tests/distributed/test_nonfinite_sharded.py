@@ -79,7 +79,7 @@ def refused(model: Any, tables: int) -> list[float]:
     return [dyn.read_stats(model.module.collection, f"t{i}")["nonfinite"] for i in range(tables)]
 
 
-def skip_beside_write(kinds: list[str]) -> None:
+def check_skip_beside_write(kinds: list[str]) -> None:
     tables = len(kinds)
     every_column = {table: [*range(DIM)] for table in range(tables)}
     skips = sharded("skip", kinds, ["FP32"] * tables)
@@ -101,10 +101,10 @@ def skip_beside_write(kinds: list[str]) -> None:
 
 @pytest.mark.parametrize("kinds", [KINDS, ["table_row_wise", "table_column_wise"]])
 def test_skip_leaves_the_row_under_every_plan(kinds: list[str]) -> None:
-    workers.run(skip_beside_write, kinds, world_size=2)
+    workers.run(check_skip_beside_write, kinds, world_size=2)
 
 
-def skip_by_column_shard() -> None:
+def check_skip_by_column_shard() -> None:
     model = sharded("skip", ["column_wise"], ["FP32"])
     step(model, 1)
     [before] = rows_of(model, 1)
@@ -116,7 +116,7 @@ def skip_by_column_shard() -> None:
 
 
 def test_column_shards_decide_by_their_own_columns() -> None:
-    workers.run(skip_by_column_shard, world_size=2)
+    workers.run(check_skip_by_column_shard, world_size=2)
 
 
 def errors_of(spoiled: int) -> list[str]:

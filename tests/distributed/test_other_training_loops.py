@@ -128,7 +128,7 @@ def test_trains_as_a_plain_loop(train: Any, arguments: tuple[str, ...], every: i
 LEAVES = ["Head", "DynamicEmbeddingBagCollection", "DynamicEmbeddingCollection"]
 
 
-def traced(sharded: bool) -> None:
+def check_traced(sharded: bool) -> None:
     def model_of() -> Any:
         return sharded_model(RUN).module if sharded else ClickModel(RUN, dynamic=True)
 
@@ -150,4 +150,4 @@ def traced(sharded: bool) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_fx_takes_collections_as_leaves(sharded: bool) -> None:
-    workers.run(traced, sharded, world_size=1)
+    workers.run(check_traced, sharded, world_size=1)

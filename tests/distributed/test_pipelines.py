@@ -67,7 +67,7 @@ def test_trains_as_the_plain_loop(plan: str, pipeline: str) -> None:
         check_same_states(got["states"], expected["states"])
 
 
-def train_and_overwrite(run: Run, names: list[str], folder: Path) -> None:
+def check_train_and_overwrite(run: Run, names: list[str], folder: Path) -> None:
     for name in names:
         with pipeline_runs.shims_for(name), pipeline_runs.prefetched_steps():
             expected = pipeline_runs.train(run, name)
@@ -90,7 +90,7 @@ def test_a_batch_may_be_overwritten_by_the_dense_part(tmp_path: Path) -> None:
     lives = [{}, {"eviction": dyn.LeastRecentlyUsed(), "unseen": "initial"}]
     run = Run(("table_wise", "table_wise"), ("table_wise", "row_wise"), steps=STEPS, lives=lives)
     names = ["sparse_dist", "semi_sync", "prefetch"]
-    workers.run(train_and_overwrite, run, names, tmp_path, world_size=1)
+    workers.run(check_train_and_overwrite, run, names, tmp_path, world_size=1)
 
 
 @pytest.mark.parametrize(

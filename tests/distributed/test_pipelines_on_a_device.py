@@ -106,12 +106,7 @@ def model_on_device(run: Run) -> Any:
 
 
 def train_on_device(run: Run, name: str) -> dict[str, Any]:
-    """Trains through a pipeline on the device.
-
-    Returns:
-        `results_of` the run; notes of the device about lines of ours; and the number of streams that record
-        tensors as used.
-    """
+    """Trains through a pipeline on the device."""
     with device_with_streams() as device:
         model = model_on_device(run)
         pipeline = make_pipeline(run, name, model)

@@ -28,7 +28,7 @@ def timed_case(pooled: bool, kind: str, world: int) -> Case:
     return Case([Table("t", ["a", "b"], plan, 4, config=TIMED)], pooled=pooled)
 
 
-def latest_counts(case: Case) -> None:
+def check_latest_counts(case: Case) -> None:
     beside = Beside(case)
     rank, world = dist.get_rank(), dist.get_world_size()
     ids = [list(range(one, 60, world)) for one in range(world)]
@@ -54,10 +54,10 @@ def held_ids(beside: Beside) -> list[int]:
 
 @pytest.mark.parametrize("pooled, kind", TIMED_KINDS)
 def test_the_latest_of_all_ranks_counts(pooled: bool, kind: str) -> None:
-    workers.run(latest_counts, timed_case(pooled, kind, 3), world_size=3)
+    workers.run(check_latest_counts, timed_case(pooled, kind, 3), world_size=3)
 
 
-def refuse_times(case: Case, liar: int) -> None:
+def check_refuse_times(case: Case, liar: int) -> None:
     beside = Beside(case)
     rank = dist.get_rank()
     beside.set_time(1000)
@@ -79,7 +79,7 @@ def refuse_times(case: Case, liar: int) -> None:
 # Under table-wise rank 0 has no shard.
 @pytest.mark.parametrize("kind, liar", [("table_wise", 0), ("table_wise", 1), ("row_wise", 2)])
 def test_a_bad_time_of_one_rank_is_refused_by_all(kind: str, liar: int) -> None:
-    workers.run(refuse_times, timed_case(True, kind, 3), liar, world_size=3)
+    workers.run(check_refuse_times, timed_case(True, kind, 3), liar, world_size=3)
 
 
 # Occurrences of all ranks count together, those of one batch twice over included

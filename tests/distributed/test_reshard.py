@@ -41,8 +41,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.checkpoint_format import saved_tensor
 from torchrec_dyn.distributed import chunk_exchange
 from torchrec_dyn.state_dict import loading, saving, staged_rows
 
@@ -69,7 +69,7 @@ def plans(
 def move(model: Any, changed: dict[str, ParameterSharding]) -> None:
     """Moves tables by the sharder's `reshard`, as DistributedModelParallel.reshard does."""
     collection = model.module.collection
-    with mock.patch.object(saved_tensor, "CHUNK_BYTES", 4000):  # many chunks, many rounds
+    with mock.patch.object(knobs, "SAVED_CHUNK_BYTES", 4000):  # many chunks, many rounds
         same = model.sharders[0].reshard(collection, changed, model._env, model.device)
     assert same is collection
 
@@ -111,7 +111,7 @@ def loaded_elsewhere(
     return load(shard(case, collection_of(case)), path)
 
 
-def goes_on(
+def check_goes_on(
     setup: Setup, kinds: Sequence[str], shift: int, folder: str, names: Collection[str] | None
 ) -> list[int]:
     """Trains, moves, trains again, beside a model that is moved by a checkpoint; returns rows per table."""
@@ -155,7 +155,7 @@ CASES = {
 @pytest.mark.parametrize("case", deep_but(["two nodes"], CASES))
 def test_trains_on_as_through_a_checkpoint(case: str, tmp_path: Path) -> None:
     setup, kinds, shift = CASES[case]
-    rows = run_on(setup, goes_on, kinds, shift, str(tmp_path), None)
+    rows = run_on(setup, check_goes_on, kinds, shift, str(tmp_path), None)
     assert all(sum(of_table) > 9 for of_table in zip(*rows, strict=True))
 
 
@@ -167,7 +167,7 @@ def test_any_plan_to_any_other(seed: int, tmp_path: Path) -> None:
     first, second = (tuple(drawn.choices(kinds, k=5)) for _ in range(2))
     setup = Setup(world, first, pooled, drawn.choice(OPTIMIZERS))
     names = drawn.sample(["plain", "sixteen", "brain", "counted", "drawn"], drawn.randint(1, 5))
-    run_on(setup, goes_on, second, drawn.randrange(4), str(tmp_path), names)
+    run_on(setup, check_goes_on, second, drawn.randrange(4), str(tmp_path), names)
 
 
 def stays_or_moves(setup: Setup, folder: str) -> None:
@@ -201,7 +201,7 @@ def test_what_moved_and_came_back_is_saved_as_what_stayed(tmp_path: Path) -> Non
     assert len(expected) > 30 and not differences(got, expected)
 
 
-def moves_one(setup: Setup) -> None:
+def check_moves_one(setup: Setup) -> None:
     model, stayed = new(setup), new(setup)
     for one in (model, stayed):
         train(one, setup, range(3))
@@ -220,10 +220,10 @@ def moves_one(setup: Setup) -> None:
 
 
 def test_one_of_several_tables_moves() -> None:
-    run_on(Setup(2, (TW, RW, CW, CW, RW)), moves_one)
+    run_on(Setup(2, (TW, RW, CW, CW, RW)), check_moves_one)
 
 
-def moves_empty(setup: Setup) -> None:
+def check_moves_empty(setup: Setup) -> None:
     model, other = new(setup), new(setup)
     move(model, plans(setup, (RW,)))
     assert dist.get_world_size() == 2
@@ -233,7 +233,7 @@ def moves_empty(setup: Setup) -> None:
 
 
 def test_tables_that_nobody_used_yet_move() -> None:
-    run_on(Setup(2), moves_empty)
+    run_on(Setup(2), check_moves_empty)
 
 
 def starts_as(setup: Setup, folder: str) -> list[torch.Tensor]:
@@ -262,7 +262,7 @@ def test_initializers_that_came_with_a_checkpoint_come_along(tmp_path: Path) -> 
         assert torch.allclose(steps, steps.round(), atol=1e-3)
 
 
-def sends_once(setup: Setup) -> None:
+def check_sends_once(setup: Setup) -> None:
     case, stayed = setup.case(), new(setup)
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})  # type: ignore[misc]
     sharder = dyn.DynamicEmbeddingCollectionSharder(case.fused_params, use_index_dedup=True)
@@ -275,7 +275,7 @@ def sends_once(setup: Setup) -> None:
 
 
 def test_sequences_that_are_sent_once_go_on_so() -> None:
-    run_on(Setup(2, (TW, RW, CW), pooled=False, tables=3), sends_once)
+    run_on(Setup(2, (TW, RW, CW), pooled=False, tables=3), check_sends_once)
 
 
 # What cannot move stays: on every rank, with all that it holds
@@ -298,7 +298,7 @@ def planned(model: Any) -> list[Any]:
     return [(name, one.sharding_type, one.ranks) for name, one in sorted(plan.items())]
 
 
-def bad_plans(setup: Setup) -> None:
+def check_bad_plans(setup: Setup) -> None:
     model, stayed, rank = new(setup), new(setup), dist.get_rank()
     for one in (model, stayed):
         train(one, setup, range(2))
@@ -326,7 +326,7 @@ def bad_plans(setup: Setup) -> None:
 
 
 def test_bad_plans_change_nothing() -> None:
-    run_on(SETUP, bad_plans)
+    run_on(SETUP, check_bad_plans)
 
 
 def other_optimizers(setup: Setup) -> None:
@@ -394,7 +394,7 @@ def test_what_fails_on_one_rank_leaves_all_as_they_were() -> None:
     run_on(SETUP, fails_on_the_way)
 
 
-def damaged_on_the_way(setup: Setup) -> None:
+def check_damaged_on_the_way(setup: Setup) -> None:
     model = new(setup)
     train(model, setup, range(2))
     real = chunk_exchange._bytes
@@ -410,10 +410,10 @@ def damaged_on_the_way(setup: Setup) -> None:
 
 
 def test_what_arrives_is_verified() -> None:
-    run_on(SETUP, damaged_on_the_way)
+    run_on(SETUP, check_damaged_on_the_way)
 
 
-def open_forwards(setup: Setup) -> None:
+def check_open_forwards(setup: Setup) -> None:
     model = new(setup)
     train(model, setup, range(1))
     mine = batch(setup.case(), 1, dist.get_rank(), setup.world)
@@ -441,10 +441,10 @@ def open_forwards(setup: Setup) -> None:
 
 
 def test_an_open_forward_is_refused() -> None:
-    run_on(SETUP, open_forwards)
+    run_on(SETUP, check_open_forwards)
 
 
-def of_before(setup: Setup, folder: str) -> None:
+def check_of_before(setup: Setup, folder: str) -> None:
     """A state dict and a marker of before the move are not of the tables of now."""
     model = new(setup)
     train(model, setup, range(2))
@@ -457,10 +457,10 @@ def of_before(setup: Setup, folder: str) -> None:
 
 
 def test_markers_and_state_dicts_of_before_are_refused(tmp_path: Any) -> None:
-    run_on(SETUP, of_before, str(tmp_path))
+    run_on(SETUP, check_of_before, str(tmp_path))
 
 
-def deltas_across_moves(setup: Setup, folder: str) -> None:
+def check_deltas_across_moves(setup: Setup, folder: str) -> None:
     """After a move a new marker starts the next delta; the copy may stay, or move elsewhere, in between."""
     model, copied = new(setup), new(setup)
     marker = mark(model)
@@ -482,4 +482,4 @@ def deltas_across_moves(setup: Setup, folder: str) -> None:
 
 
 def test_deltas_go_on_across_a_reshard_of_the_model_and_of_its_copy(tmp_path: Any) -> None:
-    run_on(SETUP, deltas_across_moves, str(tmp_path))
+    run_on(SETUP, check_deltas_across_moves, str(tmp_path))

@@ -85,7 +85,7 @@ def test_losses_over_two_nodes() -> None:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
 
 
-def rates() -> None:
+def check_rates() -> None:
     """A table moves to a rank that had none: a scheduler made before reaches it there."""
     run = Run((TW,), (RW,), fused_params=dict(ADAM, learning_rate=0.4))
     model = sharded_model(run)
@@ -108,7 +108,7 @@ def rates() -> None:
 
 
 def test_learning_rates_stay_and_follow_schedulers_of_before() -> None:
-    workers.run(rates, world_size=2)
+    workers.run(check_rates, world_size=2)
 
 
 def through_pipeline(run: Run, name: str, kinds: Kinds) -> tuple[list[float], list[float]]:
@@ -177,7 +177,7 @@ def test_a_pipeline_can_be_detached(kinds: Kinds, before: bool) -> None:
         assert moved == stayed
 
 
-def held_by_others() -> None:
+def check_held_by_others() -> None:
     run = Run((TW, TW), (TW,), lives=LIVES)
     model = sharded_model(run)
     pooled = model.module.pooled
@@ -211,4 +211,4 @@ def held_by_others() -> None:
 
 
 def test_what_others_hold_of_a_collection_goes_on() -> None:
-    workers.run(held_by_others, world_size=2)
+    workers.run(check_held_by_others, world_size=2)

@@ -193,7 +193,7 @@ def test_one_rank_alone_reads_a_table_over_a_group_for_gpus():
     assert workers.run(read_here, world_size=2, group_timeout=60) == [[], 1]
 
 
-def fail_to_list_ids():
+def check_fail_to_list_ids():
     table = shard_for_gpus(case_of(["row_wise"])).table("row_wise")
     broken = mock.Mock(side_effect=ValueError("expected ids of this rank, got none"))
     listed = broken if dist.get_rank() else TableShard.ids
@@ -203,7 +203,7 @@ def fail_to_list_ids():
 
 
 def test_an_error_while_ids_are_listed_is_raised_on_all_ranks():
-    workers.run(fail_to_list_ids, world_size=2, group_timeout=60)
+    workers.run(check_fail_to_list_ids, world_size=2, group_timeout=60)
 
 
 def train_processed():

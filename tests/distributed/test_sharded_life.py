@@ -92,7 +92,7 @@ def live(case: Case, steps: int) -> dict[str, dict[str, float]]:
     """Trains, edits, ages; every shard must be as its unsharded part, and so must every output."""
     with pytest.MonkeyPatch.context() as patch:
         # So the default number of counters follows the rows of these small tables.
-        patch.setattr("torchrec_dyn.life.admission_counters.LEAST_COUNTERS", 8)
+        patch.setattr("torchrec_dyn.knobs.LEAST_COUNTERS", 8)
         return live_with_few_counters(case, steps)
 
 

@@ -134,7 +134,7 @@ def test_static_and_dynamic_collections_and_dense_layer_in_one_model() -> None:
     assert by_rank[0][-1] < by_rank[0][0]
 
 
-def evaluate(case: Case) -> None:
+def check_evaluate(case: Case) -> None:
     """Evaluation reads what training wrote and changes nothing."""
     rank = dist.get_rank()
     unsharded = collection_of(case, fused_params=case.fused_params)
@@ -163,10 +163,10 @@ def evaluate(case: Case) -> None:
 )
 def test_evaluation_changes_nothing(pooled: bool, kind: str) -> None:
     tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
-    workers.run(evaluate, Case(tables, pooled=pooled), world_size=4, local_size=2)
+    workers.run(check_evaluate, Case(tables, pooled=pooled), world_size=4, local_size=2)
 
 
-def prefetch(case: Case) -> None:
+def check_prefetch(case: Case) -> None:
     """Prefetch makes the rows; the forward of the same batch then finds all ids."""
     rank = dist.get_rank()
     model = shard(case, collection_of(case))
@@ -200,7 +200,7 @@ def test_prefetch_makes_the_rows_of_the_next_forward(
 ) -> None:
     tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
     case = Case(tables, pooled=pooled, variable=variable, longest_bag=9)
-    workers.run(prefetch, case, world_size=4, local_size=2)
+    workers.run(check_prefetch, case, world_size=4, local_size=2)
 
 
 def full_table(case: Case) -> str:
@@ -234,7 +234,7 @@ def test_full_table_ends_every_rank() -> None:
     assert by_rank[0] != "no error"
 
 
-def wrong_batches(case: Case) -> None:
+def check_wrong_batches(case: Case) -> None:
     model = shard(case, collection_of(case))
     good = {"keys": ["x", "a"], "lengths": torch.tensor([1, 0, 2, 0])}
     ids = torch.tensor([1, 2, 3])
@@ -263,10 +263,10 @@ def wrong_batches(case: Case) -> None:
 def test_wrong_batch_is_refused_by_name(pooled: bool, weighted: bool) -> None:
     plan = shard_by_hand("row_wise", [([0], 0, 8)])
     case = Case([Table("t", ["a"], plan)], pooled=pooled, weighted=weighted)
-    workers.run(wrong_batches, case, world_size=1)
+    workers.run(check_wrong_batches, case, world_size=1)
 
 
-def other_dtypes(case: Case) -> None:
+def check_other_dtypes(case: Case) -> None:
     """Ids in int32 or uint64, lengths in int32, weights in float64 on one rank train as int64 and float32.
 
     So do lengths [F, B] instead of [F * B].
@@ -316,10 +316,10 @@ def other_dtypes(case: Case) -> None:
 def test_ranks_may_have_batches_of_other_dtypes(pooled: bool, weighted: bool, kind: str) -> None:
     table = Table("t", ["a", "b"], usual_plan(kind, 8, 2, 2))
     case = Case([table], pooled=pooled, weighted=weighted)
-    workers.run(other_dtypes, case, world_size=2)
+    workers.run(check_other_dtypes, case, world_size=2)
 
 
-def keys_in_another_order(case: Case) -> None:
+def check_keys_in_another_order(case: Case) -> None:
     """TorchRec reads the positions of features off the first batch; later ones may differ."""
     model = shard(case, collection_of(case)).eval()
     handles = [model.module.collection.table(name) for name in ("t0", "t1")]
@@ -334,7 +334,7 @@ def keys_in_another_order(case: Case) -> None:
         assert (out["a"][0, 0], out["b"][0, 0]) == (1.0, 2.0), keys
 
 
-def sizes_in_another_order(case: Case) -> None:
+def check_sizes_in_another_order(case: Case) -> None:
     """As above, with a size per feature: the inverse indices go by name, too."""
     model = shard(case, collection_of(case)).eval()
     ids, row = torch.tensor([7, 8]), torch.ones(8)
@@ -358,7 +358,7 @@ def sizes_in_another_order(case: Case) -> None:
         model(features)
 
 
-@pytest.mark.parametrize("of_batches", [keys_in_another_order, sizes_in_another_order])
+@pytest.mark.parametrize("of_batches", [check_keys_in_another_order, check_sizes_in_another_order])
 @pytest.mark.parametrize("pooled", [True, False])
 def test_features_may_come_in_another_order(
     pooled: bool, of_batches: Callable[[Case], None]

@@ -48,7 +48,7 @@ def one_step(model: Any) -> torch.Tensor:
     return table.lookup(IDS)[0] - before
 
 
-def precedence() -> None:
+def check_precedence() -> None:
     case = Case(ONE)
     collection = collection_of(case, fused_params={**SGD, "learning_rate": 0.125})
     torch.testing.assert_close(
@@ -75,10 +75,10 @@ def precedence() -> None:
 
 
 def test_optimizer_of_parameter_sharder_module() -> None:
-    workers.run(precedence, world_size=1)
+    workers.run(check_precedence, world_size=1)
 
 
-def default_optimizer() -> None:
+def check_default_optimizer() -> None:
     case = Case(ONE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -89,14 +89,14 @@ def default_optimizer() -> None:
 
 
 def test_default_optimizer_is_named_in_one_warning() -> None:
-    workers.run(default_optimizer, world_size=1)
+    workers.run(check_default_optimizer, world_size=1)
 
 
 def rates_of(model: Any) -> list[float]:
     return [group["lr"] for group in model.fused_optimizer.param_groups]
 
 
-def schedules() -> None:
+def check_schedules() -> None:
     case = Case([ONE[0], Table("u", ["a"], shard_by_hand("row_wise", [([0], 0, 8)]))])
     model = sharded(collection_of(case), case, SGD)
     assert isinstance(model.fused_optimizer, CombinedOptimizer)
@@ -121,10 +121,10 @@ def schedules() -> None:
 
 
 def test_learning_rate_follows_the_parameter_groups() -> None:
-    workers.run(schedules, world_size=1)
+    workers.run(check_schedules, world_size=1)
 
 
-def copies_refused() -> None:
+def check_copies_refused() -> None:
     model = sharded(collection_of(Case(ONE)), Case(ONE), SGD)
     warm = WarmupOptimizer(model.fused_optimizer, [WarmupStage()])
     for optimizer in (model.module.collection.fused_optimizer, model.fused_optimizer, warm):
@@ -138,10 +138,10 @@ def copies_refused() -> None:
 
 
 def test_an_optimizer_of_sharded_tables_is_not_copied() -> None:
-    workers.run(copies_refused, world_size=1)
+    workers.run(check_copies_refused, world_size=1)
 
 
-def rates_filled_in_place() -> None:
+def check_rates_filled_in_place() -> None:
     model = sharded(collection_of(Case(ONE)), Case(ONE), SGD)
     (group,) = model.fused_optimizer.param_groups
     group["lr"] = rate = torch.tensor(0.5)
@@ -152,7 +152,7 @@ def rates_filled_in_place() -> None:
 
 
 def test_a_learning_rate_filled_in_place_holds_from_the_next_call_on() -> None:
-    workers.run(rates_filled_in_place, world_size=1)
+    workers.run(check_rates_filled_in_place, world_size=1)
 
 
 def optimizer_keys() -> list[str]:
@@ -176,7 +176,7 @@ def test_optimizer_names_all_tables_on_every_rank() -> None:
     assert workers.run(optimizer_keys, world_size=2) == [names, names]
 
 
-def optimizer_in_backward(pooled: bool) -> None:
+def check_optimizer_in_backward(pooled: bool) -> None:
     case = Case(ONE, pooled=pooled)
     collection = collection_of(case)
     apply_optimizer_in_backward(RowWiseAdagrad, collection.parameters(), {"lr": 0.5, "eps": 1e-30})
@@ -196,10 +196,10 @@ def optimizer_in_backward(pooled: bool) -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_optimizer_applied_in_backward(pooled: bool) -> None:
-    workers.run(optimizer_in_backward, pooled, world_size=1)
+    workers.run(check_optimizer_in_backward, pooled, world_size=1)
 
 
-def frozen_table() -> None:
+def check_frozen_table() -> None:
     case = Case([ONE[0], Table("u", ["a"], ONE[0].plan)])
     collection = collection_of(case)
     collection.embedding_bags["t"].weight.requires_grad_(False)
@@ -216,7 +216,7 @@ def frozen_table() -> None:
 
 
 def test_frozen_table_is_read_only() -> None:
-    workers.run(frozen_table, world_size=1)
+    workers.run(check_frozen_table, world_size=1)
 
 
 def clamped_means() -> dict[str, float]:

@@ -56,7 +56,7 @@ def whole_rows(handle: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return rows, ranks
 
 
-def assign_and_erase(case: Case) -> None:
+def check_assign_and_erase(case: Case) -> None:
     rank = dist.get_rank()
     model = shard(case, collection_of(case)).eval()
     handle = model.module.collection.table("t0")
@@ -92,7 +92,7 @@ def assign_and_erase(case: Case) -> None:
 
 @pytest.mark.parametrize("pooled, kind", BOTH)
 def test_assign_and_erase_reach_all_shards(pooled: bool, kind: str) -> None:
-    workers.run(assign_and_erase, case_of(pooled, kind), world_size=4, local_size=2)
+    workers.run(check_assign_and_erase, case_of(pooled, kind), world_size=4, local_size=2)
 
 
 def test_assign_reaches_columns_in_any_order() -> None:
@@ -101,7 +101,7 @@ def test_assign_reaches_columns_in_any_order() -> None:
         Table("t0", ["a"], shard_by_hand("column_wise", shards)),
         Table("t1", ["b"], shard_by_hand("column_wise", shards[::-1])),
     ]
-    workers.run(assign_and_erase, Case(tables), world_size=4, local_size=2)
+    workers.run(check_assign_and_erase, Case(tables), world_size=4, local_size=2)
 
 
 def assign_badly(case: Case) -> list[str]:
@@ -115,7 +115,9 @@ def assign_badly(case: Case) -> list[str]:
         with pytest.raises(ValueError) as caught:
             handle.assign(ids, rows)
         faults.append(str(caught.value))
-    with pytest.raises(ValueError, match=r"erase\(rank=0\): expected ids \[M\], got \[2, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"erase\(rank=0\): ids: expected ids \[M\] of int64, got \[2, 2\]"
+    ):
         handle.erase(torch.zeros(2, 2, dtype=torch.int64) if rank == 0 else torch.arange(2))
     assert handle.num_rows == 0
     with pytest.raises(RuntimeError, match="at most"):
@@ -127,21 +129,26 @@ def assign_badly(case: Case) -> list[str]:
 def test_bad_assign_is_refused_on_every_rank(kind: str) -> None:
     by_rank = workers.run(assign_badly, case_of(True, kind), world_size=4, local_size=2)
     assert by_rank == [by_rank[0]] * 4
-    assert "table('t0').assign(rank=1): expected rows [3, 8], got [3, 7]." in by_rank[0][0]
-    assert "assign(rank=2): expected ids of dtype int64, got torch.int32." in by_rank[0][1]
+    assert (
+        "table('t0').assign(rank=1): rows: expected floating point rows of shape [3, 8], got [3, 7]"
+        in by_rank[0][0]
+    )
+    assert (
+        "assign(rank=2): ids: expected ids [M] of int64, got [3] of torch.int32." in by_rank[0][1]
+    )
 
 
-def unknown_table(case: Case) -> None:
+def check_unknown_table(case: Case) -> None:
     collection = shard(case, collection_of(case)).module.collection
     with pytest.raises(ValueError, match=r"expected a name among \['t0', 't1'\], got 'x'"):
         collection.table("x")
 
 
 def test_unknown_table_is_refused() -> None:
-    workers.run(unknown_table, case_of(True, "table_wise"), world_size=4, local_size=2)
+    workers.run(check_unknown_table, case_of(True, "table_wise"), world_size=4, local_size=2)
 
 
-def train_then_shard(case: Case, steps_before: int) -> None:
+def check_train_then_shard(case: Case, steps_before: int) -> None:
     """Trains unsharded, shards a copy, trains both on: they must stay the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = collection_of(case, fused_params=case.fused_params)
@@ -169,10 +176,10 @@ def train_then_shard(case: Case, steps_before: int) -> None:
 def test_rows_trained_before_are_carried_over(pooled: bool, kind: str, optimizer: str) -> None:
     fused_params = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.1}
     case = case_of(pooled, kind, fused_params=fused_params)
-    workers.run(train_then_shard, case, 2, world_size=4, local_size=2)
+    workers.run(check_train_then_shard, case, 2, world_size=4, local_size=2)
 
 
-def shard_for_another_optimizer(case: Case) -> None:
+def check_shard_for_another_optimizer(case: Case) -> None:
     trained = collection_of(case, fused_params={"optimizer": EmbOptimType.ADAM})
     _, together = batches(case, 0)
     outputs = list(outputs_by_name(case, trained(together)).values())
@@ -182,7 +189,7 @@ def shard_for_another_optimizer(case: Case) -> None:
 
 def test_rows_are_carried_over_to_another_optimizer() -> None:
     case = case_of(True, "grid_shard", fused_params=FUSED_PARAMS)
-    workers.run(shard_for_another_optimizer, case, world_size=4, local_size=2)
+    workers.run(check_shard_for_another_optimizer, case, world_size=4, local_size=2)
 
 
 def test_a_rank_without_a_shard_reads_no_rows_that_were_trained_before() -> None:
@@ -194,7 +201,7 @@ def test_a_rank_without_a_shard_reads_no_rows_that_were_trained_before() -> None
         local_shards.copy_trained_rows(trained, elsewhere)
 
 
-def state_dict_round_trip(case: Case) -> None:
+def check_state_dict_round_trip(case: Case) -> None:
     """What a model's own state dict says of it, nothing of which is missing or unknown when it comes back."""
     sharded = shard(case, collection_of(case))
     for _ in range(2):
@@ -209,4 +216,4 @@ def test_a_model_loads_its_own_state_dict(pooled: bool) -> None:
         # Uneven columns, with which TorchRec 1.8.0 cannot load its own state dict.
         uneven = [([0], 0, 5), ([1], 5, 3)]
         case.tables[0].plan = shard_by_hand("column_wise", uneven)
-    workers.run(state_dict_round_trip, case, world_size=4, local_size=2)
+    workers.run(check_state_dict_round_trip, case, world_size=4, local_size=2)

@@ -59,7 +59,7 @@ class Batches:
         assert self.shards and {shard.stats()["step"] for shard in self.shards} == {steps}
 
 
-def one_batch_after_the_other(case: Case, form: str) -> None:
+def check_one_batch_after_the_other(case: Case, form: str) -> None:
     one = Batches(case, form)
     ctx, arrived = one.sent(0)
     one.module.prefetch(arrived, None, ctx)
@@ -114,7 +114,7 @@ CASES = {
     "name, form", [("pooled", ""), ("processed", "collection"), ("sequences", "")]
 )
 def test_a_step_is_taken_once_and_used_by_its_batch(name: str, form: str) -> None:
-    workers.run(one_batch_after_the_other, CASES[name], form, world_size=2)
+    workers.run(check_one_batch_after_the_other, CASES[name], form, world_size=2)
 
 
 ALONE, BESIDE = shard_by_hand("column_wise", [([0], 0, 8)]), usual_plan("column_wise", 8, 2, 2)
@@ -247,7 +247,7 @@ def test_contexts_record_their_tensors(name: str, variable: bool) -> None:
         assert expected <= {*parts}
 
 
-def fail_between(case: Case) -> None:
+def check_fail_between(case: Case) -> None:
     one = Batches(case, "")
     kernel = one.collection._lookups[0]._emb_modules[0]
     with prefetched_steps():
@@ -270,4 +270,4 @@ def fail(*arguments: Any) -> None:
 
 
 def test_a_step_of_a_forward_that_failed_is_not_used() -> None:
-    workers.run(fail_between, CASES["pooled"], world_size=2)
+    workers.run(check_fail_between, CASES["pooled"], world_size=2)

@@ -95,7 +95,7 @@ def write_without_option(case: Case) -> str:
     return str(caught.value)
 
 
-def evaluate(case: Case) -> None:
+def check_evaluate(case: Case) -> None:
     """The rows of a rank are its own: sharing the memory of parameters must not replace them."""
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
     trained = shard(case, collection_of(case))
@@ -130,10 +130,10 @@ def evaluate(case: Case) -> None:
 @pytest.mark.skipif(not hasattr(model_parallel, "HybridEvalDMP"), reason="TorchRec has none")
 @pytest.mark.parametrize("pooled", [True, False])
 def test_hybrid_evaluation_on_the_cpu_reads_the_rows(pooled: bool) -> None:
-    workers.run(evaluate, Case(three_tables(SEQUENCE, 2, 2), pooled=pooled), world_size=2)
+    workers.run(check_evaluate, Case(three_tables(SEQUENCE, 2, 2), pooled=pooled), world_size=2)
 
 
-def stage_by_stage(case: Case) -> None:
+def check_stage_by_stage(case: Case) -> None:
     collection = shard(case, collection_of(case)).module.collection
     batch = batches(case, 0)[0][dist.get_rank()]
     expected = outputs_by_name(case, collection(batch))
@@ -153,7 +153,7 @@ def test_stages_may_be_called_one_by_one(pooled: bool) -> None:
     tables = three_tables(SEQUENCE, 2, 2)
     for table in tables if pooled else ():
         table.pooling = "MEAN"  # divided after the output dist
-    workers.run(stage_by_stage, Case(tables, pooled=pooled), world_size=2)
+    workers.run(check_stage_by_stage, Case(tables, pooled=pooled), world_size=2)
 
 
 def communicate_by_priority(case: Case, ours: bool) -> str:

@@ -12,7 +12,7 @@ from mock_device import MockDevice
 from oracle import EXTREME_IDS
 from table_cases import CROWDED_IDS, ids_of
 
-from torchrec_dyn.storage import change_log
+from torchrec_dyn import knobs
 
 LIMIT = 8
 POOL = [*EXTREME_IDS[:4], *range(3, 14), *CROWDED_IDS[:4]]
@@ -66,7 +66,7 @@ def check_twins(twins, program):
     program=st.lists(calls, max_size=20),
 )
 def test_the_same_calls_give_the_same_tables(lives, program):
-    few = mock.patch.object(change_log, "_LEAST_UNSIFTED", 2)  # the log is sifted at some calls
+    few = mock.patch.object(knobs, "LEAST_UNSIFTED_IDS", 2)  # the log is sifted at some calls
     with few, MockDevice() as device:
         check_twins(DeviceTwins(device, *lives, limit=LIMIT), program)
 

@@ -276,7 +276,7 @@ def check_lives(lives, share: int) -> None:
     few = settings(settings.default, max_examples=examples, stateful_step_count=30)
     with pytest.MonkeyPatch.context() as patch:
         # So the default number of counters follows the rows: 2, 4 and 5, for 0, 1 and more rows.
-        patch.setattr("torchrec_dyn.life.admission_counters.LEAST_COUNTERS", 2)
+        patch.setattr("torchrec_dyn.knobs.LEAST_COUNTERS", 2)
         run_state_machine_as_test(machine, settings=few)
 
 

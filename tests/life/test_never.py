@@ -90,7 +90,7 @@ def test_an_id_that_left_does_not_come_back():
 def test_prefetch_inserts_nothing():
     collection = make()
     read(collection, 1)
-    (group,) = (one.tables for one in collection._lookup._current_groups())
+    (group,) = (one.tables for one in collection.unsharded_lookup._current_groups())
     group.prefetch(ids_of(1, 2), torch.tensor([0, 1, 2]))
     assert collection.table("t").num_rows == 0
 

@@ -55,15 +55,7 @@ class Twins:
             self.groups.append(make_group(*tables, pooling=pooling))
 
     def forward(self, lists, *, training=True, weighted=False, counted=True, sizes=None):
-        """Looks up bags of each table in both groups. Returns their outputs and what the device has noted.
-
-        Args:
-            lists: for each table its bags, lists of numbers.
-            training: as of the group.
-            weighted: True for weights of the ids.
-            counted: True if the host knows the counts of the batch.
-            sizes: batch sizes, [T][ranks].
-        """
+        """Looks up bags of each table in both groups. Returns their outputs and what the device has noted."""
         ids = ids_of(*(number for bags in lists for bag in bags for number in bag))
         lengths = torch.tensor([[len(bag) for bag in bags] for bags in lists])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
@@ -136,7 +128,8 @@ def test_a_step_of_new_ids_pools_their_bags_again_when_they_have_rows(device, po
     early = "gather_pool" if options.get("counted", True) else "pool_into_"
     if device.is_mock:
         assert order[:5] == ["lookup", early, "wait", "collect_new", "wait"]
-        assert order[-3:] == ["insert", "fill_new_", "pool_into_"] and order.count("wait") == 2
+        assert {*order[-3:-1]} == {"insert", "fill_new_"} and order[-1] == "pool_into_"
+        assert order.count("wait") == 2
         assert not POOLS & {*order[5:-1]}
     twins.compare()
 

@@ -251,7 +251,7 @@ def test_prefetch_passes_frozen_tables_over(lives):
     ebc = make(FEATURES, LIVES[lives])
     ebc.table("u").freeze()
     ebc.table("v").freeze()
-    (group,) = (one.tables for one in ebc._lookup._current_groups())
+    (group,) = (one.tables for one in ebc.unsharded_lookup._current_groups())
     ids, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 1, 2, 3, 5])
     group.prefetch(ids, offsets)
     rows = [ebc.table(name).num_rows for name in FEATURES]
@@ -259,11 +259,11 @@ def test_prefetch_passes_frozen_tables_over(lives):
     ebc.table("t").freeze()
     ebc.table("v").unfreeze()
     ebc.local_tables()
-    group = ebc._lookup._current_groups()[0].tables
+    group = ebc.unsharded_lookup._current_groups()[0].tables
     group.prefetch(ids, offsets)
     assert ebc.table("v").num_rows == inserted["v"]
     ebc.table("v").freeze()
-    ebc._lookup._current_groups()
+    ebc.unsharded_lookup._current_groups()
     group.prefetch(ids + 10, offsets)
     assert [ebc.table(name).num_rows for name in FEATURES] == [rows[0], 0, ebc.table("v").num_rows]
 

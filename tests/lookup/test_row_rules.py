@@ -357,7 +357,7 @@ def saved_with_a_rule(setup: Setup, folder: str) -> None:
     save(model, folder)
 
 
-def refused_at_load(setup: Setup, folder: str) -> None:
+def check_refused_at_load(setup: Setup, folder: str) -> None:
     with pytest.raises(ValueError, match="got that of lion with momentum"):
         load(new(setup), folder)
 
@@ -367,5 +367,7 @@ def test_a_distributed_load_with_another_rule_is_refused(tmp_path: Any, wrong: s
     setup = Setup(2, ("row_wise",), optimizer="lion", tables=1)
     run_on(setup, saved_with_a_rule, str(tmp_path / "saved"))
     run_on(
-        Setup(2, ("row_wise",), optimizer=wrong, tables=1), refused_at_load, str(tmp_path / "saved")
+        Setup(2, ("row_wise",), optimizer=wrong, tables=1),
+        check_refused_at_load,
+        str(tmp_path / "saved"),
     )

@@ -1,30 +1,21 @@
 """Real signals, and exceptions from other threads, at random moments: nothing is lost."""
 
 import inspect
-import os
 import random
-import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from garbage import keep_what_exists
 from interrupt_cases import (
     LIVES,
     Training,
-    batch_of,
     check_whole,
     contents,
     is_same,
     make_tables,
 )
 from real_interrupts import INTERRUPTS, at_alarm
-from torchrec import EmbeddingBagConfig
-
-import torchrec_dyn as dyn
-from torchrec_dyn.lookup import training_step
 
 
 def for_a_time(seconds, deep=10.0):
@@ -67,21 +58,6 @@ class Moments:
         self.longest *= 1.05 if was_in_time else 0.8
 
 
-class Growing(Training):
-    """A table whose map is large and grows bit by bit, in most steps."""
-
-    def __init__(self):
-        super().__init__(LIVES["plain"][:1])
-
-    def empty(self):
-        config = EmbeddingBagConfig(10**6, 2, "t0", feature_names=["f0"])
-        return dyn.DynamicEmbeddingBagCollection([config], fused_params={"optimizer": "EXACT_SGD"})
-
-    def batch(self, step):
-        first = 40_000 + 400 * step
-        return batch_of(range(first - 400 if step else 0, first))
-
-
 TRAININGS = {
     "plain": lambda: Training(LIVES["plain"]),
     "all": lambda: Training(LIVES["all"]),
@@ -117,14 +93,7 @@ class Twins:
         self.before = contents(self.twin)
 
     def take_step(self, take):
-        """Takes a step with both; compares what the interrupted step has changed.
-
-        Args:
-            take: function that takes a step of the first collection by a function, and interrupts it.
-
-        Returns:
-            The stage at which the interrupted step ended.
-        """
+        """Takes a step with both; compares what the interrupted step has changed."""
         training = self.training
         take(lambda: training.step(self.model, self.step))
         check_whole(self.model)
@@ -158,69 +127,6 @@ def test_a_step(life, seconds):
     for moment in moments:
         seen.append(twins.take_step(lambda step, at=moment: moments.interrupt(step, at)))
     assert seen
-
-
-@for_a_time(0.8)
-def test_a_map_that_grows(seconds):
-    moments, twins, seen = Moments(1, seconds), Twins(Growing()), []
-    for moment in moments:
-        seen.append(twins.take_step(lambda step, at=moment: moments.interrupt(step, at)))
-    assert seen
-
-
-@for_a_time(0.5)
-def test_a_step_in_a_thread_to_which_another_thread_sends_an_exception(seconds):
-    moments, twins, seen = Moments(2, seconds), Twins(TRAININGS["all"]()), []
-
-    def train():
-        for moment in moments:
-            seen.append(
-                twins.take_step(lambda step, at=moment: moments.interrupt(step, at, "thread"))
-            )
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(train).result()
-    assert seen
-
-
-@for_a_time(0.6)
-def test_reading_changes_nothing(seconds):
-    moments, training = Moments(3, seconds), TRAININGS["all"]()
-    model = training.after(4)
-    before = contents(model)
-    reads = [
-        lambda: training.save(model),
-        lambda: model.eval()(training.batch(4)),
-        lambda: [model.table("t0").lookup(torch.arange(50)), model.table("t1").ids()],
-    ]
-    for moment in moments:
-        moments.interrupt(moments.dice.choice(reads), moment)
-        model.train()
-        check_whole(model)
-        assert same(contents(model), before)
-
-
-@for_a_time(0.6)
-def test_a_load(seconds):
-    moments, training = Moments(4, seconds), TRAININGS["all"]()
-    source = training.after(4)
-    saved, loaded = training.save(source), contents(source)
-    former = contents(training.after(2))
-    for moment in moments:
-        model = training.after(2)
-        kind = moments.dice.choice(list(INTERRUPTS))
-        moments.interrupt(lambda model=model: training.load(model, *saved), moment, kind)
-        is_torn = bool(model.unsharded_lookup.lock.torn)
-        assert kind in ("thread", "MemoryError", "RecursionError") or not is_torn
-        now = {} if is_torn else contents(model)
-        for name, (state, _) in now.items():
-            rows = [torch.equal(state["weight"], of[name][0]["weight"]) for of in (former, loaded)]
-            ids = [torch.equal(state["ids"], of[name][0]["ids"]) for of in (former, loaded)]
-            assert rows == ids and any(ids)
-        training.load(model, *saved)
-        check_whole(model)
-        now = contents(model)
-        assert all(is_same((now[name][0], {}), (loaded[name][0], {})) for name in loaded)
 
 
 @for_a_time(0.6)
@@ -276,35 +182,3 @@ def test_a_stack_that_ends_at_any_depth():
         if depth not in failed[-2:]:
             break
     assert failed and depth < 159
-
-
-def test_a_fork_by_a_handler_in_the_middle_of_a_change(monkeypatch):
-    """Both processes end the change; until then, both get an error if they call a table."""
-    training = TRAININGS["all"]()
-    model, twin = training.after(8), training.after(8)
-    wanted = training.forward(twin, 8)
-    results, run_to_end = [], training_step.run_to_end
-
-    def fork(again):
-        if again:
-            return
-        results.append(os.fork())
-        if not results[0]:
-            signal.alarm(20)  # a child that waits for a lock ends here
-        with pytest.raises(RuntimeError, match="expected tables between two changes"):
-            model.table("t0").ids()
-
-    def and_fork(*actions):
-        run_to_end(*actions[:2], fork, *actions[2:])
-
-    monkeypatch.setattr(training_step, "run_to_end", and_fork)
-    is_whole = False
-    try:
-        is_whole = torch.equal(training.forward(model, 8), wanted)
-        check_whole(model)
-        is_whole = is_whole and same(contents(model), contents(twin))
-    finally:
-        if 0 in results:
-            os._exit(0 if is_whole else 1)
-    assert is_whole
-    assert os.waitstatus_to_exitcode(os.waitpid(results[0], 0)[1]) == 0

@@ -317,7 +317,7 @@ def sharded_by(types: list[str]) -> Callable[[Any], nn.Module]:
     return shard
 
 
-def train_twice_on_one_rank(kinds: list[str], types: list[str], folder: Path) -> None:
+def check_train_twice_on_one_rank(kinds: list[str], types: list[str], folder: Path) -> None:
     for kind in kinds:
         runs = fresh, spoilt = run_twice(*KINDS[kind], sharded_by(types))
         train_twice(runs, range(2))
@@ -335,7 +335,7 @@ def test_one_rank_whose_dists_return_the_tensors_of_the_caller(types, tmp_path):
     kinds = ["pooled", "offsets", "float16", "policies", "deferred", "deferred, float16", "rule"]
     if types in PLANS[:2]:
         kinds += ["sequences", "deferred sequences"]
-    workers.run(train_twice_on_one_rank, kinds, types, tmp_path, world_size=1)
+    workers.run(check_train_twice_on_one_rank, kinds, types, tmp_path, world_size=1)
 
 
 @pytest.mark.parametrize("defers", [False, True])

@@ -17,7 +17,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
-from torchrec_dyn.migration import static_rows
+from torchrec_dyn import knobs
 from torchrec_dyn.migration.trained_collections import from_static
 
 RULE = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
@@ -25,7 +25,7 @@ RULE = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_rows, "CHUNK_BYTES", 5 * 4 * 8)  # rows 0 to 4, 5 to 9, ...
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)  # rows 0 to 4, 5 to 9, ...
 
 
 def wrapped(static: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> KeyedOptimizer:

@@ -33,11 +33,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.migration import static_rows
 from torchrec_dyn.migration.static_checkpoint import load_static
 from torchrec_dyn.migration.trained_collections import from_static
-from torchrec_dyn.table import TableShard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -132,7 +131,7 @@ def contents(one: Any, table: str) -> tuple[Any, list[tuple[int, int, dict[str, 
 
 
 def load(case: Case, folder: str) -> dict[str, Any]:
-    static_rows.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
+    knobs.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
     one = shard(case, collection_of(case)).module.collection
     # What was there goes.
     dyn.assign_rows(one, "t0", torch.tensor([5, -7]), torch.ones(2, 8))
@@ -208,7 +207,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, optimizer: str) -> None:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_rows, "CHUNK_BYTES", 5 * 4 * 8)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)
 
 
 def trained(kind: str) -> tuple[Any, Any]:
@@ -275,27 +274,6 @@ def test_deltas_go_on_across_a_load(tmp_path: Path) -> None:
     export_delta(made, tmp_path / "delta", before)
     apply_delta(follower, tmp_path / "delta")
     assert_same(state_of(follower), state_of(made))
-
-
-def test_a_log_that_may_have_noted_an_undone_load_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that stay would be taken for new ones, so a later delta would not tell that they are removed."""
-    made = dynamic("EXACT_SGD")
-    made.table("b").assign(torch.tensor([1, -9]), torch.ones(2, 4))
-    before, noted = mark(made), TableShard.note_replaced
-
-    def fail_on_b(one: TableShard, id_map: Any) -> None:
-        noted(one, id_map)
-        if one.name == "b":
-            raise MemoryError
-
-    monkeypatch.setattr(TableShard, "note_replaced", fail_on_b)
-    with pytest.raises(MemoryError):
-        load_static(made, save(tmp_path / "c", *trained("EXACT_SGD")))
-    assert made.table("b").ids().tolist() == [1, -9]
-    with pytest.raises(ValueError, match="expected a marker"):
-        export_delta(made, tmp_path / "delta", before)
 
 
 def test_copies_of_a_model_and_collections_of_one_name(tmp_path: Path) -> None:

@@ -246,5 +246,5 @@ def test_tables_that_are_dynamic_already() -> None:
             ValueError, match=r"got one whose tables \['.*'\] are dynamic already. Call"
         ):
             dyn.make_dynamic(model, tables)
-    with pytest.raises(ValueError, match=r"make_dynamic.tables: expected names among \[.*got none"):
+    with pytest.raises(ValueError, match=r"make_dynamic.tables: expected names among \[.*got \[\]"):
         dyn.make_dynamic(Model(), [])

@@ -13,9 +13,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.optim import Adagrad, Adam
-from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
 
@@ -109,63 +107,6 @@ def test_a_copied_scheduler_sets_the_rates_of_the_copy(
     assert {one.learning_rate for one in tables} == {group["lr"] for group in groups}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("has_two_rules", [False, True])
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_copied_wrapper_of_torchrec(
-    monkeypatch: pytest.MonkeyPatch,
-    way: Callable[[Model], Model],
-    has_two_rules: bool,
-    clips: bool,
-) -> None:
-    model = Model(has_two_rules)
-    stages = [WarmupStage(WarmupPolicy.LINEAR, max_iters=10, value=0.1)]
-    wrapped = model.rows_optimizer
-    if clips:
-        wrapped = GradientClippingOptimizer(wrapped, GradientClipping.NONE)
-    model.optimizer = WarmupOptimizer(wrapped, stages, lr=1.0)
-    model.train_step()
-    with monkeypatch.context() as patch:
-        # A copy of any such wrapper replaces `step` of the class, by one that fails for the others.
-        for wrapper in (WarmupOptimizer, GradientClippingOptimizer):
-            patch.setattr(wrapper, "step", wrapper.step)
-        copied = way(model)
-    copied.train_step()
-    for one, steps in ((model, 1), (copied, 2)):
-        assert [group["lr"] for group in one.ebc.fused_optimizer.param_groups] == pytest.approx(
-            [0.1 + 0.9 * steps / 10] * (1 + has_two_rules)
-        )
-        outer, rows = one.optimizer, one.rows_optimizer
-        assert int(outer.state[outer._warmup_param]["warmup"][0]) == steps
-        for name in "tu":
-            key, weight = f"embedding_bags.{name}.weight", one.ebc.embedding_bags[name].weight
-            assert outer.params[key] is weight and rows.params[key] is weight
-            assert outer.state[weight] is rows.state[weight]
-        groups = outer.param_groups, rows.param_groups
-        assert all(mine is other for mine, other in zip(*groups, strict=True))
-        # What TorchRec adds to the wrapper's dicts is saved by the optimizer, if it has dicts of its own.
-        for mine, other in ((outer.state, rows.state), (outer.params, rows.params), groups):
-            assert (mine is other) is not has_two_rules
-    # The copy saves and loads what is its own, and trains as the original does.
-    rows, kept = model.ebc.state_dict(), model.optimizer.state_dict()
-    model.train_step()
-    assert torch.equal(model.rows(), copied.rows())
-    trained = copy.deepcopy(copied.optimizer.state_dict())
-    copied.ebc.load_state_dict(rows)
-    copied.optimizer.load_state_dict(kept)
-    loaded, expected = copied.optimizer.state_dict()["state"], model.optimizer.state_dict()["state"]
-    for name in "tu":
-        key, moment = f"embedding_bags.{name}.weight", f"{name}.momentum1"
-        assert torch.equal(loaded[key][moment], kept["state"][key][moment])
-        assert torch.equal(trained["state"][key][moment], expected[key][moment])
-        assert not torch.equal(loaded[key][moment], expected[key][moment])
-    copied.ebc.load_state_dict(model.ebc.state_dict())
-    for one in (model, copied):
-        one.optimizer.load_state_dict(trained)
-        one.train_step()
-    assert torch.equal(model.rows(), copied.rows())
-
-
 def test_an_optimizer_alone_brings_its_tables() -> None:
     model = Model()
     model.train_step()
@@ -174,21 +115,6 @@ def test_an_optimizer_alone_brings_its_tables() -> None:
     alone = copy.deepcopy(model.rows_optimizer)
     kept: dict[str, Any] = alone.state_dict()["state"]["embedding_bags.t.weight"]
     assert kept["t.momentum1"].shape == (3, 4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_copy_has_none_of_the_tensors_that_a_save_has_exported(
-    way: Callable[[Model], Model],
-) -> None:
-    def first_entry(one: Model) -> Any:
-        return next(iter(one.rows_optimizer.state[one.ebc.embedding_bags["t"].weight].values()))
-
-    model = Model()
-    model.train_step()
-    first_entry(
-        model
-    ).state_dict()  # and no other: the save was interrupted, or goes on in a thread
-    assert first_entry(model)._made and not first_entry(way(model))._made
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])

@@ -184,7 +184,7 @@ def test_a_model_outlives_the_mode_of_its_first_calls(mode: str, tmp_path: Path)
     check_twins(mode, cases, False, str(tmp_path))
 
 
-def train_sharded(folder: str) -> None:
+def check_train_sharded(folder: str) -> None:
     cases = [case_of(POOLED, dyn.Lion(), False), case_of(SEQUENCE, "ADAM", True, pooled=False)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -194,9 +194,10 @@ def train_sharded(folder: str) -> None:
 
 
 def test_a_sharded_model_outlives_the_mode_of_its_first_calls(tmp_path: Path) -> None:
-    workers.run(train_sharded, str(tmp_path), world_size=1, timeout=120)
+    workers.run(check_train_sharded, str(tmp_path), world_size=1, timeout=120)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("mode", [*sorted(MODES.keys() - {"inference"}), "cuda"])
 def test_tables_on_a_gpu_outlive_the_mode_of_their_first_calls(mode: str) -> None:
     """Not inference mode, which the mock device does not know."""

@@ -205,7 +205,7 @@ def test_loading_reports_what_does_not_fit_and_changes_nothing() -> None:
     ]
     assert torch.equal(output(ebc), before)
     other = pooled()
-    with pytest.raises(ValueError, match="Load the state dict of the module before"):
+    with pytest.raises(ValueError, match="Load it with the state dict of the module"):
         other.fused_optimizer.load_state_dict(ebc.fused_optimizer.state_dict())
 
 

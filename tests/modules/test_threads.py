@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from itertools import count
 
@@ -28,8 +27,6 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import mark
-from torchrec_dyn.modules import feature_ids
-from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
 
 SECONDS = 0.7
 
@@ -138,43 +135,6 @@ def test_two_threads_train_one_module():
     assert bool(found.all()) and handle.num_rows == len(rows)
     assert rows[HOT].eq(-done).all() and rows[1:].eq(-1).all()
     assert handle.stats()["step"] == done and handle.stats()["withheld"] == 0
-
-
-def test_a_reader_of_batches_keeps_keys_and_positions_together(monkeypatch):
-    """A batch with another order of features, read while the first is checked, changes nothing."""
-    reader = FeatureReader([["a"], ["b"]], False, ["here"] * 2)
-
-    def read(order):
-        return reader(KeyedJaggedTensor(list(order), torch.arange(2), lengths=torch.ones(2).long()))
-
-    def checked(features, *args):
-        if features.keys() == ["a", "b"]:
-            read("ba")
-        return checked_features(features, *args)
-
-    monkeypatch.setattr(feature_ids, "checked_features", checked)
-    assert read("ab").ids.tolist() == [0, 1]
-    assert read("ba").ids.tolist() == [1, 0]
-
-
-def test_two_threads_make_the_groups_once(monkeypatch):
-    model = collection()
-    lookup, made = model.unsharded_lookup, []
-    start, group_tables = threading.Barrier(2), lookup._group_tables
-
-    def groups(state):
-        made.append(state)
-        time.sleep(0.05)  # the other thread waits for the lock
-        return group_tables(state)
-
-    def first_step(_):
-        start.wait()
-        model(batch(ids_of_step(0))).values().sum().backward()
-
-    monkeypatch.setattr(lookup, "_group_tables", groups)
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(first_step, range(2)))
-    assert len(made) == 1 and model.table("t").stats()["step"] == 2
 
 
 def test_two_threads_make_the_rows_and_read_other_orders_of_features():

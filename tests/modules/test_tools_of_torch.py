@@ -269,7 +269,7 @@ def test_a_forward_from_a_hook_in_a_checkpointed_backward(how: str) -> None:
     models[1].check(models[0].row(), 2)
 
 
-def convert_a_sharded_model() -> None:
+def check_convert_a_sharded_model() -> None:
     def sharded(**options: Any) -> Any:
         sharders = [dyn.DynamicEmbeddingBagCollectionSharder({**SGD, **options})]
         return DistributedModelParallel(
@@ -298,4 +298,4 @@ def convert_a_sharded_model() -> None:
 
 
 def test_a_sharded_model_is_not_converted_nor_copied() -> None:
-    workers.run(convert_a_sharded_model, world_size=1)
+    workers.run(check_convert_a_sharded_model, world_size=1)

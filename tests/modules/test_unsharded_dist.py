@@ -109,7 +109,7 @@ REFUSED = (
 )
 
 
-def refuse() -> None:
+def check_refuse() -> None:
     for wrap in WRAPPED:
         with pytest.raises(ValueError, match=REFUSED):
             wrap()
@@ -125,10 +125,10 @@ def refuse() -> None:
 
 
 def test_a_wrapper_of_several_ranks_or_its_first_training_forward_is_an_error() -> None:
-    workers.run(refuse, world_size=2)
+    workers.run(check_refuse, world_size=2)
 
 
-def refuse_to_be_static() -> None:
+def check_refuse_to_be_static() -> None:
     message = (
         r"^DynamicEmbeddingBagCollection\(tables=\['t'\]\): expected a sharder of torchrec_dyn, got "
         r"TorchRec's, .* Pass sharders=torchrec_dyn.default_sharders\(\) .*\.$"
@@ -146,7 +146,7 @@ def refuse_to_be_static() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_made_static_by_torchrecs_sharders_is_an_error(world_size: int) -> None:
-    workers.run(refuse_to_be_static, world_size=world_size)
+    workers.run(check_refuse_to_be_static, world_size=world_size)
 
 
 def train_local_copies() -> tuple[list[int], torch.Tensor]:
@@ -183,7 +183,7 @@ def assert_trains_alike(wrapped: nn.Module, twin: nn.Module) -> None:
     assert torch.equal(wrapped.eval()(batch(5, 6, 7)), twin.eval()(batch(5, 6, 7)))
 
 
-def train_on_one_rank(wrap: str) -> None:
+def check_train_on_one_rank(wrap: str) -> None:
     torch.manual_seed(0)
     model = Model()
     model.over.register_buffer("kept", torch.ones(1))
@@ -211,10 +211,10 @@ ON_ONE_RANK: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("wrap", ON_ONE_RANK)
 def test_wrapped_on_one_rank_trains_as_without(wrap: str) -> None:
-    workers.run(train_on_one_rank, wrap, world_size=1)
+    workers.run(check_train_on_one_rank, wrap, world_size=1)
 
 
-def train_under_dmp() -> None:
+def check_train_under_dmp() -> None:
     torch.manual_seed(0)
     model = Model()
     model.sparse[0].table("t").assign(torch.tensor([5]), torch.ones(1, 4))
@@ -229,7 +229,7 @@ def train_under_dmp() -> None:
 
 
 def test_dmp_without_a_sharder_leaves_the_collection_as_it_is() -> None:
-    workers.run(train_under_dmp, world_size=1)
+    workers.run(check_train_under_dmp, world_size=1)
 
 
 def count_parameters_compiled() -> int:

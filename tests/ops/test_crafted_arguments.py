@@ -8,8 +8,6 @@ import pytest
 import torch
 from another_process import call
 from device_ops import DESCRIPTIONS
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from op_samples import (
     I64,
     SAMPLES,
@@ -344,32 +342,6 @@ def test_values_out_of_range_change_nothing(op):
     for of, change, rule in WRONG:
         if of == op:
             check_refuses(op, {**SAMPLES[op][0](), **change}, rule)
-
-
-wild = st.sampled_from(
-    [-(2**63), -(2**62), -2, -1, 0, 1, 2, 3, 4, 5, 2**31, 2**32, 2**62, 2**63 - 1]
-)
-
-
-@pytest.mark.usefixtures("device")
-@settings(max_examples=100)
-@given(
-    which=st.sampled_from(["gather_pool", "bag_weights_grad", "update_rows_"]),
-    name=st.sampled_from(["rows", "offsets", "layout", "segments"]),
-    place=st.integers(0, 9),
-    number=wild,
-    second=st.tuples(st.integers(0, 9), wild),
-)
-def test_wild_numbers_never_crash(which, name, place, number, second):
-    """With two numbers of a layout replaced an op returns a result or an error with the expected values."""
-    sample = SAMPLES[which][0]()
-    flat = sample[name] = sample[name].clone()
-    flat.view(-1)[place % flat.numel()] = number
-    flat.view(-1)[second[0] % flat.numel()] = second[1]
-    try:
-        getattr(ops, which)(**sample)
-    except RuntimeError as error:
-        assert re.search(f"{which}: expected .+, got .+", str(error))
 
 
 # Segments

@@ -15,14 +15,12 @@ from oracle import (
     home_slot,
     ids_at_home,
     mix64,
-    probe_lengths,
     signed,
     unmix64,
     unmixed,
 )
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.id_map import canonical_order as order_of
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -96,51 +94,3 @@ def test_canonical_order_is_unsigned_order_of_mixed_ids():
     got = tensor(ids)[order_of(tensor(ids))].tolist()
     assert got == canonical_order(ids)
     assert got[-1] == unmix64(2**64 - 1)
-
-
-def check_spread(slots, key=0):
-    """Asserts that ids are no further from home than random ids at this load of 0.75.
-
-    Measured for random ids: 3.3 slots, 1.27 lines; 13 of 100 ids are after their home line.
-    """
-    lengths = tensor(probe_lengths(slots, key))
-    lengths = lengths[lengths > 0]
-    assert ops.probe_lengths(slots, 1, key).tolist() == [len(lengths), lengths.sum(), lengths.max()]
-    with pytest.raises(RuntimeError, match="probe_lengths: expected every >= 1, got 0"):
-        ops.probe_lengths(slots, 0)
-    lines = (lengths + 3) // 4
-    assert lengths.double().mean() < 3.6
-    assert lines.double().mean() < 1.35
-    assert (lines > 1).double().mean() < 0.15
-    assert lengths.max() < 200
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize("rank", [0, 3, 7])
-def test_ids_of_one_owner_spread_over_its_map(rank):
-    """Routing and home slots share no bits: each of 8 owners has an eighth of the range of mixed ids."""
-    ids, owned = 40_000, (2**64 - 1) // 8
-    draw = random.Random(rank)
-    mixed = {rank * owned + draw.randrange(owned) for _ in range(ids)}
-    # Also a dense run of mixed ids.
-    mixed |= {rank * owned + k for k in range(7_000)}
-    capacity = (int(len(mixed) / 0.75) // 4 + 1) * 4
-    slots = ops.new_slots(torch.empty(0, 2, dtype=torch.int64), capacity)
-    numbers = unmixed(tensor([signed(word) for word in mixed]))
-    everyone = torch.arange(len(mixed))
-    ops.insert(numbers, everyone, tensor([0, len(mixed)]), [slots], tensor([-1]))
-    check_spread(slots)
-    secret = ops.new_slots(slots, capacity)
-    ops.insert(numbers, everyone, tensor([0, len(mixed)]), [secret], tensor([[-1, 77]]))
-    check_spread(secret, 77)
-
-
-@pytest.mark.everyday(3)
-@pytest.mark.parametrize("stride", [1, 8, 1 << 20, 1 << 40])
-def test_patterned_ids_spread(stride):
-    ids = tensor([signed(k * stride % 2**64) for k in range(20_000)])
-    ids = torch.unique(ids)
-    id_map = IdMap()
-    id_map.reserve(ids.numel())
-    ops.insert(ids, torch.arange(ids.numel()), tensor([0, ids.numel()]), *id_map.arrays())
-    check_spread(id_map.slots, id_map.key)

@@ -2,19 +2,16 @@
 
 import os
 import resource
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from another_process import call, run_program
+from another_process import call
 from table_cases import ids_of
 
 from torchrec_dyn import ops
 
-SUPPORT = Path(__file__).parents[1] / "support"
 MIB = 1 << 20
 COLUMNS = 1 << 26  # a row of float32 is 256 MiB
 
@@ -136,30 +133,3 @@ def resident_growth_of_a_wide_table_without_ids():
 @linux
 def test_a_wide_table_without_ids_takes_no_memory():
     assert call(resident_growth_of_a_wide_table_without_ids) < 100 << 10  # KiB; the row is 4 GiB
-
-
-@pytest.fixture
-def failing_memory(tmp_path, monkeypatch):
-    """Preloads the library of failing_memory.cpp into programs."""
-    library = tmp_path / "failing_memory.so"
-    source = SUPPORT / "failing_memory.cpp"
-    subprocess.run(["c++", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-
-
-compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="compiles a library")
-
-
-@pytest.mark.deep
-@linux
-@plain
-@compiles
-@pytest.mark.usefixtures("failing_memory")
-def test_each_allocation_of_each_op_may_fail():
-    """On one thread, on two threads, and of a device, which may also be lost: that is no lack of memory."""
-    done = run_program(SUPPORT / "failed_allocations.py")
-    assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
-    failed = {tuple(line.split()[:2]): int(line.split()[2]) for line in done.stdout.splitlines()}
-    assert failed["1", "update_rows_"] > 5 and failed["2", "update_rows_"] > 5
-    assert failed["device", "update_rows_"] > 5 and failed["device", "grow_block"] == 0

@@ -15,8 +15,6 @@ from torchrec_dyn import ops
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
 KERNELS = {op: getattr(torch.ops.torchrec_dyn, op).default for op in SAMPLES}
 DEVICES = ["simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
-# test_pooling_devices.py calls these.
-OF_POOLING = {"gather_pool", "pool_into_", "bag_weights_grad"}
 
 
 def test_every_op_has_a_sample():
@@ -51,7 +49,7 @@ def test_the_kernels_of_the_device_are_called(device):
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_valid_calls_of_the_fuzzer(device):
     """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
-    for op in kernels_of("simt") - {"advise_huge_pages"} - OF_POOLING:
+    for op in kernels_of("simt") - {"advise_huge_pages"}:
         for seed in range(40):
             given = FUZZED[op].draw(random.Random(seed))
             before = copies(given)

@@ -4,30 +4,15 @@ import random
 
 import pytest
 import torch
-from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
-from op_cases import CASES, FLOATS
+from op_cases import FLOATS
 from table_cases import bits, ids_of, random_bags
 
 from torchrec_dyn import ops
 
 CPU = torch.ops.torchrec_dyn
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(
-    "device", ["simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)], indirect=True
-)
-@pytest.mark.parametrize("op", ["gather_pool", "pool_into_", "bag_weights_grad"])
-def test_valid_calls_of_the_fuzzer(op):
-    """The CPU's kernels are called by the fuzzer itself (test_fuzz.py)."""
-    for seed in range(60):
-        drawn = CASES[op].draw(random.Random(seed))
-        before = copies(drawn)
-        result = getattr(ops, op)(**drawn)
-        CASES[op].check(before, drawn, result)
 
 
 def shifted(tensor, elements):

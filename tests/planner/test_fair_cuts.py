@@ -229,10 +229,6 @@ def test_whole_features_are_a_partition(rows, ranks, seed):
         assert list(zip(owner.tolist(), row.tolist(), strict=True)) == [where[one] for one in line]
 
 
-def test_another_seed_makes_other_groups():
-    assert whole_features(LARGE, 4, seed=0).features != whole_features(LARGE, 4).features
-
-
 @pytest.mark.parametrize(
     ("rows", "ranks", "said"),
     [
@@ -253,9 +249,3 @@ def test_a_seed_is_a_number(seed):
         ValueError, match=r"whole_features\.seed: expected an integer, 0 or more, got"
     ):
         whole_features([3, 4], 2, seed)
-
-
-@pytest.mark.parametrize("cut", [fair_cuts, whole_features])
-def test_numbers_of_numpy_are_those_of_python(cut):
-    found = cut(np.array([3, 4, 5]), np.int32(2))
-    assert repr(found) == repr(cut([3, 4, 5], 2))

@@ -381,11 +381,6 @@ def test_measured_numbers_are_counts(numbers, said):
         MeasuredConstraints(**numbers)
 
 
-def test_measured_numbers_of_numpy_are_those_of_python():
-    found = MeasuredConstraints(expected_rows=np.int64(5), expected_counters=np.int32(0))
-    assert repr(found) == repr(MeasuredConstraints(expected_rows=5, expected_counters=0))
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import PipelineType
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_size
 from torchrec_dyn.ranks import row_limit
@@ -22,7 +23,6 @@ from torchrec_dyn.storage import (
     ChangeLog,
     IdMap,
     RowStore,
-    block_memory,
     most_slots,
     most_store_bytes,
 )
@@ -35,9 +35,9 @@ ADAM_SHARDER = dyn.DynamicEmbeddingBagCollectionSharder({"optimizer": EmbOptimTy
 
 def set_ranges(patch):
     """Stores of the CPU use ranges, and small pages."""
-    patch.setattr(block_memory, "RANGE_DEVICES", {"cpu"})
-    patch.setattr(block_memory, "_PAGE_BYTES", PAGE)
-    patch.setattr(block_memory, "_AHEAD_BYTES", 4 * PAGE)
+    patch.setattr(knobs, "RANGE_DEVICES", {"cpu"})
+    patch.setattr(knobs, "PAGE_BYTES", PAGE)
+    patch.setattr(knobs, "AHEAD_BYTES", 4 * PAGE)
 
 
 def committed(store):
@@ -73,7 +73,7 @@ def test_a_store_commits_no_more_than_its_price(steps, columns, shift):
 @example([100, 3], 400, None)  # a small map doubles
 def test_most_slots_bounds_old_and_new_slots_of_a_map_that_grows_at_once(batches, large, limit):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large)
+        patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", large)
         patch.setattr(IdMap, "_grows_in_steps", lambda self, capacity: False)
         ids, peak = IdMap(limit), 0
         for wanted in batches:

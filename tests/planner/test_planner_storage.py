@@ -41,6 +41,7 @@ from torchrec_dyn import (
 )
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.planner import DynamicStorageEstimator, make_planner, table_bytes
+from torchrec_dyn.planner.storage import TableSize
 from torchrec_dyn.ranks.routing import config_of_share, row_limit
 from torchrec_dyn.storage.id_map import MAX_LOAD, SLOT_BYTES, IdMap, most_slots
 from torchrec_dyn.table.shard import TableShard
@@ -183,7 +184,7 @@ def test_an_estimate_is_what_the_process_takes():
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(10, 400))
 def test_most_slots_bounds_the_map_however_it_grew(batches, large_capacity):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", large_capacity)
         ids = IdMap()
         for batch in batches:
             ids.reserve(batch)
@@ -201,7 +202,7 @@ def test_a_limit_bounds_the_map_and_a_full_one_does_not_grow(batches, large_capa
     """Whether the last ids reach the limit, stay below or pass it; those that come and go move nothing."""
     limit = max(1, sum(batches) + above)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", large_capacity)
+        patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", large_capacity)
         ids = IdMap(limit)
         for batch in batches:
             ids.reserve(batch)
@@ -498,3 +499,7 @@ def test_rows_in_mapped_files_are_not_memory():
             assert other.storage.hbm == one.storage.hbm == 0
             if hasattr(one.storage, "ssd"):
                 assert (one.storage.ssd, other.storage.ssd) == (0, rows)
+
+
+def test_the_total_has_all_parts() -> None:
+    assert TableSize(1, 2, 4, 8, 16, marks=32).total == 63

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from torchrec_dyn.__main__ import main
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.planner import print_size, table_bytes, table_size
+from torchrec_dyn.planner import table_bytes, table_size
 from torchrec_dyn.ranks import row_limit
 
 ADAGRAD = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD)
@@ -81,21 +80,6 @@ def test_optimizer_state(capsys, optimizer, columns):
     assert parts["scores"][0] == round(1_000_000 * 8 / 2**20, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("0 64", "expected a number from 1 to 2^53, got 0"),
-        ("10 64 --counters -3", "expected a number from 1 to 2^53, got -3"),
-        ("10 64 --row-ranks many", "expected a number from 1 to 2^53, got many"),
-    ],
-)
-def test_wrong_usage(capsys, arguments, said):
-    with pytest.raises(SystemExit) as ended:
-        main(["size", *arguments.split()])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_example_of_the_guide(capsys):
     page = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text()
     command, output = page.split(".venv/bin/python -m torchrec_dyn ")[1].split("\n```\n\n```\n")
@@ -147,36 +131,3 @@ def test_wrong_arguments(changed, rule):
     given = {"rows": 10, "columns": 8, "dtype": torch.float32, "optimizer": ADAGRAD}
     with pytest.raises(ValueError, match=rf"^table_size\S*{rule}"):
         table_bytes(**{**given, **changed})
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_numbers_of_numpy_and_devices_are_arguments_too(device):
-    given = {"optimizer": ADAGRAD, "dtype": torch.float32, "has_life": True, "deltas": True}
-    numbers = {"rows": 1000, "columns": 8, "limit": 100_000, "counters": 300}
-    plain = table_size(**numbers, **given, device_type=device)
-    of_numpy = {name: np.int64(number) for name, number in numbers.items()}
-    found = table_size(**of_numpy, **given, device_type=torch.device(device, 0))
-    assert found == plain and type(found.total) is int
-
-
-@pytest.mark.parametrize(
-    ("changed", "rule"),
-    [
-        ({"rows": -1}, "rows: expected an integer, 0 or more, got -1. Pass"),
-        ({"columns": 0}, "columns: expected an integer, 1 or more, got 0. Pass"),
-        ({"row_ranks": 0}, "row_ranks: expected an integer, 1 or more, got 0. Pass"),
-        ({"row_ranks": -1}, "row_ranks: .* got -1"),
-        ({"column_shards": 0}, "column_shards: expected an integer, 1 or more, got 0. Pass"),
-        ({"counters": -1}, "counters: expected an integer, 0 or more, got -1. Pass"),
-    ],
-)
-def test_wrong_arguments_of_the_printed_size(changed, rule, capsys):
-    numbers = {"rows": 10, "columns": 8, "row_ranks": 2, "column_shards": 2, "counters": 5}
-    given = {"dtype": torch.float32, "optimizer": ADAGRAD, "has_life": True}
-    with pytest.raises(ValueError, match=rf"^print_size\.{rule}"):
-        print_size(**{**numbers, **changed}, **given)
-    assert capsys.readouterr().out == ""
-    print_size(**numbers, **given)
-    plain = capsys.readouterr().out
-    print_size(**{name: np.int32(number) for name, number in numbers.items()}, **given)
-    assert capsys.readouterr().out == plain

@@ -6,61 +6,6 @@ from ptx_emulator import SCHEDULES, Program, kernel
 
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
-PLACES = """.visible .entry kernel(.param .u64 p_out)
-{
-.reg .b32 %x<20>;
-.reg .b64 %out, %at;
-ld.param.u64 %out, [p_out];
-mov.u32 %x0, %tid.x;
-mov.u32 %x1, %tid.y;
-mov.u32 %x2, %tid.z;
-mov.u32 %x3, %ntid.x;
-mov.u32 %x4, %ntid.y;
-mov.u32 %x5, %ntid.z;
-mov.u32 %x6, %ctaid.x;
-mov.u32 %x7, %ctaid.y;
-mov.u32 %x8, %ctaid.z;
-mov.u32 %x9, %nctaid.x;
-mov.u32 %x10, %nctaid.y;
-mov.u32 %x11, %nctaid.z;
-mad.lo.s32 %x12, %x2, %x4, %x1;
-mad.lo.s32 %x12, %x12, %x3, %x0;
-mad.lo.s32 %x13, %x8, %x10, %x7;
-mad.lo.s32 %x13, %x13, %x9, %x6;
-mul.lo.s32 %x14, %x3, %x4;
-mul.lo.s32 %x14, %x14, %x5;
-mad.lo.s32 %x13, %x13, %x14, %x12;
-mad.wide.s32 %at, %x13, 8, %out;
-mov.u32 %x15, %laneid;
-mov.u32 %x16, %warpid;
-mad.lo.s32 %x15, %x16, 32, %x15;
-st.global.u32 [%at], %x12;
-st.global.u32 [%at+4], %x15;
-}
-"""
-
-
-def test_every_thread_has_its_place():
-    grid, block = (3, 2, 2), (5, 4, 3)
-    out = np.zeros((12, 60, 2), np.uint32)
-    program = Program(PLACES)
-    program.run("kernel", grid, block, [out])
-    assert (out == np.arange(60)[:, None]).all()
-    assert program.facts("kernel")[:3] == [1, 720, 12]
-
-
-def test_masks_of_lanes():
-    names = ("eq", "lt", "le", "gt", "ge")
-    body = "mad.wide.u32 %out, %i, 20, %out;\n"
-    for place, name in enumerate(names):
-        body += f"mov.u32 %x, %lanemask_{name};\nst.global.u32 [%out+{4 * place}], %x;\n"
-    out = np.zeros((32, 5), np.uint32)
-    Program(kernel(body, ("out",), ["b32 %x"])).run("kernel", 1, 32, [out])
-    for lane in range(32):
-        masks = [[k for k in range(32) if mask >> k & 1] for mask in out[lane].tolist()]
-        below, above = [*range(lane)], [*range(lane + 1, 32)]
-        assert masks == [[lane], below, [*below, lane], above, [lane, *above]]
-
 
 REVERSE = """.shared .align 4 .b8 words[1024];
 .reg .b32 %x, %at;
@@ -97,26 +42,6 @@ def test_without_the_barrier_threads_read_too_early():
     assert 0xA5A5A5A5 in out
 
 
-@every_schedule
-def test_barriers_that_count(schedule):
-    body = """.reg .pred %p, %q;
-.reg .b32 %x, %y;
-.reg .b64 %to;
-setp.lt.u32 %p, %i, {0};
-bar.red.popc.u32 %x, 0, %p;
-bar.red.and.pred %q, 0, %p;
-@%q add.u32 %x, %x, 1000;
-bar.red.or.pred %q, 0, 100, !%p;
-@%q add.u32 %x, %x, 2000;
-mad.wide.u32 %to, %i, 4, %out;
-st.global.u32 [%to], %x;
-"""
-    for n in (0, 37, 100):
-        out = np.zeros(100, np.uint32)
-        Program(kernel(body.replace("{0}", str(n)))).run("kernel", 1, 100, [out], SCHEDULE=schedule)
-        assert out.tolist() == [n + 1000 * (n == 100) + 2000 * (n < 100)] * 100
-
-
 def test_threads_that_have_ended_are_not_waited_for():
     body = "setp.lt.u32 %p, %i, 40;\n@%p ret;\nbar.sync 0;\nst.global.u32 [%out], 1;"
     out = np.zeros(1, np.uint32)
@@ -146,12 +71,6 @@ def test_wrong_barriers_are_refused():
     assert "expected a barrier of all 64 threads of the block, got one of 32" in part
     reduced = two.replace("{0}", "bar.sync 0;").replace("{1}", "bar.red.or.pred %p, 0, %p;")
     assert "expected all threads of the block at barrier " in refused(reduced, 702)
-
-
-def test_barrier_sync_may_stand_in_two_branches():
-    """It is not .aligned."""
-    two = "setp.lt.u32 %p, %i, 7;\n@%p bra ELSE;\nbarrier.sync 0;\nbra DONE;\nELSE:\nbarrier.sync 0;\nDONE:\n"
-    Program(kernel(two, registers=["pred %p"])).run("kernel", 1, 64, [np.zeros(1)])
 
 
 def test_a_barrier_that_threads_never_reach_is_a_deadlock():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_emulator import HEAD, Program, kernel, library
+from ptx_emulator import HEAD, Program, kernel
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,6 @@ def test_text_as_nvcc_writes_it():
     assert launched.report.startswith(place + "(st.global.u32  [%rd2], %r1): expected")
 
 
-def test_a_branch_may_leave_its_scope():
-    body = "{\n.reg .b32 %y;\nmov.u32 %y, 3;\nst.global.u32 [%out], %y;\nbra DONE;\n}\n"
-    body += "st.global.u32 [%out], 4;\nDONE:"
-    out = np.zeros(1, np.uint32)
-    Program(kernel(body)).run("kernel", 1, 1, [out])
-    assert out[0] == 3
-
-
 def test_what_was_executed_is_counted():
     """By warps, over all launches."""
     body = "setp.ge.u32 %p, %i, 32;\n@%p bra DONE;\n"
@@ -169,8 +161,3 @@ def test_what_was_executed_is_counted():
     text = (HEAD + kernel(body, registers=["pred %p"])).splitlines()
     for each, (line, _) in times.items():
         assert each.startswith("(the end") or each in text[line - 1]
-
-
-def test_text_may_end_with_a_zero():
-    """As the texts in nvcc's objects do."""
-    assert library().ptx_parse((HEAD + ".entry k()\n{\nret;\n}\n\0garbage").encode())

@@ -5,7 +5,6 @@ import pytest
 from ptx_emulator import SCHEDULES, Program, kernel
 
 ALL = 0xFFFFFFFF
-every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def warp_program(code, registers=(), parameters=("out", "in_a")):
@@ -70,11 +69,6 @@ DONE:
 """
 
 
-def test_lanes_part_and_each_goes_its_way():
-    result = run_warp(LOOP)
-    assert result.tolist() == [100 * (n // 2) + (n + 1) // 2 for n in range(32)]
-
-
 def test_lanes_meet_again_where_branches_meet():
     """If converged: after a branch of some lanes, and after a loop that lanes leave one by one."""
     code = LOOP + "activemask.b32 %d;"
@@ -104,96 +98,6 @@ def test_lanes_part_at_one_instruction_when_split():
     assert run_warp("activemask.b32 %d;", schedules=["converged", "random"]).tolist() == [ALL] * 32
 
 
-def test_active_lanes_of_a_guard_and_of_a_part_of_a_warp():
-    code = "setp.ge.u32 %p, %lane, 20;\n@%p activemask.b32 %d;"
-    expected = [0] * 20 + [ALL << 20 & ALL] * 12
-    assert run_warp(code, schedules=["converged"]).tolist() == expected
-    code = "activemask.b32 %d;"
-    assert run_warp(code, block=40, schedules=["converged"]).tolist() == [ALL] * 32 + [255] * 8
-
-
-@pytest.mark.parametrize("segment", [32, 16, 8, 2])
-@pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
-def test_shuffles(mode, segment):
-    """As __shfl_*_sync of that width: beyond its segment a lane reads itself, and %p is false."""
-    a = np.random.default_rng(5).integers(2**32, size=32, dtype=np.uint32)
-    for distance in (0, 1, 3, 15, 31):
-        clamp = (32 - segment) << 8 | (0 if mode == "up" else 31)
-        code = f"shfl.sync.{mode}.b32 %x|%p, %a, {distance}, {clamp}, -1;\nmov.b32 %d, %x;\n"
-        values = run_warp(code, a, seeds=[1])
-        flags = run_warp(code + "selp.b32 %d, 1, 0, %p;", a, seeds=[1])
-        for lane in range(32):
-            first = lane // segment * segment
-            source = {
-                "up": lane - distance,
-                "down": lane + distance,
-                "bfly": lane ^ distance,
-                "idx": first + distance % segment,
-            }[mode]
-            inside = first <= source < first + segment
-            if mode == "bfly":  # a lower segment may be read
-                inside = source < first + segment
-            assert flags[lane] == inside, (mode, segment, distance, lane)
-            assert values[lane] == a[source if inside else lane], (mode, segment, distance, lane)
-
-
-def test_shuffles_clamp():
-    """The bound of up is the least source lane, of the others the greatest."""
-    for mode, clamp, expected in (
-        ("up", 8, [lane if lane < 12 else lane - 4 for lane in range(32)]),
-        ("down", 20, [lane + 4 if lane <= 16 else lane for lane in range(32)]),
-    ):
-        assert run_warp(f"shfl.sync.{mode}.b32 %d, %a, 4, {clamp}, -1;").tolist() == expected
-
-
-def test_a_shuffle_may_write_its_source():
-    code = "shfl.sync.down.b32 %a, %a, 1, 31, -1;\nmov.b32 %d, %a;"
-    assert run_warp(code).tolist() == [*range(1, 32), 31]
-
-
-def test_votes():
-    a = [int(lane in (3, 8, 31)) for lane in range(32)]
-    start = "setp.ne.u32 %p, %a, 0;\n"
-    ballot = sum(bit << lane for lane, bit in enumerate(a))
-    assert run_warp(start + "vote.sync.ballot.b32 %d, %p, -1;", a).tolist() == [ballot] * 32
-    assert run_warp(start + "vote.sync.ballot.b32 %d, !%p, -1;", a)[0] == ~ballot & ALL
-    for votes in (a, [0] * 32, [1] * 32):
-        for name, expected in (
-            ("any", any(votes)),
-            ("all", all(votes)),
-            ("uni", any(votes) == all(votes)),
-        ):
-            code = start + f"vote.sync.{name}.pred %q, %p, -1;\nselp.b32 %d, 1, 0, %q;"
-            assert run_warp(code, votes, seeds=[1]).tolist() == [expected] * 32
-
-
-def test_matches():
-    a = np.random.default_rng(6).integers(5, size=32)
-    groups = [sum(1 << k for k in range(32) if a[k] == a[lane]) for lane in range(32)]
-    assert run_warp("match.any.sync.b32 %d, %a, -1;", a).tolist() == groups
-    code = ".reg .b64 %w;\nmov.b64 %w, {%y, %a};\nmatch.any.sync.b64 %d, %w, -1;"
-    assert run_warp("mov.b32 %y, 9;\n" + code, a).tolist() == groups  # equal low halves
-    both = "match.all.sync.b32 %x|%p, %a, -1;\nselp.b32 %d, %x, 7, %p;"
-    assert run_warp(both, a).tolist() == [7] * 32
-    assert run_warp(both, [4] * 32).tolist() == [ALL] * 32
-
-
-def test_reductions():
-    a = np.random.default_rng(7).integers(2**32, size=32, dtype=np.uint32)
-    signed = a.view(np.int32)
-    for name, expected in (
-        ("add.u32", int(a.sum(dtype=np.uint64)) & ALL),
-        ("min.u32", a.min()),
-        ("max.u32", a.max()),
-        ("min.s32", int(signed.min()) & ALL),
-        ("max.s32", int(signed.max()) & ALL),
-        ("and.b32", np.bitwise_and.reduce(a)),
-        ("or.b32", np.bitwise_or.reduce(a)),
-        ("xor.b32", np.bitwise_xor.reduce(a)),
-    ):
-        assert run_warp(f"redux.sync.{name} %d, %a, -1;", a, seeds=[1]).tolist() == [expected] * 32
-
-
 def test_lanes_wait_for_the_lanes_of_their_mask():
     """The halves of a warp go through different loops, then each half votes, then all sum."""
     code = """setp.lt.u32 %p, %lane, 16;
@@ -210,14 +114,6 @@ redux.sync.add.u32 %x, %x, -1;
 add.u32 %d, %d, %x;"""
     total = sum(max(lane, 1) for lane in range(32))
     assert run_warp(code).tolist() == [0xAAAA + total] * 16 + [0xAAAA0000 + total] * 16
-
-
-def test_masks_of_equal_lanes():
-    """match.any and then a sum for each group, as kernels count together."""
-    a = np.random.default_rng(8).integers(4, size=32)
-    code = "match.any.sync.b32 %m, %a, -1;\nredux.sync.add.u32 %d, %lane, %m;"
-    expected = [sum(k for k in range(32) if a[k] == a[lane]) for lane in range(32)]
-    assert run_warp(code, a).tolist() == expected
 
 
 def test_lanes_that_have_ended_are_not_waited_for():

@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections.abc import Callable
+from copy import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 import workers
 
-from torchrec_dyn.ranks import agree, exchange, gather_results, run_together
+from torchrec_dyn.ranks import exchange, gather_results, run_together
 
 
 def fail(held: list[Any]) -> None:
@@ -89,7 +91,7 @@ def test_every_rank_raises_the_error_of_the_lowest_rank(
 
 def call_by_rank() -> str:
     with pytest.raises(ValueError) as caught:
-        agree(dist.group.WORLD, f"call_{dist.get_rank() // 2}", None)
+        run_together(dist.group.WORLD, f"call_{dist.get_rank() // 2}", lambda: None)
     return str(caught.value)
 
 
@@ -99,16 +101,14 @@ def test_ranks_in_different_calls_are_an_error_of_all() -> None:
 
 
 def give_values() -> list[list[Any]]:
-    """Returns the values of all ranks: of none, of some and of all, and two that cannot be sent."""
+    """Returns the values of all ranks: of none, of some and of all, and one that cannot be sent."""
     assert dist.group.WORLD is not None
     rank, world = dist.get_rank(), dist.group.WORLD
     large = list(range(1000))
     values = [None, large if rank == 1 else None, "a" * 1000 * rank, (rank, large)]
-    got = [agree(world, "call", value) for value in values]
+    got = [gather_results(world, "call", partial(copy, value)) for value in values]
     with pytest.raises(RuntimeError, match=r"call\(rank=2\): .*pickle"):
-        agree(world, "call", (lambda: None) if rank == 2 else 0)
-    with pytest.raises(RuntimeError, match=r"call\(rank=1\): .*expected a value without tensors"):
-        agree(world, "call", {"a": [torch.ones(1)]} if rank == 1 else 0)
+        gather_results(world, "call", lambda: (lambda: None) if rank == 2 else 0)
     return got
 
 

@@ -59,7 +59,11 @@ def test_ranks_may_have_no_rows_of_a_small_table() -> None:
         ("table_row_wise", [([1, 2], 0, 8)], r"ranks of one node in order, got ranks \[1, 2\]"),
         ("grid_shard", [([0, 1], 0, 4), ([1, 2], 4, 4)], r"in order, got ranks \[1, 2\]"),
         ("table_wise", [([4], 0, 8)], r"ranks from 0 to 3, got \[4\]"),
-        ("table_column_wise", [([0], 0, 4), ([1], 4, 3)], "shards of 8 columns in all, got 7"),
+        (
+            "table_column_wise",
+            [([0], 0, 4), ([1], 4, 3)],
+            r"columns 0 to 8 once, got shards of \(begin, size\) \[\(0, 4\), \(4, 3\)\]",
+        ),
     ],
 )
 def test_ranks_and_columns_are_checked(kind: str, pieces: Pieces, said: str) -> None:

@@ -12,7 +12,7 @@ from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
-from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RowWiseInputDist
+from torchrec_dyn.sharding.dists import NodeRowWiseInputDist, RowWiseInputDist
 from torchrec_dyn.storage import canonical_order
 
 LAST = 2**64 - 1

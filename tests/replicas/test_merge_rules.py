@@ -8,10 +8,10 @@ from replica_cases import side_of, sync
 from table_cases import ids_of, same_state
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.replicas import merging
 from torchrec_dyn.replicas.merge import packed, unpacked
-from torchrec_dyn.replicas.merging import Run, part_of, rounds_of
+from torchrec_dyn.replicas.merging import SideRows, part_of, rounds_of
 from torchrec_dyn.replicas.side import Side
 
 
@@ -278,7 +278,7 @@ def test_rows_of_half_precision_and_states_of_a_number_a_row():
 
 
 def test_rows_are_sent_in_rounds(monkeypatch):
-    monkeypatch.setattr(merging, "_ROUND_BYTES", 100)  # three rows of 32 bytes
+    monkeypatch.setattr(knobs, "ROUND_BYTES", 100)  # three rows of 32 bytes
     (one, other), sides = replicas_of()
     one.step(*range(40))
     other.step(*range(20, 70))
@@ -288,10 +288,10 @@ def test_rows_are_sent_in_rounds(monkeypatch):
 
 def test_rounds_have_all_rows_once_and_at_most_so_many_bytes():
     assert rounds_of([3, 0, 2], [40, 9, 10], 100) == [
-        [Run(0, 0, 2), ],
-        [Run(0, 2, 3), Run(2, 0, 2)],
+        [SideRows(0, 0, 2), ],
+        [SideRows(0, 2, 3), SideRows(2, 0, 2)],
     ]  # fmt: skip
-    assert rounds_of([2], [500], 100) == [[Run(0, 0, 1)], [Run(0, 1, 2)]]
+    assert rounds_of([2], [500], 100) == [[SideRows(0, 0, 1)], [SideRows(0, 1, 2)]]
     assert rounds_of([0], [8], 100) == []
 
 

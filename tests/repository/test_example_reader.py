@@ -1,11 +1,10 @@
 """The example's reader of the Criteo log."""
 
-import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
-from example_criteo_files import NAMES, line, write
+from example_criteo_files import line, write
 
 from parts.criteo import BadLine, in_batches, read_clicks  # isort: skip
 
@@ -50,22 +49,6 @@ def test_empty_categorical_is_an_empty_bag_and_empty_integer_a_zero(tmp_path):
     assert batch.dense_features[0, 0] == 0.0
 
 
-def test_commas_with_a_header_read_as_tabs_do(tmp_path):
-    tabs = read(write(tmp_path / "tabs", [line(C3=""), line(label="0")]))
-    commas = read(
-        write(tmp_path / "commas", [",".join(NAMES), line(",", C3=""), line(",", label="0")])
-    )
-    for one, other in zip(vars(tabs).values(), vars(commas).values(), strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_gzip_is_told_by_its_content_not_its_name(tmp_path):
-    text = f"{line()}\n{line(label='0')}\n".encode()
-    for name in ("log.gz", "log"):
-        (tmp_path / name).write_bytes(gzip.compress(text))
-        assert read(tmp_path / name).labels.tolist() == [1, 0]
-
-
 BAD = [
     (line() + "\t", r"expected 40 fields, got 41"),
     (line(label="2"), r"label: expected 0 or 1, got '2'"),
@@ -81,18 +64,6 @@ def test_a_bad_line_is_named_or_skipped(tmp_path, bad, message, capsys):
         read(path)
     assert read(path, "skip").labels.tolist() == [1, 0]
     assert "log, line 2:" in capsys.readouterr().err
-
-
-def test_a_gzip_that_breaks_off_is_named_or_read_as_far_as_it_goes(tmp_path, capsys):
-    random = np.random.default_rng(0)
-    lines = [line(C1=f"{value:016x}") for value in random.integers(0, 2**62, 5000)]
-    path = tmp_path / "log.gz"
-    whole = gzip.compress("".join(f"{text}\n" for text in lines).encode())
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BadLine, match=r"log.gz, after line \d+: expected a whole gzip file"):
-        read(path)
-    assert 100 < len(read(path, "skip")) < 5000
-    assert "whole gzip file" in capsys.readouterr().err
 
 
 def test_batches_hold_the_clicks_in_order_and_the_last_one_is_shorter(tmp_path):

@@ -72,21 +72,3 @@ def test_lines_of_a_file_are_each_read_once(tmp_path, world_size):
     assert sorted(trained + held_out) == list(range(1, 1001))
     assert sorted(held_out) == [number for number in range(1, 1001) if is_held_out(number)]
     assert 80 <= len(held_out) <= 120
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_auc_is_the_share_of_pairs_in_order(seed):
-    random = np.random.default_rng(seed)
-    labels, scores = random.integers(0, 2, 200), random.integers(0, 10, 200) / 10
-    clicked, other = scores[labels == 1][:, None], scores[labels == 0][None, :]
-    expected = ((clicked > other) + 0.5 * (clicked == other)).mean()
-    assert auc(labels, scores) == pytest.approx(expected, abs=1e-12)
-    assert auc(labels, np.ones(200)) == 0.5
-
-
-def test_normalized_entropy_of_the_click_rate_is_one():
-    labels = np.array([1, 0, 0, 0])
-    assert normalized_entropy(labels, np.full(4, 0.25)) == pytest.approx(1.0)
-    assert normalized_entropy(labels, np.array([0.9, 0.1, 0.1, 0.1])) < 0.3
-    assert normalized_entropy(labels, np.array([0.1, 0.9, 0.1, 0.1])) > 1.0
-    assert np.isnan(auc(np.ones(3), np.ones(3)))

@@ -33,11 +33,11 @@ ROOMS = (
 )
 GROUND = (
     "versions",
+    "knobs",
     "name_lists",
     "ops",
     "initializers",
     "policies",
-    "mapped_files",
     "config",
     "row_rules",
     "optimizers",

@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-import workers
 from garbage import keep_what_exists
 
 BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
@@ -44,14 +40,6 @@ def set_up(ranks: int, tables: int, folder: Path) -> dict[str, Any]:
     return found
 
 
-def chunks_in(folder: Path) -> dict[str, Counter[tuple[torch.Size, torch.Size]]]:
-    """Returns the offsets and sizes of the chunks of a checkpoint, by key of the tensor."""
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        key: Counter((one.offsets, one.sizes) for one in of.chunks) for key, of in saved.items()
-    }
-
-
 def test_what_a_shard_adds_is_bounded(tmp_path: Path) -> None:
     """Ten tables: a row-wise one, one on a node, one on two ranks, one on two nodes, six on a rank each."""
     less, more = (set_up(ranks, 10, tmp_path / f"{ranks}") for ranks in (16, 256))
@@ -68,17 +56,3 @@ def test_what_a_shard_adds_is_bounded(tmp_path: Path) -> None:
     assert added["checksum_bytes"] < 600  # a row in each of the two checksums
     # DCP's own entries of a weight and an optimizer state are about 400 bytes.
     assert added["metadata_bytes"] < 1200
-
-
-def save_really(tables: int, path: str) -> None:
-    benchmark().save_really(tables, path)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.deep)])
-def test_a_simulated_rank_saves_what_real_ranks_save(ranks: int, tmp_path: Path) -> None:
-    set_up(ranks, 10, tmp_path / "simulated")
-    workers.run(save_really, 10, str(tmp_path / "real"), world_size=ranks, local_size=ranks)
-    real, simulated = chunks_in(tmp_path / "real"), chunks_in(tmp_path / "simulated")
-    assert real.keys() == simulated.keys()
-    for key, chunks in real.items():
-        assert simulated[key] == chunks, key

@@ -1,6 +1,5 @@
 """Parts of the deep tests, cases of every day, and the time in which a failed one is shrunk."""
 
-import argparse
 import itertools
 
 import pytest
@@ -22,12 +21,6 @@ def test_each_case_is_in_one_part_and_those_of_a_test_are_dealt_out_evenly(count
     for name in "abcdefgh":
         sizes = [sum(test[0] == name for test in part) for part in parts]
         assert max(sizes) - min(sizes) <= 1
-
-
-@pytest.mark.parametrize("text", ["", "3", "0/8", "9/8", "-1/8", "a/b", "1/2/3"])
-def test_other_texts_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected K/N with 1 <= K <= N, got"):
-        read_shard(text)
 
 
 def test_the_same_cases_are_drawn_each_day_from_all_of_a_test():

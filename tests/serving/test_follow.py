@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -131,56 +130,6 @@ def test_nothing_can_be_served(trainer: Trainer, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="full-00000001/state: expected a checkpoint of"):
         serving.Follower(tmp_path / "kept", tmp_path / "served").poll()
     assert not (tmp_path / "served").exists()
-
-
-def test_readers_see_whole_generations(trainer: Trainer, tmp_path: Path) -> None:
-    """Each generation has one number in all its rows; a thread reads while they change."""
-    table = [trainer.model.sparse.table(name) for name in ("user", "item")]
-
-    def save(number: int) -> None:
-        for one in table:
-            one.assign(IDS, torch.full((300, 4), float(number)))
-        trainer.save()
-
-    save(1)
-    follower = serving.Follower(tmp_path / "kept", tmp_path / "served")
-    follower.poll()
-    served = serving.ServingEmbeddingBagCollection(tmp_path / "served", TABLES)
-    seen: list[float] = []
-    ends = threading.Event()
-
-    def read() -> None:
-        while not ends.is_set():
-            served.refresh()
-            values = rows_of(served)
-            seen.append(values[0, 0].item() if bool((values == values[0, 0]).all()) else -1.0)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(2, 5):
-        save(number)
-        follower.poll()
-    ends.set()
-    reader.join()
-    assert -1.0 not in seen and seen == sorted(seen)
-    served.refresh()
-    assert rows_of(served).unique().tolist() == [4.0]
-
-
-def test_the_generator_goes_on_after_an_error(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer.train(1)
-    entry = trainer.save()
-    poll, faults = serving.Follower.poll, [OSError(28, "No space left"), ValueError("torn")]
-    monkeypatch.setattr(
-        serving.Follower,
-        "poll",
-        lambda self: (_ for _ in ()).throw(faults.pop()) if faults else poll(self),
-    )
-    generations = serving.follow(tmp_path / "kept", tmp_path / "served", every=0)
-    with pytest.warns(UserWarning, match="No space left"):
-        assert next(generations).entry == entry
 
 
 @pytest.mark.parametrize("every", [-1, math.nan, math.inf, 1e10, "1", None])

@@ -133,44 +133,6 @@ def test_rows_that_do_not_fit_name_the_table(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def damage(generation: Path, what: str) -> None:
-    if what == "slots":
-        with open(generation / "slots", "r+b") as file:
-            file.truncate(100)
-    elif what == "no slots":
-        (generation / "slots").unlink()
-    elif what == "rows":
-        (rows,) = generation.parent.glob("rows-*")
-        with open(rows, "r+b") as file:
-            file.truncate(100)
-    elif what == "manifest":
-        (generation / "manifest.json").write_text('{"format": 1')
-    elif what == "format":
-        text = (generation / "manifest.json").read_text()
-        (generation / "manifest.json").write_text(text.replace('"format": 4', '"format": 5'))
-    elif what == "current":
-        (generation.parent / "current").write_text("../../etc\n")
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("slots", "truncated"),
-        ("no slots", "got only some"),
-        ("rows", "truncated"),
-        ("manifest", "expected a manifest, got JSONDecodeError"),
-        ("format", "format 5"),
-        ("current", "without the name of a generation"),
-    ],
-)
-def test_damaged_directories_are_refused(checkpoint, tmp_path, what, message):
-    out = tmp_path / "out"
-    serving.build(checkpoint, out, rows=torch.int8)
-    damage(out / (out / "current").read_text().strip(), what)
-    with pytest.raises(ValueError, match=message):
-        rows_of(out, A, [3])
-
-
 def private_bytes() -> int:
     """The memory of this process's own; mapped files are not."""
     (line,) = (

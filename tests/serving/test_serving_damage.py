@@ -13,8 +13,7 @@ from serving_cases import Plain, bag_configs, save, save_delta, sequence_configs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn import serving
-from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving.manifest import _digest_of, current_generation, read_manifest
 
 # The rows of b begin at a multiple of their width: there are a few unused bytes between the tables.
@@ -157,7 +156,7 @@ def test_damage_stays_seen_when_rows_are_moved(
     served: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A delta does not read the other rows, and takes them to a new file as they are."""
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", -(1 << 40))
+    monkeypatch.setattr(knobs, "WASTE_BYTES", -(1 << 40))
     rows = files_of(served)["rows"]
     flip(rows, rows.read_bytes().find(A.rows[100].numpy().tobytes()))  # not in the delta
     serving.apply_delta(served, saved / "delta")

@@ -1,6 +1,5 @@
 """build and apply_delta on disks that are full, limited or failing: an OSError, and all is as it was."""
 
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,10 +11,8 @@ from another_process import call
 from full_disk import (
     FAILED,
     FULL,
-    LIMITED,
     FailingFiles,
     fails_or_succeeds,
-    file_limit,
     room_left,
     small_disk,
 )
@@ -23,8 +20,7 @@ from serving_cases import Plain, bag_configs, save, save_delta
 from shards import deep_but
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
-from torchrec_dyn.serving import update as serving_update
+from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
 Limit = Callable[[int], AbstractContextManager[None]]
@@ -125,23 +121,10 @@ def test_a_full_disk(saved, tmp_path):
         call(write_on, disk, saved / "large")
 
 
-def write_below_a_limit(folder: Path, saved: Path) -> None:
-    for check in (check_build, check_delta):
-        check(folder, file_limit, saved, LIMITED)
-
-
-def test_a_limit_of_the_length_of_files(saved, tmp_path):
-    call(write_below_a_limit, tmp_path, saved / "large")
-
-
-@pytest.mark.parametrize(
-    ("reserves", "every"), deep_but([(True, 1), (False, 4)], [(True, 1), (False, 4), (False, 1)])
-)
-def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, reserves, every):
-    """Every other write is short; with and without posix_fallocate; a delta that rewrites all rows."""
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", -(1 << 40))
-    if not reserves:
-        monkeypatch.delattr(os, "posix_fallocate")
+@pytest.mark.parametrize("every", deep_but([3], [3, 1]))
+def test_a_disk_that_fails_at_any_call(saved, tmp_path, monkeypatch, every):
+    """Every other write is short; a delta that rewrites all rows."""
+    monkeypatch.setattr(knobs, "WASTE_BYTES", -(1 << 40))
     served, small, at, done = tmp_path / "served", saved / "small", 0, False
     while not done:
         at += every

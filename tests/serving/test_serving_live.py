@@ -1,21 +1,18 @@
 """Requests while deltas are applied: each sees one generation of all tables."""
 
-import multiprocessing
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from another_process import start
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
+from torchrec_dyn import knobs, serving
+from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
-from torchrec_dyn.serving import update as serving_update
-from torchrec_dyn.serving import writing
 from torchrec_dyn.serving.manifest import read_manifest, with_current
 from torchrec_dyn.serving.tensor_index import mapped_tensors
 
@@ -66,7 +63,7 @@ def test_the_named_generation_is_the_one_that_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype):
     # Rows move to a new file with every second delta, to other row numbers.
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     answers: list[set[float]] = []
@@ -107,7 +104,7 @@ def test_a_thread_sees_one_generation_of_all_tables(tmp_path, monkeypatch, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype, 3)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
     find = serving_generation.Generation.find
@@ -124,48 +121,6 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
     monkeypatch.setattr(serving_generation.Generation, "find", slow)
     assert ask(ours) == {0.0}
     assert ask(ours) == {3.0}
-
-
-def read_to_the_last_version(pipe, served) -> None:
-    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
-    pipe.send("ready")
-    seen = [0.0]
-    while seen[-1] != VERSIONS:
-        ours.refresh()
-        answer = ask(ours)
-        assert len(answer) == 1, answer
-        seen.append(answer.pop())
-    assert seen == sorted(seen)
-    pipe.send(len(set(seen)))
-
-
-def test_another_process_sees_one_generation_of_all_tables(tmp_path):
-    served = prepare(tmp_path, torch.int8)
-    ours, theirs = multiprocessing.Pipe()
-    reader = start(read_to_the_last_version, theirs, served)
-    theirs.close()
-    assert ours.recv() == "ready"
-    for number in range(VERSIONS):
-        serving.apply_delta(served, tmp_path / f"delta{number}")
-    assert ours.poll(240) and ours.recv() >= 2  # EOFError: the reader's own error is printed
-    reader.join(60)
-
-
-def test_a_generation_that_goes_while_it_is_opened_is_given_up_for_the_next(tmp_path, monkeypatch):
-    served = prepare(tmp_path, torch.float32, 4)
-    ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
-    read = serving_generation.read_manifest
-
-    def slow(folder, name):
-        if not (tmp_path / "done").exists():
-            (tmp_path / "done").touch()
-            for number in range(1, 4):  # name is then the third of four generations back
-                serving.apply_delta(served, tmp_path / f"delta{number}")
-        return read(folder, name)
-
-    serving.apply_delta(served, tmp_path / "delta0")
-    monkeypatch.setattr(serving_generation, "read_manifest", slow)
-    assert ours.refresh() and ask(ours) == {4.0}
 
 
 @pytest.mark.parametrize("reader", ["collection", "verification", "index"])
@@ -185,7 +140,7 @@ def test_a_generation_whose_files_are_being_removed_is_given_up_for_the_next(
         read = read_manifest(folder, name)
         if not (tmp_path / "done").exists():
             (tmp_path / "done").touch()
-            monkeypatch.setattr(writing.shutil, "rmtree", some)
+            monkeypatch.setattr(builder.shutil, "rmtree", some)
             for number in (1, 2):
                 serving.apply_delta(served, tmp_path / f"delta{number}")
         return read

@@ -7,8 +7,8 @@ import torch
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import serving
-from torchrec_dyn.serving import builder, files
+from torchrec_dyn import knobs, serving
+from torchrec_dyn.serving import files
 
 A = Plain("a", 8).with_random(range(500))
 MORE = A.with_random(range(400, 700), seed=1)
@@ -25,9 +25,9 @@ def writes(monkeypatch):
             seen.append((self.path.rpartition("/")[2], place, len(memoryview(data))))
             super().write(place, data)
 
-    monkeypatch.setattr(files, "HUGE_PAGE", PAGE)
+    monkeypatch.setattr(knobs, "HUGE_PAGE_BYTES", PAGE)
     monkeypatch.setattr(files, "FileWriter", Writer)
-    monkeypatch.setattr(builder, "CHUNK_BYTES", 100 * 8 * 4)  # 100 rows at a time
+    monkeypatch.setattr(knobs, "SERVED_CHUNK_BYTES", 100 * 8 * 4)  # 100 rows at a time
     return seen
 
 

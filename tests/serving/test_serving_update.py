@@ -20,9 +20,8 @@ from oracle import id_of_hash
 from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn import ops, serving
+from torchrec_dyn import knobs, ops, serving
 from torchrec_dyn.serving import generation as serving_generation
-from torchrec_dyn.serving import id_maps
 from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
@@ -180,7 +179,7 @@ def test_another_model_is_refused(served, tmp_path):
 
 
 def test_maps_grow_and_dead_rows_are_given_back(served, tmp_path, monkeypatch):
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     state = [A.with_random(range(-10, 60)), B]
     wide = 500
     big = [state[0].with_random(range(1000, 1000 + wide), seed=2), B]
@@ -224,9 +223,9 @@ def test_memory_does_not_grow_with_removed_ids_nor_with_wide_rows(tmp_path, monk
     watched(serving_update, "sum_of_rows", 2)
     watched(serving_generation, "sum_of_rows", 2)
     watched(serving_update.Appender, "append", 1)
-    monkeypatch.setattr(serving_update, "_WASTE_BYTES", 0)
-    monkeypatch.setattr(serving_update, "CHUNK_BYTES", 8192)
-    monkeypatch.setattr(id_maps, "_PIECE_BYTES", 8192)
+    monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
+    monkeypatch.setattr(knobs, "SERVED_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(knobs, "MAP_PIECE_BYTES", 8192)
     serving.apply_delta(tmp_path / "served", tmp_path / "d")
     generation = current_generation(tmp_path / "served")
     assert read_manifest(tmp_path / "served", generation).rows_bytes == 100 * 256  # rewritten

@@ -34,7 +34,7 @@ from torchrec.distributed import embedding
 import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.sharding import send_once
+from torchrec_dyn.sharding import batches as sent_batches
 from torchrec_dyn.table.shard import TableShard
 
 # Counts of received ids of a table without scores.
@@ -50,17 +50,7 @@ def exact_grad(output: Tensor, number: int) -> Tensor:
 def check_trains_as_without_dedup(
     case: Case, need_indices: bool = False, evaluate_at: int = 1, freeze_at: int | None = None
 ) -> dict[str, Any]:
-    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal.
-
-    Args:
-        case: a case with tables "t0", "t1", ...
-        need_indices: True if outputs have their ids.
-        evaluate_at: the step that only evaluates.
-        freeze_at: the first step in which table "t1" is frozen; None: never.
-
-    Returns:
-        "rows" on this rank, and the number of ids that this rank received on the sides "once" and "each".
-    """
+    """Trains both sides and asserts that outputs, rows, states and counts are bit-equal."""
     rank = dist.get_rank()
     sides = {}
     for name in ("each", "once"):
@@ -204,10 +194,10 @@ def test_a_sum_of_many_gradients_of_half_precision_does_not_stand_still() -> Non
         fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 1.0,
                       "output_dtype": DataType.BF16},
     )  # fmt: skip
-    workers.run(repeat_one_id, case, world_size=2)
+    workers.run(check_repeat_one_id, case, world_size=2)
 
 
-def repeat_one_id(case: Case) -> None:
+def check_repeat_one_id(case: Case) -> None:
     """Both ranks name one id 1000 times in one bag."""
     from torchrec import KeyedJaggedTensor
 
@@ -237,7 +227,7 @@ def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
     assert workers.run(flag_of_torchrec, case_of(SEQUENCE, 2), world_size=2) == [[True, False]] * 2
 
 
-def frozen_from_the_start(case: Case) -> None:
+def check_frozen_from_the_start(case: Case) -> None:
     """A frozen table beside others: sent once too, and not changed."""
     unsharded = collection_of(case)
     unsharded.embeddings["t1"].weight.requires_grad_(False)
@@ -256,7 +246,7 @@ def test_tables_that_were_frozen_before_sharding() -> None:
     config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
     for kinds in (["row_wise"], SEQUENCE):
         case = case_of(kinds, 2, dedup=True, tables={"config": config})
-        workers.run(frozen_from_the_start, case, world_size=2)
+        workers.run(check_frozen_from_the_start, case, world_size=2)
 
 
 # Frequencies, admission and eviction: exact counts travel with the ids
@@ -391,14 +381,14 @@ class LargeCounts:
 
 def count_largely(case: Case) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
-    send_once.ops = LargeCounts  # type: ignore[attr-defined]
+    sent_batches.ops = LargeCounts  # type: ignore[attr-defined]
     try:
         model = shard(case, collection_of(case))
         bags = [[[[*EXTREME_IDS, *range(20 * r, 30 + 20 * r)] * 2]] for r in range(world)]
         features = make_batch(case, [one * len(case.features()) for one in bags]).mine
         sum(output.values().sum() for output in model(features).values()).backward()
     finally:
-        send_once.ops = ops
+        sent_batches.ops = ops
     ranks_with: dict[int, int] = {}
     for r in range(world):
         for one in {*EXTREME_IDS, *range(20 * r, 30 + 20 * r)}:

@@ -17,7 +17,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import ops
 from torchrec_dyn.ranks import ids_per_rank
 from torchrec_dyn.ranks.routing import owners
-from torchrec_dyn.sharding.input_dists import sorted_by_owner
+from torchrec_dyn.sharding.dists import sorted_by_owner
 from torchrec_dyn.storage.id_map import IdMap
 
 LAST_ID = -3487469807577879104  # of the last mixed id, 2^64 - 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.sent_modes import SentBatch, check_modes, with_mode
+from torchrec_dyn.sharding.sent_modes import SentBatch, with_mode
 
 KEYS = ["a", "b"]
 WEIGHTS = [None, torch.tensor([0.5, 1.0, 2.0, 4.0])]
@@ -54,18 +53,6 @@ def test_rows_and_tensors_of_both_forms_have_one_place(weights: Any) -> None:
         ]
 
 
-@pytest.mark.parametrize("make", [plain, varying])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_batch_arrives_as_it_was_sent(make: Any, weights: Any) -> None:
-    sent = make(weights)
-    varies = sent.variable_stride_per_key()
-    size = None if varies else [sent.stride()]
-    got = SentBatch.dist_init(KEYS, sent.dist_tensors(), varies, 1, None, size)
-    assert got.stride_per_key() == sent.stride_per_key()
-    assert torch.equal(got.lengths(), sent.lengths()) and torch.equal(got.values(), sent.values())
-    assert weights is None or torch.equal(got.weights(), weights)
-
-
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_what_two_forms_send_is_not_read(weights: Any) -> None:
     """Of the numbers of both batches TorchRec would read what is not there."""
@@ -76,19 +63,3 @@ def test_what_two_forms_send_is_not_read(weights: Any) -> None:
     for strides in ([0, 3], None):
         got = SentBatch.dist_init(KEYS[:1], tensors, strides is None, 2, None, strides)
         assert got.keys() == ["a"] and not got.values().numel() and not got.lengths().numel()
-
-
-def modes(*batches: SentBatch) -> SimpleNamespace:
-    """Returns the context of a sharding that has received batches."""
-    received = [dict(rows_of(batch))["values"][0] for batch in batches]
-    return SimpleNamespace(output_splits=received, input_splits=received[:1] * len(batches))
-
-
-def test_forms_that_differ_are_an_error() -> None:
-    told = r"got a size per feature on ranks \[1\] and one size on the others. Give stride_per_key"
-    with pytest.raises(ValueError, match=f"c: expected batches of one form on every rank, {told}"):
-        check_modes([modes(plain(), varying(), plain())], "c")
-    for batches in ([plain(), plain()], [varying(), varying()]):
-        context = modes(*batches)
-        check_modes([context], "c")
-        assert context.output_splits == context.input_splits == [2, 2]

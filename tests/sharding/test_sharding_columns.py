@@ -6,8 +6,9 @@ import pytest
 import workers
 from sharded_cases import Case, Table, shard_by_hand
 from sharded_training import check_trains_as_unsharded
+from torch.distributed._shard.metadata import ShardMetadata
 
-from torchrec_dyn.sharding.output_dists import outputs_by_column
+from torchrec_dyn.sharding.dists import outputs_by_column
 
 # Pieces as (rank, first column, width) of 16 columns.
 EVEN = {
@@ -28,14 +29,22 @@ def plan_of(kind: str, shards: list[tuple[int, int, int]]) -> object:
     return shard_by_hand(kind, [([rank], first, width) for rank, first, width in shards])
 
 
+def shards_at(*columns: int) -> list[ShardMetadata]:
+    return [ShardMetadata([0, column], [10, 4]) for column in columns]
+
+
 def test_outputs_by_column_gives_the_order_of_the_design() -> None:
     # Shard ranks [0, 1, 0] arrive as outputs of ranks [0, 0, 1].
-    assert outputs_by_column(["f", "f", "f"], [0, 8, 4]) == {"f": [0, 2, 1]}
+    assert outputs_by_column(["f", "f", "f"], shards_at(0, 8, 4)) == {"f": [0, 2, 1]}
 
 
 def test_outputs_by_column_keeps_features_apart() -> None:
     names = ["f", "g", "g", "f", "h"]
-    assert outputs_by_column(names, [4, 8, 0, 0, 0]) == {"f": [3, 0], "g": [2, 1], "h": [4]}
+    assert outputs_by_column(names, shards_at(4, 8, 0, 0, 0)) == {
+        "f": [3, 0],
+        "g": [2, 1],
+        "h": [4],
+    }
 
 
 def check_trains(tables: list[Table], world: int = 2, **options: Any) -> None:

@@ -35,7 +35,7 @@ def check_awaited(model: Any) -> None:
     model.train()
 
 
-def in_all_ways(path: str) -> None:
+def check_in_all_ways(path: str) -> None:
     model = sharded(case(world=2, names=NAMES))
     step(model, [1, 2], [3, 4], names=NAMES)
     save(model, path)
@@ -74,7 +74,7 @@ def in_all_ways(path: str) -> None:
 
 
 def test_on_every_rank(tmp_path: Path) -> None:
-    workers.run(in_all_ways, str(tmp_path / "saved"), world_size=2)
+    workers.run(check_in_all_ways, str(tmp_path / "saved"), world_size=2)
 
 
 def test_a_dropped_load_frees_its_rows_and_leaves_the_table(tmp_path: Path) -> None:

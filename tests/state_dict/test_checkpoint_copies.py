@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torchrec.inference.state_dict_transform import state_dict_gather
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format.saved_tensor import numbers_of
-from torchrec_dyn.state_dict import aligned_state, staged_rows, whole_tensors
 
 SETUP = Setup(2, ("row_wise", "column_wise", "three_columns", "table_wise"))
 
@@ -150,12 +150,8 @@ def taken_in_small_chunks(path: str) -> list[list[str]]:
     step(whole.collection, [7, *range(50, 70)])
     plain = {"model": whole.state_dict(), "optimizer": optimizer_of(whole).state_dict()}
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (whole_tensors, "CHUNK_BYTES"),
-            (aligned_state, "CHUNK_BYTES"),
-            (staged_rows, "_READ_AT_ONCE"),
-        ):
-            patch.setattr(module, name, 7)
+        for name in ("CHUNK_BYTES", "IDS_LOADED_TOGETHER"):
+            patch.setattr(knobs, name, 7)
         model, again = sharded(of), sharded(of)
         put(model, copy.deepcopy(plain))
         quietly(dcp.save, state_dict_of(model), checkpoint_id=path)

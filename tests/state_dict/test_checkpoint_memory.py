@@ -10,9 +10,9 @@ import workers
 from another_process import call
 from checkpoint_cases import quietly
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from memory_peak import peak_of
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import collection_of, shard
+from system_memory import peak_of
 
 import torchrec_dyn as dyn
 

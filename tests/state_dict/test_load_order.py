@@ -17,8 +17,9 @@ from table_cases import same_state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.state_dict import TableLoad, aligned_state, loading
+from torchrec_dyn.state_dict import TableLoad, loading
 from torchrec_dyn.storage.row_store import RowStore
 
 
@@ -115,7 +116,7 @@ def test_unsharded_optimizer_state_goes_to_the_rows_of_its_ids(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The state comes in canonical order, in stretches of two rows; the rows are in the order of training."""
-    monkeypatch.setattr(aligned_state, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 64)
     model = unsharded(case(optimizer="ADAM"))
     step(model, list(range(40)))
     state = model.local_tables()["t"].export_state()
@@ -166,8 +167,8 @@ def test_unsharded_optimizer_state_that_cannot_be_loaded_changes_nothing(
             raise MemoryError
         write(*given)
 
-    monkeypatch.setattr(aligned_state, "CHUNK_BYTES", 64)
-    monkeypatch.setattr("torchrec_dyn.life.row_life._SCORED_AT_ONCE", 2)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 64)
+    monkeypatch.setattr("torchrec_dyn.knobs.IDS_SCORED_TOGETHER", 2)
     monkeypatch.setattr(store, "write", fail)
     with pytest.raises(MemoryError):
         model.fused_optimizer.load_state_dict(trained.fused_optimizer.state_dict())

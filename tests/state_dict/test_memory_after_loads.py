@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from block_pages import advice_of, committed_pages
+from system_memory import advice_of, committed_pages
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import unmixed
 
-from torchrec_dyn.checkpoint_format import saved_table
+from torchrec_dyn import knobs
 from torchrec_dyn.ranks import ids_per_rank, owners
 from torchrec_dyn.state_dict import places
 from torchrec_dyn.storage import canonical_order
@@ -45,7 +45,7 @@ def check(ids: torch.Tensor, ranks: int) -> int:
 def test_the_places_of_a_part_are_those_of_its_rows(
     ranks: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_table, "_SEARCHED_AT_ONCE", at_once)
+    monkeypatch.setattr(knobs, "IDS_READ_TOGETHER", at_once)
     mixed = torch.randint(-(2**63), 2**63 - 1, (3000,))
     most = check(ids_at_all_bounds(ranks, mixed), ranks)
     if at_once == 1:
@@ -54,7 +54,7 @@ def test_the_places_of_a_part_are_those_of_its_rows(
 
 def test_mixed_ids_that_are_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone may choose ids whose mixed ids are close together: then the search takes longer."""
-    monkeypatch.setattr(saved_table, "_SEARCHED_AT_ONCE", 10)
+    monkeypatch.setattr(knobs, "IDS_READ_TOGETHER", 10)
     close = torch.arange(4000) + 2**62
     for ranks in (2, 3, 8):
         check(ids_at_all_bounds(ranks, close), ranks)

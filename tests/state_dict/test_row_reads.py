@@ -20,9 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import LoadPlanner
-from torchrec_dyn.checkpoint_format import saved_tensor
-from torchrec_dyn.state_dict import row_reads
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.storage import CanonicalRows
 
@@ -53,13 +52,13 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def small_pieces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(saved_tensor, "CHUNK_BYTES", 1 << 13)
-    patch.setattr(saved_tensor, "_KEPT_BYTES", 1 << 9)
-    patch.setattr(row_reads, "_WINDOW_ROWS", 97)
-    patch.setattr(row_reads, "_PIECE_BYTES", 1 << 9)
+    patch.setattr(knobs, "SAVED_CHUNK_BYTES", 1 << 13)
+    patch.setattr(knobs, "LAST_CHUNK_BYTES", 1 << 9)
+    patch.setattr(knobs, "LOADED_ROWS", 97)
+    patch.setattr(knobs, "LOADED_PIECE_BYTES", 1 << 9)
 
 
-def loads_every_plan(path: str) -> None:
+def check_loads_every_plan(path: str) -> None:
     cases = [(saved, kind, None) for saved in PLANS[::2] for kind in PLANS]
     cases += [("row_wise", "row_wise", AGED), ("row_wise", "table_wise", COUNTED)]
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +94,7 @@ def check_load(folder: str, kind: str, config: Any) -> None:
 
 
 def test_rows_read_straight_are_those_that_dcp_reads(tmp_path: Path) -> None:
-    workers.run(loads_every_plan, str(tmp_path), world_size=2, timeout=300)
+    workers.run(check_loads_every_plan, str(tmp_path), world_size=2, timeout=300)
 
 
 def test_a_flipped_bit_of_a_row_is_refused(tmp_path: Path) -> None:
@@ -157,7 +156,7 @@ def test_a_state_dict_that_is_read_into_again_forgets_the_first_sums(tmp_path: P
     workers.run(loads_twice, str(tmp_path), world_size=2)
 
 
-def only_loads(path: str) -> None:
+def check_only_loads(path: str) -> None:
     model = trained("row_wise", config=COUNTED)
     step(model, [3001 + dist.get_rank()])
     save(model, path)
@@ -180,7 +179,7 @@ def only_loads(path: str) -> None:
 
 
 def test_a_state_dict_reads_no_rows_and_dcp_reads_none_into_it(tmp_path: Path) -> None:
-    workers.run(only_loads, str(tmp_path / "saved"), world_size=2)
+    workers.run(check_only_loads, str(tmp_path / "saved"), world_size=2)
 
 
 def one_rank_without_rows(path: str) -> list[int]:

@@ -41,7 +41,7 @@ def train(model: Any, first_step: int = 0) -> list[float]:
     return losses
 
 
-def unsharded_round_trip() -> None:
+def check_unsharded_round_trip() -> None:
     model, again = ClickModel(RUN, dynamic=True), ClickModel(RUN, dynamic=True)
     train(model)
     dense = [torch.optim.Adam(of.head.parameters(), lr=0.1) for of in (model, again)]
@@ -63,10 +63,10 @@ def unsharded_round_trip() -> None:
 
 
 def test_unsharded() -> None:
-    workers.run(unsharded_round_trip, world_size=1)
+    workers.run(check_unsharded_round_trip, world_size=1)
 
 
-def sharded_round_trip() -> None:
+def check_sharded_round_trip() -> None:
     model, again = sharded_model(RUN), sharded_model(RUN)
     train(model)
     assert get_model_state_dict(model.module).keys() == model.module.state_dict().keys()
@@ -87,7 +87,7 @@ def rows(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def saved_by_dcp() -> None:
+def check_saved_by_dcp() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     model = sharded_model(RUN)
@@ -102,12 +102,12 @@ def saved_by_dcp() -> None:
 
 @pytest.mark.everyday(2)
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("function", [sharded_round_trip, saved_by_dcp])
+@pytest.mark.parametrize("function", [check_sharded_round_trip, check_saved_by_dcp])
 def test_sharded(function: Any, world: int) -> None:
     workers.run(function, world_size=world)
 
 
-def whole_state_dict() -> None:
+def check_whole_state_dict() -> None:
     model, sharded = ClickModel(RUN, dynamic=True), sharded_model(RUN)
     with pytest.raises(ValueError, match="expected full_state_dict=False, got True: the rows stay"):
         get_model_state_dict(sharded.module, options=FULL)
@@ -122,10 +122,10 @@ def whole_state_dict() -> None:
 
 
 def test_full_state_dict() -> None:
-    workers.run(whole_state_dict, world_size=2)
+    workers.run(check_whole_state_dict, world_size=2)
 
 
-def optimizer_state(dynamic: bool) -> None:
+def check_optimizer_state(dynamic: bool) -> None:
     run = Run(("table_wise",), ("table_wise",), dynamic=dynamic, steps=2, new_ids=10)
     model = sharded_model(run)
     for optimizer in (model.fused_optimizer, optimizer_of(run, model)):
@@ -135,4 +135,4 @@ def optimizer_state(dynamic: bool) -> None:
 
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_optimizer_state_of_rows_fails_as_with_static_tables(dynamic: bool) -> None:
-    workers.run(optimizer_state, dynamic, world_size=1)
+    workers.run(check_optimizer_state, dynamic, world_size=1)

@@ -219,6 +219,17 @@ def test_what_nobody_asks_for_is_not_kept():
     assert table.changes is None
 
 
+def test_erased_ids_are_kept_while_a_version_asks_for_them():
+    """Also those without a row; each erasure keeps those before it."""
+    table = make_table()
+    table.find_or_insert(torch.arange(3))
+    version = table.version(keeps_erased=True)
+    table.erase(ids_of(1, 77))
+    table.version()
+    table.erase(ids_of(2))
+    assert table.changes.erased_ids(version).tolist() == [1, 2, 77]
+
+
 def test_what_nobody_asks_for_is_rarely_sifted_out_on_a_device():
     """The host waits for the number of ids to keep: once in 12,500 removed ids, an eighth of the limit."""
     with MockDevice() as device:

@@ -6,7 +6,6 @@ call are timed: crafted ids took them several hundred times as long, and the tes
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import pytest
@@ -26,7 +25,6 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 from torchrec_dyn.life.admission_counters import AdmissionCounters
 from torchrec_dyn.storage import id_map as id_maps
 from torchrec_dyn.storage.id_map import IdMap
@@ -149,35 +147,3 @@ def test_no_result_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     for other in kept[1:]:
         assert other.keys() == kept[0].keys()
         assert all(torch.equal(other[name], one) for name, one in kept[0].items())
-
-
-def seconds(call) -> float:
-    """Returns the CPU time of a call, the least of twenty: other threads take the caches."""
-    times = []
-    for _ in range(20):
-        begin = time.process_time()
-        call()
-        times.append(time.process_time() - begin)
-    return min(times)
-
-
-def test_new_ids_are_collected_as_fast(device: str) -> None:
-    count = 40_000
-    absent, bounds = torch.full((count,), -1), torch.tensor([0, count])
-    random = torch.randint(-(2**62), 2**62, (count,))
-    usual = seconds(lambda: ops.collect_new(random, absent, bounds))
-    assert (
-        seconds(lambda: ops.collect_new(with_neighbouring_hashes(count), absent, bounds))
-        < 30 * usual
-    )
-
-
-def test_rows_of_a_gpu_are_written_as_fast(device: str) -> None:
-    """Of a million rows, those whose public homes are nearest to the first place."""
-    count, block = 16_384, torch.zeros(1 << 20, 1)
-    hashes = ops.mix64(torch.arange(1 << 20)) * signed(GOLDEN) ^ torch.iinfo(torch.int64).min
-    chosen = hashes.argsort()[:count]
-    random = torch.randperm(1 << 20)[:count]
-    values = torch.ones(count, 1)
-    usual = seconds(lambda: ops.scatter_rows_(random, values, [block], 20, 1))
-    assert seconds(lambda: ops.scatter_rows_(chosen, values, [block], 20, 1)) < 30 * usual

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from table_cases import ids_of
 from workers import WorkerError
 
-from torchrec_dyn import ops
-from torchrec_dyn.storage import RowStore, block_memory, block_shift
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.storage import RowStore, block_shift
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -35,9 +35,8 @@ def ranges(monkeypatch):
 
 
 def set_ranges(setattr_, page=4096):
-    setattr_(block_memory, "RANGE_DEVICES", {"cpu"})
-    setattr_(block_memory, "_PAGE_BYTES", page)
-    setattr_(block_memory, "_less_ahead", {})
+    setattr_(knobs, "RANGE_DEVICES", {"cpu"})
+    setattr_(knobs, "PAGE_BYTES", page)
 
 
 def filled(store, rows):
@@ -180,7 +179,7 @@ def test_stores_beyond_one_range(added, kind, largest):
     words = dtype == torch.int64
     with pytest.MonkeyPatch.context() as patch:
         set_ranges(patch.setattr)
-        patch.setattr(block_memory, "_RANGE_BYTES", largest)
+        patch.setattr(knobs, "RANGE_BYTES", largest)
         shift = block_shift(1000, columns * dtype.itemsize)
         store, rows, places = RowStore(columns, shift, dtype, CPU), 0, {}
         for more in added:
@@ -237,7 +236,7 @@ class ScarceMemory:
     """Memory for a number of rows of one page; torch keeps some more until its cache is emptied."""
 
     def __init__(self, monkeypatch, rows, kept=0):
-        self.rows, self.kept, self.calls, self.failed, self.emptied = rows, kept, [], [], 0
+        self.rows, self.kept, self.calls, self.emptied = rows, kept, [], 0
         self._grow = ops.grow_block
         monkeypatch.setattr(ops, "grow_block", self.grow_block)
         monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
@@ -245,7 +244,6 @@ class ScarceMemory:
     def grow_block(self, block, rows, limit):
         self.calls.append(rows)
         if rows > self.rows:
-            self.failed.append(rows)
             raise MemoryError("grow_block: expected memory")
         return self._grow(block, rows, limit)
 
@@ -263,59 +261,12 @@ def test_without_memory_for_more_the_rows_alone_are_asked_for(page_store, monkey
     memory = ScarceMemory(monkeypatch, rows=112, kept=10)
     for rows in (1, 100, 101, 112):
         page_store.reserve(rows)
-    assert memory.calls == [1, 100, 113, 101, 112] and memory.emptied == 0
+    assert memory.calls == [1, 100, 113, 101, 114, 112] and memory.emptied == 0
     page_store.reserve(113)
     assert page_store.capacity == 113 and memory.emptied == 1
     with pytest.raises(MemoryError, match="RowStore: expected 40960 more bytes of memory on cpu"):
         page_store.reserve(123)
     assert page_store.capacity == 113
-
-
-def test_near_the_end_of_the_memory_the_cache_is_emptied_for_rows_alone(page_store, monkeypatch):
-    """A block asks for no more than the memory had before, and torch keeps its cache."""
-    memory = ScarceMemory(monkeypatch, rows=640, kept=30)
-    page_store.reserve(600)
-    for rows in range(601, 671):
-        page_store.reserve(rows)
-    assert memory.emptied == 1, "for row 641"
-    assert len(memory.failed) < 20
-
-
-def test_when_memory_is_free_again_a_block_grows_by_an_eighth(page_store, monkeypatch):
-    memory = ScarceMemory(monkeypatch, rows=601)
-    page_store.reserve(600)
-    page_store.reserve(601)
-    with pytest.raises(MemoryError):
-        page_store.reserve(602)
-    memory.rows = 1024
-    memory.calls.clear()
-    for rows in range(602, 1024):
-        page_store.reserve(rows)
-    assert len(memory.calls) < 16 and memory.calls[-1] > 1024 - 64
-
-
-def test_rows_without_memory_do_not_lower_the_bound(page_store, monkeypatch):
-    memory = ScarceMemory(monkeypatch, rows=700)
-    page_store.reserve(600)
-    memory.calls.clear()
-    with pytest.raises(MemoryError):
-        page_store.reserve(900)
-    assert memory.calls == [900, 900] and not block_memory._less_ahead
-    page_store.reserve(601)
-    assert page_store.capacity == 675
-
-
-def test_a_bound_is_of_the_memory_of_one_device(monkeypatch, page_store):
-    """Small blocks, which ask for less, do not change it."""
-    memory = ScarceMemory(monkeypatch, rows=610)
-    page_store.reserve(600)
-    page_store.reserve(601)
-    (bound,) = block_memory._less_ahead.items()
-    small = RowStore(1024, 10, torch.float32, CPU)
-    for rows in range(1, 30):
-        small.reserve(rows)
-    assert [bound] == list(block_memory._less_ahead.items()) == [(CPU, 37 * 4096 + 2048)]
-    assert memory.emptied == 0
 
 
 @pytest.mark.usefixtures("ranges")

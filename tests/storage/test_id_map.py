@@ -112,7 +112,7 @@ class GrowingMapBesideDict(MapBesideDict):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("torchrec_dyn.storage.id_map._LARGE_CAPACITY", 1)
+        self.patch.setattr("torchrec_dyn.knobs.LARGE_MAP_SLOTS", 1)
 
     def teardown(self):
         self.patch.undo()
@@ -189,7 +189,7 @@ def test_many_ids_are_found_at_any_thread_count(threads):
 
 @pytest.mark.parametrize("count", [0, 3, 4, 5, 12])
 def test_ids_are_inserted_in_batches(count, monkeypatch):
-    monkeypatch.setattr("torchrec_dyn.storage.id_map._INSERTED_TOGETHER", 4)
+    monkeypatch.setattr("torchrec_dyn.knobs.IDS_INSERTED_TOGETHER", 4)
     id_map, ids, rows = IdMap(), torch.arange(count) * 10, torch.arange(count) + 7
     id_map.reserve(count)
     id_map.insert(ids, rows)

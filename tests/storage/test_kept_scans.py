@@ -1,7 +1,6 @@
 """The result of one scan of a map serves all readers of the map with the same stamp, and no other reader."""
 
 import gc
-import os
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ class Scans:
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> Scans:
     gc.collect()  # readers of earlier tests keep scans
+    monkeypatch.setattr(canonical_rows, "_kept", [])
     return Scans(monkeypatch)
 
 
@@ -82,59 +82,3 @@ def test_nothing_is_read_after_a_change() -> None:
     moment[0] = 8
     with pytest.raises(RuntimeError, match="expected the table as it was"):
         reader.read(0, 1)
-
-
-def test_lists_are_dropped_with_the_last_reader_and_beyond_the_most_rows(
-    scans: Scans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 200)  # a list has 100 rows
-    maps = [filled([30, 10, 20]), filled([1, 2]), filled(list(range(100)))]
-    reader = CanonicalRows(maps[0], "t", lambda: (7,))
-    listed(reader)
-    del reader
-    readers = [CanonicalRows(id_map, "t", lambda: (7,)) for id_map in maps]
-    for number in (0, 1, 0, 1):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2
-    for number in (2, 1, 0):
-        listed(readers[number])
-    assert len(scans.seen) == 1 + 2 + 2
-    monkeypatch.setattr(canonical_rows, "_KEPT_ROWS", 99)  # the last map has more ids: not kept
-    readers[2] = CanonicalRows(maps[2], "t", lambda: (8,))
-    listed(readers[2])
-    listed(readers[2])
-    assert len(scans.seen) == 1 + 2 + 2 + 2
-
-
-def test_scans_of_a_map_without_readers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while another map is read: else each abandoned load would keep its map alive."""
-    # Scans of its own: a test that interrupts a scan may have left one that is not in the order.
-    monkeypatch.setattr(canonical_rows, "_kept", canonical_rows._KeptScans())
-    still_read = CanonicalRows(filled([1]), "t", lambda: (1,))
-    listed(still_read)
-    before = len(canonical_rows._kept._held)
-    for _ in range(3):
-        listed(CanonicalRows(filled([30, 10]), "u", lambda: (7,)))
-    gc.collect()
-    kept = canonical_rows._kept
-    assert len(kept._held) == before
-    assert len(kept._order) == sum(len(held.scans) for held in kept._held.values())
-    assert kept._rows == sum(
-        scan.ids.numel() for held in kept._held.values() for _, scan in held.scans
-    )
-
-
-@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer gives no place out again")
-def test_scans_of_a_map_that_is_gone_serve_no_map_in_its_place(monkeypatch) -> None:
-    """Ctrl-C in the finalizer of a reader leaves its scans behind; the next map may be there."""
-    kept = canonical_rows._KeptScans()
-    monkeypatch.setattr(canonical_rows, "_kept", kept)
-    monkeypatch.setattr(kept, "_leave", lambda *_: None)
-    addresses = set()
-    for first in range(20):
-        id_map = filled([first, 100])
-        addresses.add(id(id_map))
-        assert listed(CanonicalRows(id_map, "t", lambda: (7,))) == ([first, 100], [0, 1])
-        del id_map
-    assert len(addresses) < 20
-    assert len(kept._order) == sum(len(held.scans) for held in kept._held.values())

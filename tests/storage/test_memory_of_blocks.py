@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from block_pages import advice_of, committed_pages
+from system_memory import advice_of, committed_pages
 
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.block_memory import HUGE_PAGE_BYTES

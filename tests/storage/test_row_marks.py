@@ -4,7 +4,7 @@ import pytest
 import torch
 from table_cases import ids_of
 
-from torchrec_dyn.storage import row_marks
+from torchrec_dyn import knobs
 from torchrec_dyn.storage.row_marks import RowMarks
 
 ROWS = 2000
@@ -12,7 +12,7 @@ ROWS = 2000
 
 @pytest.mark.parametrize("since", [0, 1, 4, 5, 6])
 def test_rows_marked_at_a_number_or_later_are_flagged(monkeypatch, since):
-    monkeypatch.setattr(row_marks, "_BLOCK_ROWS", 512)
+    monkeypatch.setattr(knobs, "MARKED_ROWS", 512)
     marks = RowMarks(ROWS, torch.device("cpu"))
     marks.reserve(ROWS)
     assert len(marks.blocks) == 4

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from torchrec_dyn import ops
-from torchrec_dyn.storage import IdMap, RowStore
-from torchrec_dyn.storage import id_map as id_maps
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore
 
 
 @pytest.mark.parametrize("free", [(), (0,), (5, 6, 40), (99,)])
@@ -15,9 +14,8 @@ def test_every_id_is_read_once_in_the_order_of_its_row(free: tuple[int, ...], mo
     id_map = IdMap(100)
     id_map.reserve(100)
     id_map.insert(ops.mix64(torch.tensor(used)), torch.tensor(used))
-    found = [
-        (ids.clone(), rows.clone()) for ids, rows in id_map.by_row(100, most, id_map.ids_of_rows)
-    ]
+    reader = CanonicalRows(id_map, "t", lambda: (1,))
+    found = [(ids.clone(), rows.clone()) for ids, rows in reader.by_row(100, most)]
     assert all(len(ids) == len(rows) <= most for ids, rows in found)
     rows = torch.cat([rows for _, rows in found])
     assert rows.tolist() == sorted(used)
@@ -29,7 +27,7 @@ def test_a_large_map_is_scanned_at_most_four_times(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scans of a number of rows each would take a time that grows with the square of the rows."""
-    monkeypatch.setattr(id_maps, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(knobs, "ROWS_SCANNED", 16)
     id_map, scans, list_rows = IdMap(count), [], ops.ids_of_rows
     id_map.reserve(count)
     id_map.insert(torch.arange(count) * 3, torch.arange(count))

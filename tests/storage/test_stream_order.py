@@ -16,7 +16,7 @@ from torchrec_dyn.state_dict import TableSource, saved_tensors
 from torchrec_dyn.state_dict.places import Places
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.storage import RowStore, canonical_order
-from torchrec_dyn.storage.stream_order import StreamOrder
+from torchrec_dyn.storage.host_reads import StreamOrder
 
 pytestmark = pytest.mark.mock_only  # tensors of a GPU take no fakes
 OTHER_GPU = torch.device("cuda:1")

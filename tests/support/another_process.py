@@ -32,13 +32,7 @@ def environment(**more: str) -> dict[str, str]:
 def run_program(
     *arguments: object, time_limit: float = 240.0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python arguments...` as a user would, outside torchrun, on one thread a process.
-
-    Args:
-        *arguments: arguments of Python.
-        time_limit: seconds.
-        **options: further options of subprocess.run.
-    """
+    """Runs `python arguments...` as a user would, outside torchrun, on one thread a process."""
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -58,16 +52,7 @@ def start(function: Callable[..., Any], *args: Any) -> multiprocessing.process.B
 
 
 def call(function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
-    """Calls a function in a new process and returns its result.
-
-    Args:
-        function: function that is importable by name, called on one thread.
-        *args: arguments of the function; they and the result are pickled.
-        timeout: seconds until the process is killed.
-
-    Raises:
-        WorkerError: if the function raised, or its process died or hung.
-    """
+    """Calls a function in a new process and returns its result."""
     ours, theirs = forkserver().Pipe()
     process = start(_answer, theirs, function, args)
     theirs.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import sharded_training
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,11 +20,11 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from oracle import unmixed
 from sharded_cases import EXTREME_IDS, Case, Table, shard_by_hand, usual_plan
-from sharded_training import Holder, collection_of, outputs_by_name, shard
+from sharded_training import optimizer_of as optimizer_of
+from sharded_training import outputs_by_name
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ParameterSharding
-from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format import as_words, from_words
@@ -179,17 +180,7 @@ def _grad(
 
 
 def new(setup: Setup) -> Any:
-    case = setup.case()
-    if not setup.world:
-        return Holder(collection_of(case, fused_params=case.fused_params))
-    return shard(case, collection_of(case))
-
-
-def optimizer_of(model: Any) -> Any:
-    """Returns the optimizer of the rows; its names have the same prefix as the names of the model."""
-    if hasattr(model, "fused_optimizer"):
-        return model.fused_optimizer
-    return CombinedOptimizer([("collection", model.collection.fused_optimizer)])
+    return sharded_training.new(setup.case(), bool(setup.world))
 
 
 def state_dict_of(model: Any) -> dict[str, Any]:
@@ -267,10 +258,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def tables_of(model: Any) -> list[TableShard]:
     """Returns the tables of this rank's kernels, or of the unsharded collection."""
-    if not hasattr(model, "module"):
-        return list(model.collection.local_tables().values())
-    shards = model.module.collection._shards._tables
-    return [one for name in sorted(shards) for one in shards[name]]
+    return sharded_training.tables_of(getattr(model, "module", model).collection)
 
 
 def held(model: Any) -> dict[str, torch.Tensor]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
-import pickle
 import random
 import shutil
 import struct
@@ -104,56 +101,12 @@ def flips_in_numbers(
     return found
 
 
-def flips_anywhere(folder: Path, chance: random.Random, times: int, kind: str) -> list[Damage]:
-    """Returns flips of bits anywhere in the files that match the pattern `kind`."""
-    files = sorted(folder.glob(kind))
-    found = []
-    for _ in range(times):
-        file = chance.choice(files)
-        place = chance.randrange(file.stat().st_size)
-        found.append(flip(folder, file.name, place, chance.randrange(8)))
-    return found
-
-
 def losses(folder: Path, chance: random.Random) -> list[Damage]:
     """Returns two damages of every file: the whole file is missing, and its end is missing."""
     found = []
     for file in sorted(one for one in folder.iterdir() if one.is_file()):
         size = file.stat().st_size
         found += [Damage(file.name, 0), Damage(file.name, chance.randrange(1, size))]
-    return found
-
-
-def swaps(folder: Path, later: Path) -> list[Damage]:
-    """Returns damages in which files change places, or one is of a later checkpoint of the model."""
-    files = sorted(one.name for one in folder.glob("*.distcp"))
-    pairs = [Damage(one, other=other) for one, other in itertools.pairwise(files)]
-    return pairs + [Damage(one, other=str(later / one)) for one in [*files, ".metadata"]]
-
-
-def links(folder: Path) -> list[Damage]:
-    """Returns damages in which a file is a symbolic link to nothing that a checkpoint could be read from."""
-    targets = ["nowhere", "{file}", ".", "/dev/zero", "/dev/null", "../.."]
-    return [
-        Damage(file, link=target.format(file=file))
-        for file in (sorted(one.name for one in folder.glob("*.distcp"))[0], ".metadata")
-        for target in targets
-    ]
-
-
-def row_counts(folder: Path) -> list[Damage]:
-    """Returns damages of the index: tables of more rows than are saved, beyond 2^31 and up to 2^63 - 1."""
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    prefixes = {key.rpartition(".")[0] for key in index.state_dict_metadata if key.endswith(".ids")}
-    found = []
-    for prefix in sorted(prefixes):
-        for rows in (2**31, 2**31 + 7, 2**32, 2**33, 2**61, 2**63 - 1):
-            crafted = copy.deepcopy(index)
-            for name in ("ids", "weight", "last_seen", "count"):
-                saved = crafted.state_dict_metadata.get(f"{prefix}.{name}")
-                if saved is not None:
-                    saved.size = torch.Size([rows, *saved.size[1:]])
-            found.append(Damage(".metadata", bytes=pickle.dumps(crafted)))
     return found
 
 

@@ -106,14 +106,7 @@ def inputs(kind: str, rank: int = 0) -> Iterator[Any]:
 
 
 def train(model: nn.Module, batches: Iterator[Any], compiled: str, backend: str) -> list[Tensor]:
-    """Trains and returns the outputs.
-
-    Args:
-        model: the model, or DistributedModelParallel around it.
-        batches: the batches.
-        compiled: what is compiled: "nothing", "model", "tables", "dense" or "step".
-        backend: backend of torch.compile.
-    """
+    """Trains and returns the outputs."""
     inner = model if isinstance(model, Model) else model.module
     of_tables = (".embedding_bags.", ".embeddings.")
     dense = [p for name, p in model.named_parameters() if not any(w in name for w in of_tables)]
@@ -151,15 +144,7 @@ def contents(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 def check_as_without_a_compiler(
     kind: str, compiled: str, backend: str, place: Any = None, rank: int = 0
 ) -> None:
-    """Asserts that a compiled model and its twin agree: bit for bit, with inductor up to rounding.
-
-    Args:
-        kind: key of `CALLS`.
-        compiled: as in `train`.
-        backend: backend of torch.compile.
-        place: shards a model; None: unsharded.
-        rank: this rank.
-    """
+    """Asserts that a compiled model and its twin agree: bit for bit, with inductor up to rounding."""
     shard = place or (lambda model: model)
     twin, model = shard(model_of(kind)), shard(model_of(kind))
     expected = train(twin, inputs(kind, rank), "nothing", backend)
@@ -219,12 +204,7 @@ CALLS_IN_A_STEP: dict[str, Callable[[Any], Any]] = {
 
 
 def compare_calls(call: str, wrap: Callable[[Model], nn.Module]) -> None:
-    """Compares training steps that end with a call, with and without torch.compile.
-
-    Args:
-        call: a key of CALLS_IN_A_STEP.
-        wrap: what makes a model of the plain one, as sharding.
-    """
+    """Compares training steps that end with a call, with and without torch.compile."""
     found = []
     for is_compiled in (False, True):
         torch.compiler.reset()

@@ -7,10 +7,11 @@ An op without such a kernel runs on the CPU.
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from nested_values import leaves_of, mapped
 from torch import Tensor
 
 from torchrec_dyn import ops
@@ -49,10 +50,6 @@ class CudaOp:
     """An op on a GPU, for tensors on the CPU.
 
     Arguments lie there as they do here: they share memory, or begin between elements, where they do so here.
-
-    Args:
-        op: an overload of an op.
-        device: the device of the kernels.
     """
 
     def __init__(self, op, device="cuda"):
@@ -78,13 +75,7 @@ class CudaOp:
 
 
 class _Memory:
-    """Bytes on the CPU, and their copy on another device, at an address with the same remainder.
-
-    Args:
-        begin: the address of the first byte.
-        end: the address behind the last byte.
-        device: the other device.
-    """
+    """Bytes on the CPU, and their copy on another device, at an address with the same remainder."""
 
     def __init__(self, begin, end, device):
         self.begin, self.end = begin, end
@@ -157,3 +148,25 @@ def use_kernels(patch, device):
         simt = device == "simt"
         op = getattr(simt_library() if simt else CPU, name).default
         patch.setattr(ops, name, op if simt else CudaOp(op))
+
+
+# Values in nested lists, tuples and dicts; torch's pytree has more kinds, and takes three times as long.
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Returns the values, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for one in value for leaf in leaves_of(one)]
+    return [value]
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns the same lists, tuples and dicts of the values of a function."""
+    if isinstance(value, dict):
+        return {key: mapped(function, one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        made = [mapped(function, one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    return function(value)

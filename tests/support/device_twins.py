@@ -8,13 +8,13 @@ from life_cases import ADMISSIONS, COUNTS, EVICTIONS, living_table
 from mock_device import CUDA
 from table_cases import ids_of, same_state
 
-from torchrec_dyn.checkpoint_format import content_sums, saved_tensor
+from torchrec_dyn import knobs
 from torchrec_dyn.lookup.batch import Batch
 from torchrec_dyn.lookup.first_read import read_first
 from torchrec_dyn.lookup.table_lists import list_tables
 from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 from torchrec_dyn.storage import RowStore
-from torchrec_dyn.table import TableShard, contents
+from torchrec_dyn.table import TableShard
 
 # A search for candidates, and the growth of a map, wait once more for each table.
 RARE = {"lowest_scores", "move_slots"}
@@ -51,12 +51,7 @@ class DeviceTwins:
         self.versions = None
 
     def step(self, *lists, times=False):
-        """Takes one training step of all tables, and compares which ids have rows.
-
-        Args:
-            lists: ids of each table.
-            times: True to say that each id stands for two occurrences.
-        """
+        """Takes one training step of all tables, and compares which ids have rows."""
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []
@@ -131,9 +126,8 @@ class DeviceTwins:
 
 def small_chunks(monkeypatch, size):
     """Makes chunks of `size` bytes. Returns the list of bytes of rows that are read at once on a device."""
-    monkeypatch.setattr(saved_tensor, "CHUNK_BYTES", size)
-    for module in (content_sums, contents):
-        monkeypatch.setattr(module, "CROSSING_BYTES", size)
+    monkeypatch.setattr(knobs, "SAVED_CHUNK_BYTES", size)
+    monkeypatch.setattr(knobs, "CROSSING_BYTES", size)
     sizes, read = [], RowStore.read
 
     def counted(store, rows):

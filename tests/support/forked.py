@@ -62,15 +62,7 @@ def keep_imports() -> None:
 def run_ranks(
     function: Callable[..., Any], *args: Any, ranks: int = 1, time_limit: float = 120.0
 ) -> Ended:
-    """Calls a function on every rank, in processes like those of torchrun; returns their status and output.
-
-    Args:
-        function: function that is importable by name. An exception ends its rank with status 1 and a
-            traceback.
-        *args: arguments of the function, pickled.
-        ranks: number of processes.
-        time_limit: seconds; a rank that runs longer is killed, and stderr then has its stack.
-    """
+    """Calls a function on every rank, in processes like those of torchrun; returns how they ended."""
     import torch.distributed as dist
 
     # As under torchrun, the store is up before any rank connects to it, so no port is chosen twice.

@@ -23,11 +23,7 @@ _OURS = [sys.executable, "-m", "torchrec_dyn"]
 
 @contextlib.contextmanager
 def forked_commands(time_limit: float) -> Iterator[None]:
-    """Has subprocess.run take our commands to forks of this process as it is now, without threads of torch.
-
-    Args:
-        time_limit: seconds until a command is killed.
-    """
+    """Has subprocess.run take our commands to forks of this process, as it is now."""
     ours, theirs = _FORK.Pipe()
     server = _FORK.Process(target=_serve, args=(ours, theirs, time_limit))
     server.start()

@@ -7,8 +7,7 @@ arguments, or take longer than a minute. `make fuzz` runs this under AddressSani
     fuzz_ops.py --seconds 300                 makes calls in child processes until the time is up
     fuzz_ops.py --seed 12 --op gather_pool    repeats one call in this process, and prints its arguments
 
-A call is a function of its op and seed. Both are logged before the call, so a call that ends its process is
-known.
+A call is a function of its op and seed, noted before the call: so a call that ends its process is known.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import op_cases_id_map  # noqa: F401  (these five register the cases)
 import op_cases_life  # noqa: F401
@@ -45,7 +44,8 @@ LIMIT_OF_A_CALL = 60  # seconds
 ROOM = (
     3 << 30
 )  # bytes that a process may allocate; a sanitizer has a limit of its own (tests/csrc/run)
-MOST_CRASHES = 4  # of one op; then the op is left out
+MOST_FOUND = 20  # child processes that end with a finding
+FOUND = 9  # their exit status; that of a sanitizer is 1
 # Ops that fill a map up to its last slot before they raise: to count empty slots first would read the whole
 # map. The callers keep slots empty.
 FILLS_A_MAP = ("insert", "move_slots")
@@ -130,11 +130,7 @@ def copies(given: Arguments) -> Arguments:
 
 
 def make_call(schema: Any, seed: int, show: bool = False) -> str:
-    """Makes one call; returns `valid`, `refused` or `legal`, and `unjudged` where no formula has the result.
-
-    Raises:
-        Finding: if the op did what it must not do.
-    """
+    """Makes one call; returns how it ended. Raises Finding if the op did what it must not do."""
     op = schema.name.split("::")[1]
     rng = random.Random(f"{op} {seed}")
     torch.set_num_threads(rng.choice((1, 1, 2, 4)))
@@ -227,140 +223,78 @@ def shown(value: Any) -> str:
 # Many calls
 
 
-def make_calls(
-    schemas: dict[str, Any], first: int, calls: int, left_out: list[str], log: int
-) -> None:
-    """Calls the ops in turn; writes `op seed` to the file `log` before each call, then how the call ended."""
+def make_calls(schemas: dict[str, Any], first: int, calls: int, until: float, last: int) -> int:
+    """Calls the ops in turn; writes the seed of each call into the file `last` before it.
+
+    Returns the exit status: FOUND if a call did what it must not do.
+    """
     if not SANITIZED:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + ROOM, resource.RLIM_INFINITY))
-    names = [*schemas]
+    names, ends, status = [*schemas], collections.Counter[str](), 0
     for seed in range(first, first + calls):
+        if time.monotonic() > until:
+            break
         op = names[seed % len(names)]
-        if op in left_out:
-            continue
-        os.write(log, f"{op} {seed}\n".encode())
+        os.pwrite(last, f"{seed:20}".encode(), 0)
         try:
-            end = make_call(schemas[op], seed)
+            ends[make_call(schemas[op], seed)] += 1
         except Finding as finding:
-            end = f"! {finding}"
-        os.write(log, f"= {end}\n".encode())
+            print_finding(op, seed, str(finding))
+            status = FOUND
+    print(f"fuzz_ops: {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))}", flush=True)
+    return status
 
 
-def start_child(errors: Any, *calls: Any) -> tuple[int, TextIO]:
-    """Makes calls in a child process; returns its process id and its log.
+def print_finding(op: str, seed: int, text: str) -> None:
+    print(f"FOUND {op} {text}\n      repeat: fuzz_ops.py --seed {seed} --op {op}", flush=True)
 
-    A fork of this process, which makes no call itself: a new Python would read torch again after every crash.
-    """
-    ours, theirs = os.pipe()
+
+def run_child(errors: int, *calls: Any) -> int:
+    """Makes calls in a fork, which has the imports; returns how it ended, a signal as a negative number."""
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            os.dup2(errors.fileno(), 2)
-            make_calls(*calls, theirs)
-            status = 0
+            os.dup2(errors, 2)
+            status = make_calls(*calls)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(status)
-    os.close(theirs)
-    return child, os.fdopen(ours)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-class Report:
-    """The results of the calls of all child processes."""
-
-    def __init__(self) -> None:
-        self.ends: collections.Counter[str] = collections.Counter()
-        self.ops: collections.Counter[str] = collections.Counter()
-        self.crashes: collections.Counter[str] = collections.Counter()
-        self.findings: collections.Counter[str] = collections.Counter()
-
-    def add_finding(self, op: str, seed: int, text: str) -> None:
-        """Prints a finding; the fourth of one kind and all later ones are only counted."""
-        kind = f"{op} {re.sub(r'[0-9.e+-]*[0-9]|nan|inf', 'n', text)}"
-        self.findings[kind] += 1
-        if self.findings[kind] <= 3:
-            print(
-                f"FOUND {op} {text}\n      repeat: fuzz_ops.py --seed {seed} --op {op}", flush=True
-            )
-
-    def read(self, child: int, log: TextIO, errors: Any, until: float) -> int | None:
-        """Reads the log of a child; returns the seed of the call that ended it, None if it made all calls."""
-        op, seed, is_open, is_killed = "", -1, False, False
-        for line in log:
-            head, _, text = line.rstrip("\n").partition(" ")
-            is_open = head != "="
-            if is_open:
-                op, seed = head, int(text)
-                continue
-            self.ops[op] += 1
-            self.ends["found" if text.startswith("! ") else text] += 1
-            if text.startswith("! "):
-                self.add_finding(op, seed, text[2:])
-            if time.monotonic() > until and not is_killed:
-                os.kill(child, signal.SIGKILL)
-                is_killed = True
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == 0 or is_killed:
-            return None
-        self.ops[op] += is_open
-        words = last_words(errors)
-        if SANITIZED and NO_MEMORY.search(words):
-            self.ends["without memory"] += 1
-            return seed
-        self.ends["crash"] += 1
-        self.crashes[op] += 1
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        when = "" if is_open else " after its call"  # memory that the call spoilt
-        self.add_finding(op, seed, f"ended the process{when}: {how}")
-        print(words, flush=True)
-        return seed
-
-
-def last_words(errors: Any) -> str:
+def last_words(lines: list[str]) -> str:
     """Returns the lines of a crash report that say what happened and where in our files."""
-    errors.seek(0)
-    lines = errors.read().decode(errors="replace").splitlines()
-    telling = [
-        line
-        for line in lines
-        if re.search(
-            r"ERROR: \w+Sanitizer|runtime error|terminate|what\(\)|/csrc/\w|^\w*(Error|Exception)",
-            line,
-        )
-    ]
+    what = r"ERROR: \w+Sanitizer|runtime error|terminate|what\(\)|/csrc/\w|^\w*(Error|Exception)"
+    telling = [line for line in lines if re.search(what, line)]
     return "\n".join(f"      {line[:180]}" for line in (telling or lines)[:6])
 
 
 def fuzz(schemas: dict[str, Any], first: int, seconds: float, calls: int) -> int:
-    """Makes calls in child processes, one after another, until the time is up or all calls are made."""
-    report, began = Report(), time.monotonic()
-    until, seed, end = began + seconds, first, first + calls
-    print(
-        f"fuzz_ops: {len(schemas)} ops, from seed {first} on, library {torchrec_dyn._C.__file__}",
-        flush=True,
-    )
-    while seed < end and time.monotonic() < until:
-        left_out = [op for op, crashes in report.crashes.items() if crashes >= MOST_CRASHES]
-        some = min(
-            4000, end - seed
-        )  # a new process now and then: memory that a call spoilt is not kept
-        with tempfile.TemporaryFile() as errors:
-            child, log = start_child(errors, schemas, seed, some, left_out)
-            with log:
-                crashed = report.read(child, log, errors, until)
-        seed = seed + some if crashed is None else crashed + 1
-    ends = ", ".join(f"{count} {end}" for end, count in sorted(report.ends.items()))
-    seconds = time.monotonic() - began
-    print(f"fuzz_ops: {sum(report.ops.values())} calls in {seconds:.0f} s: {ends}")
-    missed = schemas.keys() - report.ops.keys()
-    for kind, count in sorted(report.findings.items()):
-        print(f"  {count} x {kind}")
-    if missed:
-        print(f"fuzz_ops: expected a call of every op, got none of {sorted(missed)}.")
-    return 1 if report.findings or missed else 0
+    """Makes calls in child processes, one after another, until the time is up or a few have ended wrongly."""
+    until, seed, end, found = time.monotonic() + seconds, first, first + calls, 0
+    print(f"fuzz_ops: {len(schemas)} ops, library {torchrec_dyn._C.__file__}", flush=True)
+    while seed < end and time.monotonic() < until and found < MOST_FOUND:
+        # A new process now and then: memory that a call spoilt is not kept.
+        count = min(4000, end - seed)
+        with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as last:
+            code = run_child(errors.fileno(), schemas, seed, count, until, last.fileno())
+            errors.seek(0)
+            lines = errors.read().decode(errors="replace").splitlines()
+            seed += count
+            if code in (0, FOUND):
+                found += code == FOUND
+                continue
+            at = int(os.pread(last.fileno(), 20, 0))
+        seed, words = at + 1, last_words(lines)
+        if not (SANITIZED and NO_MEMORY.search(words)):
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            print_finding([*schemas][at % len(schemas)], at, f"ended the process: {how}")
+            print(words, flush=True)
+            found += 1
+    return 1 if found else 0
 
 
 def main() -> int:

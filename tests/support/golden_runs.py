@@ -25,9 +25,8 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from oracle import EXTREME_IDS, GOLDEN, WORD, canonical_order, mix64, signed
 from sharded_cases import Case, Table, usual_plan
-from sharded_training import Holder, collection_of, outputs_by_name, shard
+from sharded_training import new, optimizer_of, outputs_by_name
 from torchrec import KeyedJaggedTensor
-from torchrec.optim.keyed import CombinedOptimizer
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner
@@ -267,12 +266,6 @@ def read_tables(collection: Any, case: Case, known: torch.Tensor) -> dict[str, d
     return tables
 
 
-def optimizer_of(model: Any) -> Any:
-    if hasattr(model, "fused_optimizer"):
-        return model.fused_optimizer
-    return CombinedOptimizer([("collection", model.collection.fused_optimizer)])
-
-
 def states_of(model: Any, tables: Iterable[str]) -> dict[str, str]:
     """Returns digests of the optimizer state of tables of an unsharded model, by FBGEMM's names."""
     tensors: dict[str, dict[str, Any]] = {table: {} for table in tables}
@@ -304,10 +297,7 @@ def content_sum(table: str, tensor: str, ids: torch.Tensor, rows: torch.Tensor) 
 def run_here(run: Run, path: str) -> dict[str, Any]:
     """Trains, reads and saves a model on this rank; returns what rank 0 has read, and its outputs."""
     case = run.case()
-    if run.world:
-        model = shard(case, collection_of(case))
-    else:
-        model = Holder(collection_of(case, fused_params=case.fused_params))
+    model = new(case, bool(run.world))
     outputs = train(model, case, range(STEPS))
     tables = read_tables(
         collection_in(model), case, torch.tensor(canonical_order([*ids_until(STEPS)]))
@@ -332,7 +322,7 @@ def results(run: Run, folder: Path) -> dict[str, Any]:
     )  # each rank reads the whole table
 
     case = run.case()
-    model = Holder(collection_of(case, fused_params=case.fused_params))
+    model = new(case, False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         state = {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}

@@ -16,13 +16,7 @@ RATE = 0.1
 
 
 def reduce_by_hand(mode: str, grads: list[torch.Tensor], sent: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the reduced gradient of each row, [M, D].
-
-    Args:
-        mode: the reduction of the table's config.
-        grads: gradients of each rank, [M, D].
-        sent: for each rank, True for the rows whose ids it sends, [M].
-    """
+    """Returns the reduced gradient of each row, [M, D]."""
     total = torch.stack(grads).sum(0)
     if mode == "sum":
         return total

@@ -6,12 +6,14 @@ import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sharded_training
 import torch
 from garbage import keep_what_exists
 from interrupts import interrupted
+from sharded_cases import Case, Table, usual_plan
 from table_cases import same_state
 from torch import Tensor
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.policies import replacement_of
@@ -53,19 +55,13 @@ LIMIT = 70  # more than the 40 ids of the first slots, so that maps grow before 
 
 def collection_of(*options: dyn.DynamicTableConfig, kind: str = "ADAM") -> Any:
     """Returns a collection with a table of 4 columns for each of the options."""
+    whole = usual_plan("table_wise", 4, 1, 1)
     tables = [
-        EmbeddingBagConfig(
-            name=f"t{n}",
-            embedding_dim=4,
-            num_embeddings=LIMIT if _replaces(one) else 100_000,
-            feature_names=[f"f{n}"],
-        )
+        Table(f"t{n}", [f"f{n}"], whole, 4, rows=LIMIT if _replaces(one) else 100_000, config=one)
         for n, one in enumerate(options)
     ]
-    return dyn.DynamicEmbeddingBagCollection(
-        tables,
-        dynamic={f"t{n}": one for n, one in enumerate(options)},
-        fused_params={"optimizer": kind, "learning_rate": 0.1},
+    return sharded_training.collection_of(
+        Case(tables), fused_params={"optimizer": kind, "learning_rate": 0.1}
     )
 
 
@@ -89,8 +85,9 @@ def tables_of(model: Any) -> dict[str, TableShard]:
     module = getattr(model, "module", model)
     if isinstance(module, dyn.DynamicEmbeddingBagCollection):
         return module.local_tables()
-    shards = [shard for table in module._shards.tables() for shard in table.shards]
-    return {f"{shard.name}:{shard.first_column}": shard for shard in shards}
+    return {
+        f"{shard.name}:{shard.first_column}": shard for shard in sharded_training.tables_of(module)
+    }
 
 
 def is_same(one: State, other: State) -> bool:
@@ -122,11 +119,7 @@ def check_every_place(
     check: Callable[[Any], Any],
     every: int = 1,
 ) -> int:
-    """Interrupts a call on a fresh model at every place, or at one in `every`, and checks the model then.
-
-    Returns:
-        The number of interrupted calls.
-    """
+    """Interrupts a call on a fresh model at every place, or at one in `every`, and checks the model then."""
     keep_what_exists()  # each check collects garbage
     at, runs = 1, 0
     while True:
@@ -143,11 +136,7 @@ def check_every_place(
 
 
 class Training:
-    """A collection in training: step n sees some old ids and some new ids.
-
-    Args:
-        options: options of each table.
-    """
+    """A collection in training: step n sees some old ids and some new ids."""
 
     def __init__(self, options):
         self.options = options

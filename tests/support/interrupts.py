@@ -24,11 +24,7 @@ _PACKAGE = str(pathlib.Path(torchrec_dyn.__file__).parent)
 
 
 def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | None = None) -> bool:
-    """Runs a call and raises KeyboardInterrupt, or calls the handler, at its place number `at`, from 1 on.
-
-    Returns:
-        True if the call has so many places.
-    """
+    """Runs a call and raises KeyboardInterrupt, or calls the handler, at its place number `at`, from 1 on."""
     seen = 0
 
     def places(frame: FrameType, event: str, arg: Any) -> Any:

@@ -188,11 +188,7 @@ class SideBySide:
             assert torch.equal(state["momentum1"], squares[:, None].expand(-1, 4))
 
     def assert_rows_apart(self, open_forwards: dict[int, dict[int | None, int]]) -> None:
-        """Asserts that no two ids share a row and that no row that an open forward may hold was reused.
-
-        Args:
-            open_forwards: for each open forward by number, the rows that it read, by `born`.
-        """
+        """Asserts that no two ids share a row and that no row that an open forward may hold was reused."""
         births = {row.born: number for number, row in self.model.rows.items()}
         rows = self.table.id_map.lookup(ids_of(*births.values())).tolist()
         row_of = dict(zip(births, rows, strict=True))

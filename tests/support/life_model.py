@@ -16,7 +16,7 @@ from fractions import Fraction
 from oracle import mix64
 
 import torchrec_dyn as dyn
-from torchrec_dyn.life import admission_counters
+from torchrec_dyn import knobs
 
 MOST = 2**32 - 1  # the largest count
 
@@ -209,7 +209,7 @@ class LifeModel:
         return math.floor(self._decayed(row) + Fraction(1, 2))
 
     def _drop_counters(self, rows: int) -> None:
-        most = min(self.limit, max(admission_counters.LEAST_COUNTERS, 4 * rows))
+        most = min(self.limit, max(knobs.LEAST_COUNTERS, 4 * rows))
         if self.counts_first and self.admission.counters is not None:
             most = self.admission.counters
         surplus = len(self.waiting) - most

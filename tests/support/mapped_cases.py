@@ -14,7 +14,8 @@ import checkpoint_cases
 from torch import Tensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.storage import block_memory, row_store
+from torchrec_dyn import knobs
+from torchrec_dyn.storage import block_memory
 from torchrec_dyn.table import TableShard
 
 # tmpfs on every Linux.
@@ -57,7 +58,7 @@ def tables_in_files(directory: str = SHARED_MEMORY) -> Iterator[None]:
 @contextmanager
 def small_files(size: int = 1024) -> Iterator[None]:
     """Gives tables that are made inside many small blocks."""
-    with mock.patch.object(row_store, "_FILE_BYTES", size):
+    with mock.patch.object(knobs, "FILE_BYTES", size):
         yield
 
 

@@ -54,13 +54,7 @@ def leaf_rows(table: Any, ids: Tensor) -> Tensor:
 def pooled_by_hand(
     features: KeyedJaggedTensor, mean: bool, row_of: Callable[[str, str], Tensor]
 ) -> list[Tensor]:
-    """Pools bag by bag in plain torch; returns each output, [bags, columns].
-
-    Args:
-        features: the batch.
-        mean: True to divide sums by the number of ids.
-        row_of: (table, feature) -> the row of each id of the feature, [ids, columns].
-    """
+    """Pools bag by bag in plain torch; returns each output, [bags, columns]."""
     outputs = []
     for table, feature in OUTPUTS:
         jagged = features[feature]

@@ -24,8 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, simt_library
-from nested_values import leaves_of, mapped
+from device_ops import DESCRIPTIONS, LIBRARY, kernels_of, leaves_of, mapped, simt_library
 from torch.overrides import TorchFunctionMode
 
 from torchrec_dyn import ops
@@ -188,9 +187,6 @@ class MockDevice(TorchFunctionMode):
         mixed: calls with tensors of both devices.
         without_kernel: calls of our ops that have no kernel for CUDA.
         recorded: tensors and streams of `record_stream`.
-
-    Args:
-        streams: stand-ins for streams (mock_streams.py); None: one stream for everything.
     """
 
     is_mock = True
@@ -496,9 +492,6 @@ def run_lookups_backward(output, seed=0, grad=None):
 
     Autograd's engine wants a real device. Runs on the CPU, too; the same seed gives the same gradients.
     `grad`: that of the output of each lookup, instead of random numbers.
-
-    Returns:
-        The gradients of bag weights, in the order of the lookups; None for a lookup without them.
     """
     tensors = output if isinstance(output, dict) else {"": output}
     nodes, found = [tensors[key].values().grad_fn for key in sorted(tensors)], []

@@ -100,13 +100,7 @@ class Streams:
             yield
 
     def use(self, op: Any, given: dict[str, Any], place: Any) -> None:
-        """Notes an op that uses a tensor before it has waited for the tensor's last write.
-
-        Args:
-            op: an overload of an op.
-            given: its arguments by name.
-            place: returns the line that called it.
-        """
+        """Notes an op that uses a tensor before it has waited for the tensor's last write."""
         stream, written = self.current(), set()
         for argument in op._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -123,12 +117,7 @@ class Streams:
             uses[stream] = number
 
     def write(self, tensor: Any, is_awaited: bool = False) -> None:
-        """Notes a tensor that an op has made; a view of another tensor changes nothing.
-
-        Args:
-            tensor: the tensor.
-            is_awaited: True if the host has waited for the op, as for a copy from the host.
-        """
+        """Notes a tensor that an op has made; a view of another tensor changes nothing."""
         [*memories] = _memories(tensor)
         for memory in memories:
             number = 0 if is_awaited else self.current().seen[self.current()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -249,60 +248,6 @@ def fault_of_numbers(
     return spoilt
 
 
-# Faults that two arguments share, which single faults seldom hit
-
-
-def overlapping_segments(rng: random.Random, given: Arguments) -> str | None:
-    """Moves bags or outputs of segments so that the total covered stays what it was."""
-    segments = given.get("segments")
-    if segments is None or len(segments) < 2:
-        return None
-    spoilt = segments.clone()
-    a, b = rng.sample(range(len(segments)), 2)
-    kind = rng.choice(("bags", "output", "outputs", "table", "stride"))
-    if kind == "bags":  # two segments of one run of bags
-        spoilt[a, 1:3] = spoilt[b, 1:3]
-    elif kind == "output":
-        spoilt[a, 3] = spoilt[b, 3]
-    elif kind == "outputs":
-        spoilt[a, 3:] = spoilt[b, 3:]
-    elif kind == "table":
-        spoilt[a, 0] = spoilt[b, 0]
-    else:
-        spoilt[a, 4] += rng.choice((-1, 1, 2))
-    given["segments"] = spoilt
-    return f"segments_{kind}"
-
-
-def wide_tables_without_ids(rng: random.Random, given: Arguments) -> str | None:
-    """Gives tables without rows 2^30 columns: a call without ids must not fill memory for them."""
-    columns = rng.choice((2**30, 2**31 - 1))
-    if "layout" in given and given["layout"].dim() == 2 and len(given["layout"]):
-        spoilt = given["layout"].clone()
-        spoilt[rng.randrange(len(spoilt)), 3] = columns
-        given["layout"] = spoilt
-    elif "columns" in given:
-        given["columns"] = columns
-    else:
-        return None
-    return "wide"
-
-
-def mapped_from_a_file(_: random.Random, given: Arguments) -> str | None:
-    """Gives outgoing slots memory that the system reads from a file again when it is given back."""
-    if "outgoing" not in given:
-        return None
-    outgoing = given["outgoing"]
-    with tempfile.NamedTemporaryFile() as file:
-        outgoing.numpy().tofile(file.name)
-        mapped = torch.from_file(file.name, False, outgoing.numel(), dtype=outgoing.dtype)
-    given["outgoing"] = mapped.view(outgoing.shape)
-    return "mapped"
-
-
-TOGETHER = (overlapping_segments, wide_tables_without_ids, mapped_from_a_file)
-
-
 def spoil(rng: random.Random, schema: Any, given: Arguments) -> list[str]:
     """Makes one to three faults in place; returns what they are, `argument: fault`."""
     faults: list[str] = []
@@ -310,9 +255,6 @@ def spoil(rng: random.Random, schema: Any, given: Arguments) -> list[str]:
     for _ in range(8 * wanted):  # an argument may have no fault left
         if len(faults) == wanted:
             break
-        if not faults and rng.random() < 0.2 and (kind := rng.choice(TOGETHER)(rng, given)):
-            faults.append(kind)
-            continue
         argument = rng.choice(schema.arguments)
         name, value, kind = argument.name, given[argument.name], "number"
         if any(fault.startswith(f"{name}: ") for fault in faults):

@@ -186,12 +186,7 @@ class DenseRows:
         self.step = 0
 
     def update(self, rows: Tensor, grad: Tensor) -> None:
-        """Runs one optimizer step.
-
-        Args:
-            rows: distinct rows that were looked up, [K].
-            grad: summed gradients, [K, D].
-        """
+        """Runs one optimizer step."""
         self.step += 1
         kind, states = self.optimizer.kind, (self.weight, *self.states)
         hyper = {

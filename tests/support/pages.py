@@ -34,11 +34,7 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
 
 
 def run(page: Path, time_limit: float = 120.0) -> None:
-    """Runs the code of a page.
-
-    Raises:
-        AssertionError: if a process failed or hung; tracebacks name lines of the page.
-    """
+    """Runs the code of a page."""
     ranks = 2 if "init_process_group" in page.read_text() else 1
     with tempfile.TemporaryDirectory(prefix="torchrec_dyn_page_") as folder:
         ended = run_ranks(run_rank, page, folder, time_limit, ranks=ranks, time_limit=time_limit)

@@ -13,20 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_cases import EXTREME_IDS, usual_plan
+from sharded_cases import EXTREME_IDS, Case, Table, usual_plan
+from sharded_training import collection_of
 from torch import Tensor, nn
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.streamable import Pipelineable
@@ -109,16 +103,23 @@ class Run:
     def tables(self, name: str) -> list[str]:
         return [f"{name}_{i}" for i in range(len(getattr(self, name)))]
 
-    def options(self, name: str) -> dict[str, dyn.DynamicTableConfig]:
-        tables, turn = self.tables(name), int(name == "sequences")
-        lives = [
-            self.lives[(i + turn) % len(self.lives)] if self.lives else {}
-            for i in range(len(tables))
-        ]
-        return {
-            table: dyn.DynamicTableConfig(initializer=self.initializer, **life)
-            for table, life in zip(tables, lives, strict=True)
-        }
+    def case(self, name: str, world: int = 1, local: int = 1) -> Case:
+        """Returns the collection `pooled` or `sequences`, and its plan."""
+        turn, is_pooled, tables = int(name == "sequences"), name == "pooled", []
+        for i, (table, kind) in enumerate(zip(self.tables(name), getattr(self, name), strict=True)):
+            life = self.lives[(i + turn) % len(self.lives)] if self.lives else {}
+            tables.append(
+                Table(
+                    table,
+                    FEATURES[i % 4 :][:2] if is_pooled else [FEATURES[(i + 1) % 4]],
+                    usual_plan(kind, DIM, world, local, i, self.rows),
+                    DIM,
+                    "MEAN" if self.mean and i else "SUM",
+                    rows=self.rows,
+                    config=dyn.DynamicTableConfig(initializer=self.initializer, **life),
+                )
+            )
+        return Case(tables, pooled=is_pooled, weighted=self.processed and is_pooled)
 
     def collections(self) -> list[str]:
         """Returns the attribute names of the model's collections."""
@@ -161,46 +162,19 @@ class ClickModel(nn.Module):
 
     def __init__(self, run: Run, dynamic: bool) -> None:
         super().__init__()
-        common = {"num_embeddings": run.rows, "embedding_dim": DIM}
-        pooled = [
-            EmbeddingBagConfig(
-                name=name,
-                feature_names=FEATURES[i % 4 :][:2],
-                pooling=PoolingType.MEAN if run.mean and i else PoolingType.SUM,
-                **common,
-            )
-            for i, name in enumerate(run.tables("pooled"))
-        ]
-        sequences = [
-            EmbeddingConfig(name=name, feature_names=[FEATURES[(i + 1) % 4]], **common)
-            for i, name in enumerate(run.tables("sequences"))
-        ]
-        if dynamic:
-            self.pooled: Any = dyn.DynamicEmbeddingBagCollection(
-                pooled, run.processed, dynamic=run.options("pooled"), fused_params=run.fused_params
-            )
-            if run.processed:
-                weights = PositionWeightedModuleCollection(dict.fromkeys(FEATURES, run.longest_bag))
-                self.pooled = FeatureProcessedEmbeddingBagCollection(self.pooled, weights)
-            self.sequences: Any = dyn.DynamicEmbeddingCollection(
-                sequences, dynamic=run.options("sequences"), fused_params=run.fused_params
-            )
-        else:
-            self.pooled = EmbeddingBagCollection(pooled)
-            self.sequences = EmbeddingCollection(sequences)
+        cases = {name: run.case(name) for name in ("pooled", "sequences")}
+        options = {"fused_params": run.fused_params} if dynamic else {"is_static": True}
+        self.pooled: Any = collection_of(cases["pooled"], **options)
+        self.sequences: Any = collection_of(cases["sequences"], **options)
+        if run.processed:
+            weights = PositionWeightedModuleCollection(dict.fromkeys(FEATURES, run.longest_bag))
+            self.pooled = FeatureProcessedEmbeddingBagCollection(self.pooled, weights)
         self.beside = None
         if run.beside:
-            self.beside = EmbeddingBagCollection(
-                [
-                    EmbeddingBagConfig(
-                        name="beside_0",
-                        feature_names=["small"],
-                        **{**common, "num_embeddings": ROWS},
-                    )
-                ]
-            )
-        outputs = [*pooled, *sequences, *([None] if run.beside else [])]
-        widths = [DIM * (len(table.feature_names) if table else 1) for table in outputs]
+            small = EmbeddingBagConfig(ROWS, DIM, "beside_0", feature_names=["small"])
+            self.beside = EmbeddingBagCollection([small])
+        outputs = [len(table.features) for case in cases.values() for table in case.tables]
+        widths = [DIM * count for count in [*outputs, *([1] if run.beside else [])]]
         self.head = Head(DENSE + sum(widths), run.overwrites)
 
     def forward(self, batch: Clicks) -> Any:
@@ -214,12 +188,7 @@ def sharded_model(run: Run, **options: Any) -> Any:
     world = dist.get_world_size()
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     plan: dict[str, Any] = {
-        name: {
-            table: usual_plan(kind, DIM, world, local, turn, run.rows)
-            for turn, (table, kind) in enumerate(
-                zip(run.tables(name), getattr(run, name), strict=True)
-            )
-        }
+        name: {table.name: table.plan for table in run.case(name, world, local).tables}
         for name in ("pooled", "sequences")
     }
     options.setdefault("device", torch.device("cpu"))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import sharded_training
 import torch
 import torch.distributed as dist
 from cuda_stream_shims import cuda_stream_shims
@@ -18,7 +19,7 @@ from table_cases import bits, without_probes
 from torchrec.distributed.train_pipeline import experimental_pipelines, train_pipelines
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from torchrec_dyn.sharding import compute_kernel
+from torchrec_dyn import knobs
 from torchrec_dyn.table.shard import TableShard
 
 # Name of a pipeline -> TorchRec's class, its options, True if it needs the shims.
@@ -74,10 +75,12 @@ def tables_of(model: Any) -> dict[str, TableShard]:
     return {
         f"{table.name}/{table.first_column}": table
         for name in ("pooled", "sequences")
-        for lookup in getattr(model.module, name)._lookups
-        for kernel in lookup._emb_modules
-        for table in kernel.tables
+        for table in sharded_training.tables_of(_inner(getattr(model.module, name)))
     }
+
+
+def _inner(collection: Any) -> Any:
+    return getattr(collection, "_embedding_bag_collection", collection)
 
 
 def states_of(model: Any) -> State:
@@ -181,13 +184,7 @@ def train(run: Run, name: str) -> dict[str, Any]:
 
 
 def train_in_a_loop(run: Run, ahead: bool, **options: Any) -> dict[str, Any]:
-    """Trains in a plain loop; returns as `train`.
-
-    Args:
-        run: model and batches.
-        ahead: True if lookup i + 1 comes before backward i, as TrainPipelineSemiSync has it.
-        options: of DistributedModelParallel.
-    """
+    """Trains in a plain loop; returns as `train`."""
     model = sharded_model(run, **options)
     optimizer = optimizer_of(run, model)
     source, outputs = batches(run), []
@@ -222,7 +219,7 @@ def train_with_steps_ahead(run: Run) -> dict[str, Any]:
 
 def prefetched_steps() -> Any:
     """Returns a context in which prefetching takes steps on the CPU, too."""
-    return mock.patch.object(compute_kernel, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
+    return mock.patch.object(knobs, "PREFETCHED_STEPS_ON", {"cpu", "cuda"})
 
 
 def evaluate(run: Run, name: str) -> int:
@@ -232,11 +229,7 @@ def evaluate(run: Run, name: str) -> int:
 
 
 def check_evaluation(run: Run, name: str, model: Any, source: list[Clicks]) -> int:
-    """Trains two batches, and evaluates all through a pipeline, which must change nothing.
-
-    Returns:
-        The number of evaluated ids that training had not inserted.
-    """
+    """Trains two batches, and evaluates all through a pipeline, which must change nothing."""
     drain(make_pipeline(run, "base", model), source[:2])
     model.eval()
     before, counts = states_of(model), stats_of(model)
@@ -263,15 +256,7 @@ def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -> dict[str, Any]:
-    """Trains by SemiSync; ids are erased between lookup i + 1 and backward i, and occur again later.
-
-    Args:
-        run: run with tables whose initial rows are all equal.
-        erased: ids to erase.
-        at_step: number of the batch i.
-        erase: False to erase nothing; instead later batches replace these ids by other ids, which must train
-            equally.
-    """
+    """Trains by SemiSync; ids are erased between lookup i + 1 and backward i, and occur again later."""
     source = batches(run)
     with shims_for("semi_sync"):
         model = sharded_model(run)

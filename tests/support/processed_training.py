@@ -112,16 +112,7 @@ def train_processed(
     summed: bool = False,
     moves: dict[str, ParameterSharding] | None = None,
 ) -> int:
-    """Trains both sides and asserts equal outputs, rows and position weights; returns the rows on this rank.
-
-    Args:
-        case: the collection and its batches.
-        form: "collection" for one processor of all features, else one processor per feature.
-        brings_weights: True if batches have weights, which the position weights replace.
-        summed: True if rows are updated by the sum of gradients over ranks; position weights always use the
-            mean.
-        moves: plan to which the tables are moved after the first step; None: no move.
-    """
+    """Asserts that both sides have equal outputs, rows and position weights; returns the rows here."""
     rank, world = dist.get_rank(), dist.get_world_size()
     unsharded = processed(case, collection_of(case, fused_params=case.fused_params), form)
     sharded = shard_processed(case, copy.deepcopy(unsharded))

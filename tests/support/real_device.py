@@ -18,11 +18,7 @@ CUDA = torch.device("cuda:0")
 
 
 class RealDevice:
-    """Has the methods of `MockDevice` that tests call; its lists of notes stay empty.
-
-    Args:
-        streams: of the mock device; not installed.
-    """
+    """Has the methods of `MockDevice` that tests call; its lists of notes stay empty."""
 
     is_mock = False
 

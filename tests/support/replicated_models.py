@@ -13,13 +13,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from sharded_cases import Case, Table, usual_plan
-from sharded_training import Holder, collection_of, sharder_of
+from sharded_training import Holder, collection_of, configs_of, sharder_of, tables_of
+from table_cases import same_state
 from torch.distributed.remote_device import _remote_device
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
 
@@ -58,38 +58,33 @@ def case_of(configs: dict[str, dyn.DynamicTableConfig | None], rows: int = 40) -
     return Case(tables, fused_params=FUSED)
 
 
-def replica_of(case: Case) -> Any:
-    """Returns the model of this rank: a replica over its sharding group."""
+def _sharded(collection: Any, plan: dict[str, Any], sharder: Any) -> Any:
+    """Returns a model of this rank over its sharding group."""
     return DistributedModelParallel(
-        Holder(collection_of(case)),
+        Holder(collection),
         env=ShardingEnv.from_process_group(sharding_groups()[dist.get_rank() % 2]),
         device=torch.device("cpu"),
-        plan=ShardingPlan({"collection": {table.name: table.plan for table in case.tables}}),
-        sharders=[sharder_of(case)],
+        plan=ShardingPlan({"collection": plan}),
+        sharders=[sharder],
         init_data_parallel=False,
     )
 
 
+def replica_of(case: Case) -> Any:
+    """Returns the replica of this rank."""
+    plan = {table.name: table.plan for table in case.tables}
+    return _sharded(collection_of(case), plan, sharder_of(case))
+
+
 def static_twin_of(case: Case) -> Any:
     """Returns static tables of the same configs and plan, whose weights are START."""
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            embedding_dim=table.dim,
-            num_embeddings=table.rows,
-            feature_names=table.features,
-            pooling=PoolingType.SUM,
-            init_fn=partial(torch.nn.init.constant_, val=START),
-        )
-        for table in case.tables
-    ]
-    return DistributedModelParallel(
-        Holder(EmbeddingBagCollection(configs, device=torch.device("meta"))),
-        env=ShardingEnv.from_process_group(sharding_groups()[dist.get_rank() % 2]),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"collection": {one.name: _in_group(one.plan) for one in case.tables}}),
-        sharders=[EmbeddingBagCollectionSharder(fused_params=FUSED)],
-        init_data_parallel=False,
+    configs = configs_of(case)
+    for config in configs:
+        config.init_fn = partial(torch.nn.init.constant_, val=START)
+    return _sharded(
+        EmbeddingBagCollection(configs, device=torch.device("meta")),
+        {one.name: _in_group(one.plan) for one in case.tables},
+        EmbeddingBagCollectionSharder(fused_params=FUSED),
     )
 
 
@@ -137,11 +132,9 @@ def train(model: torch.nn.Module, batch: KeyedJaggedTensor) -> torch.Tensor:
 
 def shards_of(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Returns the contents of this rank's shards, by table and first column."""
-    collection = model.module.collection
     return {
-        f"{table.name}.{shard.first_column}": shard.export_state()
-        for table in collection._shards.tables()
-        for shard in table.shards
+        f"{shard.name}.{shard.first_column}": shard.export_state()
+        for shard in tables_of(model.module.collection)
     }
 
 
@@ -152,16 +145,7 @@ def assert_replicas_are_equal(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     for theirs in both:
         assert theirs is not None and theirs.keys() == mine.keys()
         for name, state in mine.items():
-            assert state.keys() == theirs[name].keys()
-            for tensor in state:
-                one, two = state[tensor], theirs[name][tensor]
-                assert one.shape == two.shape and one.dtype == two.dtype, (name, tensor)
-                assert (
-                    one.contiguous()
-                    .view(-1)
-                    .view(torch.uint8)
-                    .equal(two.contiguous().view(-1).view(torch.uint8))
-                ), (name, tensor)
+            assert same_state(state, theirs[name]), name
     return mine
 
 

@@ -59,7 +59,7 @@ def model_state(
         state["waiting"] = waiting[canonical_order(waiting[:, 0].contiguous())]
         state["clock"] = torch.tensor([[3, 5, 9], [100, 200, 2**50]])
     config = {
-        **{"format": 1, "table": "user", "embedding_dim": EMBEDDING_DIM, "seed": 7},
+        **{"format": 2, "table": "user", "embedding_dim": EMBEDDING_DIM, "seed": 7},
         **{"rows": str(dtype)[6:], "initializer": {"name": "Uniform", "low": -0.5, "high": 0.5}},
     }
     return state | {"config": config_bytes(config)}
@@ -68,7 +68,7 @@ def model_state(
 def optimizer_state(rows: int = 50, cuts: tuple[int, ...] = (0, 6)) -> dict[str, Tensor]:
     """Returns the tensors of the table in the optimizer's state dict, for row-wise Adagrad, by name."""
     shards = len(cuts) - 1
-    config = {"format": 1, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
+    config = {"format": 2, "optimizer": "exact_row_wise_adagrad", "cuts": list(cuts)}
     return {
         "momentum1": torch.arange(float(rows * shards)).reshape(rows, shards),
         "step": torch.tensor(123),
@@ -116,16 +116,7 @@ def save_table(
     key: str = MODEL_KEY,
     **more: object,
 ) -> None:
-    """Saves {"model": ..., "optimizer": ...} with one table and tensors that belong to no table.
-
-    Args:
-        path: folder to save to.
-        state: tensors of the model's state dict; None: `model_state()`.
-        optimizer: tensors of the optimizer's state dict; None: `optimizer_state()`.
-        cut: (name, tensor) -> the tensor to save in its place, for example `pieces` of it.
-        key: key of the table in the model's state dict.
-        more: further entries to save.
-    """
+    """Saves {"model": ..., "optimizer": ...} with one table and tensors that belong to no table."""
     state = model_state() if state is None else state
     ids = state["ids"]
     whole = with_checksum(state, ids)

@@ -52,7 +52,7 @@ class Plain:
     def config(self) -> Tensor:
         config = {
             "embedding_dim": self.dim,
-            "format": 1,
+            "format": 2,
             "initializer": UNIFORM,
             "rows": str(self.dtype).removeprefix("torch."),
             "seed": self.seed,

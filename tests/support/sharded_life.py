@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from life_cases import stream_stats
 from sharded_cases import EXTREME_IDS, Case, Table
-from sharded_training import check_same, collection_of, outputs_by_name, shard
+from sharded_training import check_same, collection_of, outputs_by_name, shard, tables_of
 from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn.ranks.routing import config_of_share, owners, row_limit
@@ -147,12 +147,7 @@ class Forward:
 
 
 class Beside:
-    """A sharded collection and, for every table, its unsharded parts.
-
-    Args:
-        case: case whose tables have configs.
-        unsharded: collection to shard; None: a new collection.
-    """
+    """A sharded collection and, for every table, its unsharded parts."""
 
     def __init__(self, case: Case, unsharded: Any = None) -> None:
         self.case = case
@@ -165,12 +160,7 @@ class Beside:
     def shard(self, unsharded: Any) -> None:
         self.model = shard(self.case, unsharded)
         self.collection = self.model.module.collection
-        self.shards: list[TableShard] = [
-            table
-            for lookup in self.collection._lookups
-            for kernel in lookup._emb_modules
-            for table in kernel.tables
-        ]
+        self.shards = tables_of(self.collection)
 
     def feed_parts(self, batch: Batch) -> Forward:
         self.forwards += 1

@@ -15,21 +15,29 @@ import torch
 import torch.distributed as dist
 from sharded_cases import EXTREME_IDS, Case
 from torch import nn
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
+from torchrec_dyn.table.shard import TableShard
 
 
-def collection_of(case: Case, **options: Any) -> Any:
-    from torchrec.modules.embedding_configs import DataType, PoolingType
-
-    configs: list[Any] = []
+def configs_of(case: Case) -> list[Any]:
+    """Returns TorchRec's configs of the tables."""
+    configs = []
     for table in case.tables:
-        common: dict[str, Any] = {
+        options: dict[str, Any] = {
             "name": table.name,
             "embedding_dim": table.dim,
             "num_embeddings": table.rows,
@@ -37,15 +45,22 @@ def collection_of(case: Case, **options: Any) -> Any:
             "data_type": DataType[table.data_type],
         }
         if case.pooled:
-            configs.append(EmbeddingBagConfig(pooling=PoolingType[table.pooling], **common))
+            configs.append(EmbeddingBagConfig(pooling=PoolingType[table.pooling], **options))
         else:
-            configs.append(EmbeddingConfig(**common))
-    chosen = {table.name: table.config for table in case.tables if table.config is not None}
-    if chosen:
+            configs.append(EmbeddingConfig(**options))
+    return configs
+
+
+def collection_of(case: Case, is_static: bool = False, **options: Any) -> Any:
+    """Returns the dynamic collection of a case, or TorchRec's static one, unsharded."""
+    weighted = {"is_weighted": case.weighted} if case.pooled else {}
+    if is_static:
+        kind: Any = EmbeddingBagCollection if case.pooled else EmbeddingCollection
+        return kind(configs_of(case), **weighted, **options)
+    if chosen := {table.name: table.config for table in case.tables if table.config is not None}:
         options["dynamic"] = chosen
-    if case.pooled:
-        return dyn.DynamicEmbeddingBagCollection(configs, is_weighted=case.weighted, **options)
-    return dyn.DynamicEmbeddingCollection(configs, **options)
+    kind = dyn.DynamicEmbeddingBagCollection if case.pooled else dyn.DynamicEmbeddingCollection
+    return kind(configs_of(case), **weighted, **options)
 
 
 class Holder(nn.Module):
@@ -84,6 +99,28 @@ def sharder_of(case: Case) -> Any:
 def shard(case: Case, collection: nn.Module) -> Any:
     plan = ShardingPlan({"collection": {table.name: table.plan for table in case.tables}})
     return DistributedModelParallel(Holder(collection), plan=plan, sharders=[sharder_of(case)])
+
+
+def new(case: Case, is_sharded: bool) -> Any:
+    """Returns a model of the collection of a case."""
+    if is_sharded:
+        return shard(case, collection_of(case))
+    return Holder(collection_of(case, fused_params=case.fused_params))
+
+
+def optimizer_of(model: Any) -> Any:
+    """Returns the optimizer of the rows; its names have the same prefix as the names of the model."""
+    if hasattr(model, "fused_optimizer"):
+        return model.fused_optimizer
+    return CombinedOptimizer([("collection", model.collection.fused_optimizer)])
+
+
+def tables_of(collection: Any) -> list[TableShard]:
+    """Returns the tables of a collection by name; of a sharded one, the shards of this rank."""
+    if not hasattr(collection, "_shards"):
+        return list(collection.local_tables().values())
+    shards = collection._shards.tables()
+    return [one for table in sorted(shards, key=lambda of: of.name) for one in table.shards]
 
 
 def dense_sgd(model: nn.Module, rate: float) -> KeyedOptimizerWrapper:

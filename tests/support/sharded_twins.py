@@ -33,12 +33,6 @@ def group_for_cuda() -> dist.ProcessGroup:
 class ShardedTwins:
     """One case, sharded on the CPU and on a mock device that is entered. The constructor is collective.
 
-    Args:
-        device: the mock device.
-        case: the collection, its plan and its batches.
-        wrap: makes the module to shard of a collection; None: the collection itself.
-        sharder: makes the sharder; None: the sharder of the case.
-
     Attributes:
         models: both models, the one on the CPU first.
     """

@@ -16,16 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from sharded_cases import Case, Table, usual_plan
+from sharded_training import collection_of, configs_of
 from torch import nn
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    row_wise,
-    table_wise,
-)
-from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
@@ -43,12 +39,6 @@ _VOCABULARY = 2_000  # ids that may occur in one batch
 _PLACES = 400  # all ids of "place"
 _LARGEST = 3  # coefficient of a gradient
 
-TABLES = [
-    EmbeddingBagConfig(
-        name=name, embedding_dim=DIM, num_embeddings=LIMITS[name], feature_names=[name]
-    )
-    for name in IDS_A_SAMPLE
-]
 _DYNAMIC = {
     "user": dyn.DynamicTableConfig(
         initializer=dyn.Uniform(-0.1, 0.1),
@@ -61,6 +51,25 @@ _DYNAMIC = {
     ),
     "place": dyn.DynamicTableConfig(initializer=dyn.Normal(0.0, 0.1), gradient="sum"),
 }
+_PLANS = {  # the rows of "item" stay together: its evictions are those of one table
+    "user": ("row_wise", "table_wise", "column_wise"),
+    "item": ("table_wise", "column_wise"),
+    "place": ("column_wise", "row_wise", "table_wise"),
+}
+
+
+def case_of(seed: int = 0, ranks: int = 1) -> Case:
+    """Returns the tables under one of many plans."""
+    draw = random.Random(seed)
+    tables = []
+    for name, limit in LIMITS.items():
+        kind = draw.choice(_PLANS[name])
+        plan = usual_plan(kind, DIM, ranks, ranks, draw.randrange(ranks), limit)
+        tables.append(Table(name, [name], plan, DIM, rows=limit, config=_DYNAMIC[name]))
+    return Case(tables, fused_params={"optimizer": "ADAM", "learning_rate": 2**-6})
+
+
+TABLES = configs_of(case_of())
 
 
 def event_time(batch: int) -> int:
@@ -149,9 +158,8 @@ class Model(nn.Module):
     def __init__(self, ranks: int = 1) -> None:
         super().__init__()
         self._ranks = ranks
-        self.sparse = dyn.DynamicEmbeddingBagCollection(
-            TABLES, dynamic=_DYNAMIC, fused_params={"optimizer": "ADAM", "learning_rate": 2**-6}
-        )
+        case = case_of()
+        self.sparse = collection_of(case, fused_params=case.fused_params)
         self.dense = nn.Linear(DENSE, 1, bias=False)
         nn.init.constant_(self.dense.weight, 0.5)
 
@@ -167,40 +175,14 @@ class Model(nn.Module):
         return loss, rows.detach()
 
 
-def plan_of(seed: int, ranks: int) -> EmbeddingModuleShardingPlan:
-    """Returns one of many plans. The rows of "item" stay together: its evictions are those of one table."""
-    draw = random.Random(seed)
-
-    def rows() -> Any:
-        return row_wise(compute_kernel="fused")
-
-    def columns() -> Any:
-        return column_wise([draw.randrange(ranks) for _ in range(2)], compute_kernel="fused")
-
-    def whole() -> Any:
-        return table_wise(rank=draw.randrange(ranks), compute_kernel="fused")
-
-    plan = {
-        "user": draw.choice([rows, rows, whole, columns])(),
-        "item": draw.choice([whole, whole, columns])(),
-        "place": draw.choice([columns, columns, rows, whole])(),
-    }
-    return construct_module_sharding_plan(
-        Model().sparse,
-        plan,
-        sharder=dyn.DynamicEmbeddingBagCollectionSharder(),
-        local_size=ranks,
-        world_size=ranks,
-        device_type="cpu",
-    )
-
-
 def sharded(plan_seed: int) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Returns the model on the ranks of the process group, and the optimizer of all its parameters."""
     ranks = dist.get_world_size()
     model = DistributedModelParallel(
         Model(ranks),
-        plan=ShardingPlan({"sparse": plan_of(plan_seed, ranks)}),
+        plan=ShardingPlan(
+            {"sparse": {one.name: one.plan for one in case_of(plan_seed, ranks).tables}}
+        ),
         sharders=[dyn.DynamicEmbeddingBagCollectionSharder()],
         device=torch.device("cpu"),
     )

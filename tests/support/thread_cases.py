@@ -63,14 +63,7 @@ class Training:
 
 
 def check_rows(rows: Tensor, found: Tensor, steps: int, training: Training) -> None:
-    """Checks rows of the hot id and of ids of complete steps.
-
-    Args:
-        rows: [M, C], the row of the hot id first.
-        found: [M] bool.
-        steps: number of steps that were complete before the call that read the rows.
-        training: the training, after the call.
-    """
+    """Checks rows of the hot id and of ids of complete steps."""
     assert bool(found.all()), f"{int((~found).sum())} known ids of {len(found)} are absent"
     assert torch.equal(rows, rows[:, :1].expand_as(rows)), "a torn row"
     assert -training.done - 1 <= float(rows[0, 0]) <= -steps, "a row of the hot id from no step"

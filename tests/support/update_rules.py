@@ -59,13 +59,6 @@ def update(
     Source: FBGEMM fbgemm_gpu/codegen/genscript/optimizers.py, the CUDA side. LAMB: algorithm 2 of You et al.,
     "Large batch optimization for deep learning", ICLR 2020, whose phi is the identity; a norm of 0 takes no
     part. FTRL: ApplyFtrl of tensorflow/core/kernels/training_ops.cc with lr_power -0.5.
-
-    Args:
-        hyper: numbers of the dtype of the rows, "learning_rate" among them.
-        mean_square: the mean square of gradients [..., D], [..., 1] or a number.
-        sum_square: the same for the sum of squares.
-        rows: gradients, weights and the states of the rule, [K, D] or [D]; a state of a number a row has
-            1 for D.
     """
     g, w, *states = rows
     lr, one = hyper["learning_rate"], type(hyper["learning_rate"])(1)

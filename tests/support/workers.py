@@ -119,22 +119,7 @@ def run(
     timeout: float = 60.0,
     group_timeout: float | None = None,
 ) -> list[Any]:
-    """Runs a function on every rank.
-
-    Args:
-        function: function that is importable by name; called with `args` on every rank.
-        *args: arguments of the function, pickled.
-        world_size: number of ranks.
-        local_size: ranks per emulated node; None: all on one.
-        timeout: seconds until a silent rank counts as hung.
-        group_timeout: seconds until a collective times out, in a pool for this call only.
-
-    Returns:
-        Results by rank.
-
-    Raises:
-        WorkerError: if any rank raised, died or hung.
-    """
+    """Runs a function on every rank."""
     local_size = local_size or world_size
     if group_timeout is not None:
         pool = _Pool(world_size, local_size, group_timeout)

@@ -8,9 +8,8 @@ from mock_device import CUDA, MockDevice
 from table_cases import ids_of, make_table, same_state
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.table import contents
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def filled(where, kind=OptimizerKind.ADAM, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.EXACT_ROWWISE_ADAGRAD])
 def test_contents_move_there_and_back_bit_for_bit(device, kind, dtype, monkeypatch):
-    monkeypatch.setattr(contents, "CROSSING_BYTES", 256)  # several chunks
+    monkeypatch.setattr(knobs, "CROSSING_BYTES", 256)  # several chunks
     table = filled("cpu", kind, dtype)
     state = table.export_state()
     table.convert(device="cuda")

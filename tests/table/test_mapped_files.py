@@ -26,9 +26,10 @@ from mapped_cases import SHARED_MEMORY, are_mapped, on_ext4, small_files
 from table_cases import bags_of, ids_of
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.lookup import TableGroup, rows_ahead
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.storage import RowStore, check_directory, row_store
+from torchrec_dyn.storage import RowStore, check_directory
 from torchrec_dyn.storage.block_memory import mapped_block
 from torchrec_dyn.table import TableShard
 from torchrec_dyn.table.checks import check_storage
@@ -406,7 +407,7 @@ def test_many_rows_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, asked: lis
     train(table, range(2))
     rows = torch.arange(table.num_rows).flip(0)
     expected = table.weights.read(rows)
-    monkeypatch.setattr(row_store, "_READ_TOGETHER", 7)
+    monkeypatch.setattr(knobs, "ROWS_READ_TOGETHER", 7)
     asked.clear()
     assert torch.equal(table.weights.read(rows), expected)
     assert len(asked) == math.ceil(len(rows) / 7)

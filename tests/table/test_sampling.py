@@ -4,12 +4,13 @@ import torch
 from mock_device import CUDA, MockDevice
 from table_cases import ids_of, make_table
 
+from torchrec_dyn import knobs
 from torchrec_dyn.table import sampling
 
 
 def test_every_row_is_drawn_as_often(monkeypatch):
     """Chi-squared of 100 rows, drawn 100 times each; the table is read in parts of 30 rows."""
-    monkeypatch.setattr(sampling, "_READ_AT_ONCE", 30)
+    monkeypatch.setattr(knobs, "IDS_SAMPLED_TOGETHER", 30)
     table = make_table()
     table.find_or_insert(torch.arange(150) * 7)
     table.erase(torch.arange(50) * 7)

@@ -9,8 +9,8 @@ from mock_device import MockDevice
 from table_cases import make_group, make_table, random_bags, same_state, without_probes
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind
-from torchrec_dyn.storage import block_memory
 
 LIMIT = 3000
 
@@ -38,11 +38,11 @@ def run(kind, device="cpu"):
 
 @pytest.mark.parametrize("kind", [OptimizerKind.EXACT_ROWWISE_ADAGRAD, OptimizerKind.ADAM])
 def test_a_table_in_ranges_is_as_a_table_of_many_blocks(kind, monkeypatch):
-    monkeypatch.setattr("torchrec_dyn.storage.row_store._BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr("torchrec_dyn.knobs.BLOCK_BYTES", 1 << 14)
     outputs, state, stats, blocks = run(kind)
     assert stats["evicted_full"] > 0 and min(blocks) > 5
-    monkeypatch.setattr(block_memory, "RANGE_DEVICES", {"cpu"})
-    monkeypatch.setattr(block_memory, "_PAGE_BYTES", 4096)
+    monkeypatch.setattr(knobs, "RANGE_DEVICES", {"cpu"})
+    monkeypatch.setattr(knobs, "PAGE_BYTES", 4096)
     in_ranges = run(kind)
     assert in_ranges[3] == [1] * len(blocks)
     assert all(map(torch.equal, outputs, in_ranges[0]))
@@ -62,10 +62,10 @@ def gpu(request):
 @pytest.mark.parametrize("kind", [OptimizerKind.EXACT_ROWWISE_ADAGRAD, OptimizerKind.ADAM])
 def test_a_table_of_a_gpu_with_or_without_ranges_is_as_one_of_the_cpu(kind, in_ranges, monkeypatch):
     """Without ranges memcheck sees an access behind a block (benchmarks/gpu_side.sh)."""
-    monkeypatch.setattr("torchrec_dyn.storage.row_store._BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr("torchrec_dyn.knobs.BLOCK_BYTES", 1 << 14)
     outputs, state, _, blocks = run(kind)
     if not in_ranges:
-        monkeypatch.setattr(block_memory, "RANGE_DEVICES", set())
+        monkeypatch.setattr(knobs, "RANGE_DEVICES", set())
     of_gpu = run(kind, "cuda")
     assert of_gpu[3] == ([1] * len(blocks) if in_ranges else blocks)
     assert all(map(torch.equal, outputs, of_gpu[0])) and same_state(state, of_gpu[1])

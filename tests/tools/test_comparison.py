@@ -10,7 +10,7 @@ from checkpoint_jobs import Job
 from saved_cases import model_state, optimizer_state, save_table
 
 from torchrec_dyn import __main__ as command_line
-from torchrec_dyn.tools import comparison
+from torchrec_dyn import knobs
 
 ROWS = 3000
 
@@ -93,7 +93,7 @@ def test_one_number_of_one_row(tmp_path, capsys, first, states, name):
 
 def test_ids_that_one_side_lacks(tmp_path, capsys, monkeypatch, first, states):
     """In ranges of a few rows."""
-    monkeypatch.setattr(comparison, "_RANGE_BYTES", 19_999)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 19_999)
     draw = torch.Generator().manual_seed(1)
     kept = [torch.rand(ROWS, generator=draw) < share for share in (0.9, 0.5)]
     paths = []

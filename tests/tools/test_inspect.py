@@ -58,7 +58,7 @@ def counted(text, title):
     """The numbers beside the bars of a histogram."""
     section = re.search(rf"^  {title} .*\n((?:    .*\n)+)", text + "\n", re.M)[1]
     return [
-        int(re.split("  +", line.strip(" █"))[1].replace(",", "")) for line in section.splitlines()
+        int(re.split("  +", line.strip(" #"))[1].replace(",", "")) for line in section.splitlines()
     ]
 
 
@@ -77,7 +77,7 @@ def test_as_a_program(saved, tmp_path):
     assert process.exitcode == 0 and not (tmp_path / "errors").read_text()
     text = (tmp_path / "output").read_text()
     assert f"model.{MODEL_KEY}\n" in text and "everything read and checked" in text
-    assert "####" in text  # ASCII, where the terminal has no blocks
+    assert "####" in text
 
 
 def be_the_program(errors, output, *arguments):
@@ -102,13 +102,6 @@ def run_for_nobody(folder, *arguments):
     process = start(be_the_program, folder / "errors", None, *map(str, arguments))
     process.join(60)
     return process.exitcode, (folder / "errors").read_text()
-
-
-def test_a_plot_and_all_checks(saved, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    status, text, errors = told(capsys, saved, "--verify", "--plot", tmp_path / "out.png")
-    assert (status, errors) == (0, "") and "everything read and checked" in text
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_torn_checkpoint(saved, tmp_path, capsys):
@@ -142,7 +135,7 @@ def test_what_is_told_of_a_table(saved, capsys):
     for title in ("norm", "age", "count"):
         section = re.search(rf"^  {title} .*\n((?:    .*\n)+)", text + "\n", re.M)[1]
         counted = [
-            int(re.split("  +", line.strip(" █"))[1].replace(",", ""))
+            int(re.split("  +", line.strip(" #"))[1].replace(",", ""))
             for line in section.splitlines()
         ]
         assert sum(counted) == 2000, title
@@ -247,20 +240,6 @@ def test_the_order_of_tables_does_not_matter():
     assert total_fingerprint(parts) != total_fingerprint([("a", 2), ("b", 1)])
 
 
-def test_a_plot_that_cannot_be_made_is_a_wrong_usage(saved, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    for picture, why in (("out.what", "one of .*png"), ("no/where.png", "a directory that exists")):
-        with pytest.raises(SystemExit) as ended:
-            told(capsys, saved, "--plot", tmp_path / picture)
-        assert ended.value.code == 2 and re.search(
-            f"--plot: expected .*{why}", capsys.readouterr().err
-        )
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit) as ended:
-        told(capsys, saved, "--plot", tmp_path / "out.png")
-    assert ended.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
-
-
 def test_the_reader_of_the_output_may_leave(saved, tmp_path):
     assert run_for_nobody(tmp_path, "inspect", saved) == (0, "")
 
@@ -269,24 +248,24 @@ def test_histograms_join_bins():
     one = histogram_of_steps("t")
     one.add(torch.tensor([0, 1, 2, 3, 4, 7, 8, 2**40]))
     one.add(torch.tensor([5]))
-    assert sum(bar.count for bar in one.bars()) == 9 and len(one.bars()) <= 10
+    assert sum(count for _, count in one.bars()) == 9 and len(one.bars()) <= 10
     few = histogram_of_steps("t")
     few.add(torch.tensor([0, 1, 2, 3, 4, 7]))
-    assert [(few.name_of(bar), bar.count) for bar in few.bars()] == [
+    assert few.bars() == [
         *(("0", 1), ("1", 1)),
         *(("2 to 3", 2), ("4 to 7", 2)),
     ]
     assert Histogram("t", torch.tensor([1])).lines() == []
     norms = histogram_of_norms()
     norms.add(torch.tensor([0.0, 1e-30, 1.0, 1e30], dtype=torch.float64))
-    assert sum(bar.count for bar in norms.bars()) == 4 and len(norms.bars()) <= 10
+    assert sum(count for _, count in norms.bars()) == 4 and len(norms.bars()) <= 10
 
 
 def test_a_checkpoint_of_a_newer_format(tmp_path, capsys):
-    config = {"format": 2, "table": "user", "embedding_dim": 6}
+    config = {"format": 1, "table": "user", "embedding_dim": 6}
     save_table(tmp_path, model_state() | {"config": config_bytes(config)})
     status, _, errors = told(capsys, tmp_path)
-    assert status == 1 and "expected a checkpoint of format 1, got 2" in errors
+    assert status == 1 and "expected a checkpoint of format 2, got 1" in errors
 
 
 @pytest.mark.parametrize(

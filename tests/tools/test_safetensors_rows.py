@@ -16,6 +16,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import (
     export_delta,
     export_rows,
@@ -33,7 +34,7 @@ EXTREMES = [-(2**63), 2**63 - 1, -1, 0, 1, 2**62, -(10**12)]
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)  # 5 rows of 8 floats
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)  # 5 rows of 8 floats
 
 
 def collection(
@@ -125,16 +126,6 @@ def test_files_of_others(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     assert import_rows(made, "t", tmp_path / "f") == len(ids)
     assert made.table("t").num_rows == len(ids) - 1
     assert torch.equal(made.table("t").lookup(ids[1:])[0], rows[1:].half()[[*range(6), 8, 7, 8]])
-
-
-def test_others_open_our_files(tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors")
-    one = filled()
-    export_rows(one, "t", tmp_path / "f")
-    with safetensors.safe_open(tmp_path / "f", framework="pt") as read:
-        assert read.metadata()["table"] == "t"
-        assert torch.equal(read.get_tensor("ids"), state_of(one)["ids"])
-        assert torch.equal(read.get_tensor("rows"), state_of(one)["weight"])
 
 
 def file_with(path: Path, **tensors: torch.Tensor) -> None:
@@ -284,28 +275,6 @@ def test_a_killed_export_leaves_the_file_before_or_the_new_one(
         assert import_rows(collection(dim=2), "t", path) == 9
 
 
-def test_a_flipped_bit_is_an_error_or_one_other_number(tmp_path: Path) -> None:
-    """In the header an error before any change, or of no account; the format has no sum of the numbers."""
-    export_rows(filled(count=4), "t", tmp_path / "f")
-    data = (tmp_path / "f").read_bytes()
-    end_of_header = 8 + int.from_bytes(data[:8], "little")
-    expected, refused = contents_of(filled(count=4)), 0
-    for at in range(len(data)):
-        made, flipped = collection(), bytearray(data)
-        flipped[at] ^= 1 << at % 8
-        (tmp_path / "f").write_bytes(flipped)
-        try:
-            import_rows(made, "t", tmp_path / "f")
-        except ValueError as error:
-            assert f"{tmp_path}/f: expected " in str(error) and at < end_of_header
-            assert made.table("t").num_rows == 0
-            refused += 1
-        else:
-            others = contents_of(made) ^ expected
-            assert len(others) in (range(1) if at < end_of_header else range(1, 4)), at
-    assert refused > end_of_header / 2
-
-
 def contents_of(made: Any) -> set[tuple[int, bytes]]:
     """The ids of a table with the bytes of their rows."""
     ids = made.table("t").ids()
@@ -318,7 +287,7 @@ def contents_of(made: Any) -> set[tuple[int, bytes]]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * 4 * 8)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", 5 * 4 * 8)
     configs = [EmbeddingBagConfig(50, 8, name, feature_names=[f"f_{name}"]) for name in "tu"]
     made = dyn.DynamicEmbeddingBagCollection(configs, dynamic=dyn.DynamicTableConfig(seed=3))
     ids = torch.tensor([*EXTREMES, *range(100, 120)])
@@ -343,7 +312,7 @@ def test_what_is_not_one_full_table(saved: tuple[Any, Path]) -> None:
     made, folder = saved
     export_delta(made, folder / "delta", mark(made))
     for path, table, got in (
-        ("delta", "t", "expected a full checkpoint, got a delta"),
+        ("delta", "t", "expected a full checkpoint, got .*delta, a delta, which"),
         ("c", "x", r"expected one table 'x', got tables \['model.embedding_bags.t', 'model"),
         ("two", "t", r"got \['one.embedding_bags.t', 'other.embedding_bags.t'\]. Give the key"),
         ("nowhere", "t", "expected a checkpoint"),

@@ -16,6 +16,7 @@ from sharded_training import collection_of, shard
 from shards import deep_but
 
 import torchrec_dyn as dyn
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import export_rows, import_rows
 from torchrec_dyn.tools.safetensors_file import SafetensorsWriter
 
@@ -46,8 +47,7 @@ def filled(case: Case) -> Any:
 
 
 def set_chunks() -> None:
-    module = importlib.import_module("torchrec_dyn.tools.safetensors_rows")
-    module._CHUNK_BYTES = 10 * 2 * 8  # 10 rows of 8 numbers of 16 bits
+    knobs.CHUNK_BYTES = 10 * 2 * 8  # 10 rows of 8 numbers of 16 bits
 
 
 def out_and_in(case: Case, folder: str) -> None:

@@ -15,8 +15,7 @@ import workers
 from checkpoint_cases import Setup, new, quietly, save, train
 from delta_cases import NAMES, POOL, Model, batch, happen
 from full_disk import FAILED, FailingFiles, fails_or_succeeds
-from memory_peak import peak_of
-from oracle import unmixed
+from system_memory import peak_of
 from torch import Tensor
 from torchrec import EmbeddingBagConfig
 from torchrec.optim.keyed import CombinedOptimizer
@@ -393,21 +392,6 @@ def test_row_groups_bound_the_memory(tmp_path: Path) -> None:
     read = parquet.ParquetFile(tmp_path / "t.parquet").metadata
     assert read.num_rows == 120_000 and read.num_row_groups >= 29  # 30 MiB
     assert max(saved, chain, live) < 15 * MIB, told
-
-
-def test_parts_of_all_sizes_are_one_table(tmp_path: Path) -> None:
-    """Ids at the ends of the order, and windows of one id of each save."""
-    run = Run(tmp_path / "run")
-    ends = unmixed(torch.tensor([0, 1, -1, -2, 2**63 - 1, -(2**63)])).tolist()
-    for ids in (ends[:3], ends[2:], [5, 6], ends[:1]):
-        happen(run.model, ("assign", "plain", ids))
-        run.save()
-        happen(run.model, ("erase", "plain", ids[:1]))
-    run.save()
-    run.checkpoints.close()
-    for size in (1, 30, 60, 1000):
-        read = read_batches(tmp_path / "run", "plain", batch_bytes=size).read_all()
-        assert_is(read, run.states[4]["plain"])
 
 
 def test_what_a_merged_table_reads_of_few_ids(

@@ -21,7 +21,7 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
-from torchrec_dyn.tools import verification
+from torchrec_dyn.tools import inspection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,7 +105,7 @@ def test_every_flipped_bit_of_an_entry_of_an_archive():
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         try:
-            verification._is_checked("one", io.BytesIO(damaged))
+            inspection._is_checked("one", io.BytesIO(damaged))
         except ValueError as error:
             told += str(error)
     for kind in ("RuntimeError", "error", "BadZipFile", "NotImplementedError"):

@@ -7,13 +7,13 @@ of the changed rows; it is verified completely before any table changes.
 """
 
 from torchrec_dyn.checkpoint.checkpoints import Checkpoints
+from torchrec_dyn.checkpoint.dcp_files import TableWriter
 from torchrec_dyn.checkpoint.delta_apply import apply_delta
 from torchrec_dyn.checkpoint.delta_export import Marker, export_delta, mark
 from torchrec_dyn.checkpoint.entry_writing import Saving
 from torchrec_dyn.checkpoint.forgetting import Forgotten
 from torchrec_dyn.checkpoint.positions import Positions
 from torchrec_dyn.checkpoint.restoring import Restored
-from torchrec_dyn.checkpoint.table_writer import TableWriter
 from torchrec_dyn.checkpoint_format import open_checkpoint
 from torchrec_dyn.migration import load_static
 from torchrec_dyn.state_dict import LoadPlanner

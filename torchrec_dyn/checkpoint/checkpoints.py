@@ -35,13 +35,14 @@ from torchrec_dyn.checkpoint.dense_part import (
     saved_values,
 )
 from torchrec_dyn.checkpoint.entry_writing import (
-    EntryWriter,
     Parts,
     Saving,
     changed_parts,
     dense_state,
     full_parts,
     package_version,
+    remove_older,
+    write_entry,
 )
 from torchrec_dyn.checkpoint.forgetting import (
     Forgotten,
@@ -321,7 +322,9 @@ class Checkpoints:
         if in_background and group is not None:
             group = background_group(group)
         return Saving(
-            EntryWriter(entry, parts, values, numbers, group, rank, chain.entries, self._keep)
+            parts.marker,
+            partial(write_entry, entry, parts, values, numbers, group, rank),
+            partial(remove_older, chain.entries, self._keep),
         )
 
     def _claim(self) -> SavedChain:
@@ -509,7 +512,7 @@ class Checkpoints:
 
         before, (in_entries, unread) = gather_results(group, _FORGET, find)[0]
         in_model = ids_in_model(tables, wanted)
-        erase(model, tables, wanted)
+        erase(tables, wanted)
         entry = self.save(model, optimizer, step=step, extra=extra, full=True)
 
         def clear() -> None:

@@ -9,8 +9,9 @@ Legend: M ids, N removed ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,6 @@ from torchrec_dyn.checkpoint_format import (
     add_sums,
     as_words,
     optimizer_config,
-    sum_of_small,
     to_bytes,
     whole_tensor,
 )
@@ -35,15 +35,16 @@ from torchrec_dyn.storage import CanonicalRows, IdMap, Version, to_host, turn_of
 from torchrec_dyn.whole_model import tables_of
 
 _CALL = "export_delta"
-_CONFIGS = ("config", "optimizer_config")
+_REMEDY = "Save a full checkpoint and call mark again."
 
 
 @dataclass(frozen=True)
 class _Marked:
-    """The versions of a table's shards on this rank, in column order, and the content sums of the table."""
+    """A table on this rank: versions of its shards in column order, its part of the content sums, configs."""
 
     versions: list[Version]
-    sums: Mapping[str, int]
+    sums: dict[str, int]
+    configs: list[bytes]
 
 
 class Marker:
@@ -64,8 +65,8 @@ def mark(model: nn.Module) -> Marker:
 
     A delta since this marker leads from a checkpoint saved now to a checkpoint saved at the export of the
     delta. Reads all rows once; beside another marker, on a CPU, only the rows that have changed. Recording
-    takes 4 bytes a row, 8 for each changed row and 12 for each removed id, on a GPU 8 bytes a row. Collective
-    where the tables are sharded.
+    takes 4 bytes a row, 8 for each changed row and 12 for each removed id, on a GPU 8 bytes a row. Where the
+    tables are sharded, all ranks call it between the same two steps; it does not communicate.
 
     Args:
         model: DistributedModelParallel, any module with dynamic tables, or one collection.
@@ -73,18 +74,18 @@ def mark(model: nn.Module) -> Marker:
     Returns:
         The marker of this point; changes are recorded as long as it exists.
     """
-    tables, versions = tables_of(model, "mark"), {}
+    return Marker({table.name: _mark(table) for table in tables_of(model, "mark")})
 
-    def begin() -> list[dict[str, int]]:
-        sums = []
-        for table in tables:
-            with turn_of(table):
-                versions[table.name] = [shard.version() for shard in table.shards]
-                sums.append(sums_here(table))
-        return sums
 
-    by_rank = gather_results(tables[0].group, "mark", begin)
-    return _marker(tables, versions, [add_sums(*sums) for sums in zip(*by_rank, strict=True)])
+def _mark(table: Table) -> _Marked:
+    with turn_of(table):
+        versions = [shard.version() for shard in table.shards]
+        return _Marked(versions, sums_here(table), _configs(table))
+
+
+def _configs(table: Table) -> list[bytes]:
+    configs = table.config, optimizer_config(table.optimizer, table.cuts)
+    return [to_bytes(config).numpy().tobytes() for config in configs]
 
 
 def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) -> Marker:
@@ -106,118 +107,106 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
             tables, or a table was converted, or loaded with another config, after the marker.
         OSError: on every rank, if a file cannot be written, because the disk is full or fails.
     """
-    changes = collect_changes(model, path, since)
-    group = tables_of(model, _CALL)[0].group
-    save_files(changes.state, path, changes.is_new, group, _CALL)
-    return changes.marker
-
-
-class Changes(NamedTuple):
-    """The changes of a model's tables since a marker, not yet written.
-
-    Attributes:
-        state: the state dict to save; it reads the changed rows when it is saved or copied.
-        is_new: True if the directory did not exist.
-        marker: the marker of this point.
-    """
-
-    state: dict[str, Any]
-    is_new: bool
-    marker: Marker
-
-
-class _Export(NamedTuple):
-    """What changed of one table on this rank since a marker, at one moment."""
-
-    versions: list[Version]
-    source: TableSource  # of the changed rows
-    removed: CanonicalRows | None  # the removed ids; None if this rank holds no part of the table
+    state, marker = collect_changes(model, since, Path(path))
+    save_files(state, path, tables_of(model, _CALL)[0].group, _CALL)
+    return marker
 
 
 class _Gathered(NamedTuple):
-    """What the ranks tell each other of one table: parts of its content sums, and numbers of rows."""
+    """A rank's part of the content sums of a table at the marker and now, and its numbers of rows."""
 
-    sums: dict[str, int]
+    base: dict[str, int]
+    result: dict[str, int]
     counts: Counts | None
     removed: Share | None
 
 
-def collect_changes(
-    model: nn.Module, path: str | os.PathLike[str] | None, since: Marker
-) -> Changes:
-    """Returns the changes since a marker, for a directory if one is given; `export_delta` writes them."""
-    tables = tables_of(model, _CALL)
-    exports: list[_Export] = []
+class _TableChanges:
+    """What changed of one table on this rank since a marker, at one moment."""
 
-    def prepare() -> tuple[list[_Gathered], bool]:
-        _check_arguments(tables, path, since)
-        gathered = []
+    def __init__(self, table: Table, since: _Marked) -> None:
+        self._table, self._base, self.marked = table, since.sums, _mark(table)
+        maps = [
+            map_of(*version.log.changed_rows(version, shard.id_map))
+            for shard, version in zip(table.shards, since.versions, strict=True)
+        ]
+        self._source = TableSource(replace(table, maps=tuple(maps)))
+        self._removed: CanonicalRows | None = None
+        if table.part is not None:
+            version = since.versions[0]  # all column shards removed the same ids
+            ids = version.log.removed_ids(version, table.shards[0].id_map)
+            removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
+            self._removed = CanonicalRows(removed, table.where, lambda: None)
+
+    def here(self) -> _Gathered:
+        """Returns what the other ranks need of this rank."""
+        removed = None if self._removed is None else share_of(self._removed, self._table)
+        return _Gathered(self._base, self.marked.sums, self._source.counts(), removed)
+
+    def tensors(
+        self, ranks: Sequence[_Gathered]
+    ) -> tuple[dict[str, SavedTensor], dict[str, SavedTensor]]:
+        """Returns the tensors of the model's and of the optimizer's state dict."""
+        table = self._table
+        rows, state = self._source.tensors([rank.counts for rank in ranks])
+        ends = {
+            "base": add_sums(*(rank.base for rank in ranks)),
+            "result": add_sums(*(rank.result for rank in ranks)),
+        }
+        words = {name: whole_tensor(as_words(sums), table.rank == 0) for name, sums in ends.items()}
+        runs = runs_of([rank.removed for rank in ranks], table.part)
+        removed = [
+            Part(
+                (run.place,), (run.rows,), partial(self._read_removed, run), table.has_first_column
+            )
+            for run in runs.mine
+        ]
+        rows |= {**words, "removed": SavedTensor((runs.total,), torch.int64, removed)}
+        return (
+            {f"{table.key}.{name}": tensor for name, tensor in rows.items()},
+            {f"{table.name}.{name}": tensor for name, tensor in state.items()},
+        )
+
+    def _read_removed(self, run: Run, start: int, stop: int) -> Tensor:
+        assert self._removed is not None
+        return to_host(self._removed.read(run.here + start, run.here + stop)[0])
+
+
+def collect_changes(
+    model: nn.Module, since: Marker, folder: Path | None = None
+) -> tuple[dict[str, Any], Marker]:
+    """Returns the changes since a marker as a state dict, and the marker of this point. Collective.
+
+    The state dict reads the changed rows when it is saved or copied. `folder` is checked to be free.
+    """
+    tables = tables_of(model, _CALL)
+    changes: list[_TableChanges] = []
+
+    def prepare() -> list[_Gathered]:
+        _check_arguments(tables, folder, since)
         for table in tables:
             with turn_of(table):
-                marked = since._tables[table.name]
-                versions = [shard.version() for shard in table.shards]
-                sums = sums_here(table)
-                source, removed = TableSource(_changed(table, marked)), _removed_rows(table, marked)
-                share = None if removed is None else share_of(removed, table)
-                gathered.append(_Gathered(sums, source.counts(), share))
-                exports.append(_Export(versions, source, removed))
-        return gathered, path is not None and not Path(path).exists()
+                changes.append(_TableChanges(table, since._tables[table.name]))
+        return [change.here() for change in changes]
 
     by_rank = gather_results(tables[0].group, _CALL, prepare)
-    is_new = all(was_new for _, was_new in by_rank)
-    by_table = list(zip(*(gathered for gathered, _ in by_rank), strict=True))
-    results = [add_sums(*(rank.sums for rank in ranks)) for ranks in by_table]
     model_state: dict[str, Tensor] = {}
-    optimizer_state: dict[str, dict[str, Tensor]] = {}
-    for table, export, ranks, result in zip(tables, exports, by_table, results, strict=True):
-        base = since._tables[table.name].sums
-        _check_configs(table, base, result)
-        rows, state = export.source.tensors([rank.counts for rank in ranks])
-        ends = {"base": base, "result": result}
-        words = {name: whole_tensor(as_words(sums), table.rank == 0) for name, sums in ends.items()}
-        removed = _removed_ids(table, export.removed, [rank.removed for rank in ranks])
-        named = {**rows, **words, "removed": removed}
-        model_state |= {f"{table.key}.{name}": tensor for name, tensor in named.items()}
-        optimizer_state[f"{table.key}.weight"] = {
-            f"{table.name}.{name}": tensor for name, tensor in state.items()
-        }
-    saved = {"model": model_state, "optimizer": {"state": optimizer_state}}
-    versions = {table.name: export.versions for table, export in zip(tables, exports, strict=True)}
-    return Changes(saved, is_new, _marker(tables, versions, results))
+    states: dict[str, dict[str, SavedTensor]] = {}
+    for table, change, ranks in zip(tables, changes, zip(*by_rank, strict=True), strict=True):
+        rows, states[f"{table.key}.weight"] = change.tensors(ranks)
+        model_state |= rows
+    marked = {table.name: change.marked for table, change in zip(tables, changes, strict=True)}
+    return {"model": model_state, "optimizer": {"state": states}}, Marker(marked)
 
 
 def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
-    """Returns True if a delta of these tables since a marker can be made; not collective.
-
-    False if a table is another object than the marked one, or was converted.
-    """
-    for table in tables:
-        marked = marker._tables.get(table.name)
-        if marked is None or [one.log for one in marked.versions] != [
-            shard.changes for shard in table.shards
-        ]:
-            return False
-        configs = table.config, optimizer_config(table.optimizer, table.cuts)
-        for name, config in zip(_CONFIGS, configs, strict=True):
-            if marked.sums[name] != sum_of_small(table.name, name, to_bytes(config)):
-                return False
-    return len(marker._tables) == len(tables)
+    """Returns True if a delta of these tables since a marker can be made; not collective."""
+    same_names = marker._tables.keys() == {table.name for table in tables}
+    return same_names and not any(_misfit(marker, table) for table in tables)
 
 
-def _marker(
-    tables: Sequence[Table],
-    versions: Mapping[str, list[Version]],
-    sums: Sequence[Mapping[str, int]],
-) -> Marker:
-    named = zip((table.name for table in tables), sums, strict=True)
-    return Marker({name: _Marked(versions[name], of_table) for name, of_table in named})
-
-
-def _check_arguments(
-    tables: Sequence[Table], path: str | os.PathLike[str] | None, since: Marker
-) -> None:
+def _check_arguments(tables: Sequence[Table], folder: Path | None, since: Marker) -> None:
     """Raises ValueError unless the arguments of `export_delta` are right."""
-    folder = None if path is None else Path(path)
     if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"export_delta: expected a new directory, got {folder}, which is taken. "
@@ -234,59 +223,24 @@ def _check_arguments(
             f"marker of {listed(since._tables)}."
         )
     for table in tables:
-        logs = [version.log for version in since._tables[table.name].versions]
-        if [shard.changes for shard in table.shards] != logs:
-            raise ValueError(
-                f"export_delta(table={table.name!r}): expected a marker of this table object, got a marker "
-                "of another table, or from before the table was copied, moved, sharded or given another "
-                "optimizer. Save a full checkpoint and call mark again."
-            )
+        if misfit := _misfit(since, table):
+            raise ValueError(f"export_delta(table={table.name!r}): expected {misfit} {_REMEDY}")
 
 
-def _check_configs(table: Table, base: Mapping[str, int], result: Mapping[str, int]) -> None:
-    """Raises ValueError if a config of a table has changed since the marker."""
-    if any(base[name] != result[name] for name in _CONFIGS):
-        raise ValueError(
-            f"export_delta(table={table.name!r}): expected a table with the row dtype, initializer "
-            "and optimizer of the marker, got a table that was converted, or loaded with another "
-            "config. Save a full checkpoint and call mark again."
+def _misfit(marker: Marker, table: Table) -> str:
+    """Returns why no delta of a table since a marker can be made; "" if it can."""
+    marked = marker._tables[table.name]
+    if [version.log for version in marked.versions] != [shard.changes for shard in table.shards]:
+        return (
+            "a marker of this table object, got a marker of another table, or from before the table was "
+            "copied, moved, sharded or given another optimizer."
         )
-
-
-def _changed(table: Table, marked: _Marked) -> Table:
-    """Returns the table with only the ids whose rows changed."""
-    maps = tuple(
-        map_of(*version.log.changed_rows(version, shard.id_map))
-        for shard, version in zip(table.shards, marked.versions, strict=True)
-    )
-    return replace(table, maps=maps)
-
-
-def _removed_rows(table: Table, marked: _Marked) -> CanonicalRows | None:
-    """Returns the ids that were removed on this rank; None if it holds no part of the table."""
-    if table.part is None:
-        return None
-    version = marked.versions[0]  # all column shards removed the same ids
-    ids = version.log.removed_ids(version, table.shards[0].id_map)
-    removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
-    return CanonicalRows(removed, table.where, lambda: None)
-
-
-def _removed_ids(
-    table: Table, rows: CanonicalRows | None, shares: Sequence[Share | None]
-) -> SavedTensor:
-    """Returns the tensor "removed", [N] int64."""
-    runs = runs_of([share for share in shares if share is not None], table.part)
-    parts = [
-        Part((run.place,), (run.rows,), _reader(rows, run), table.has_first_column)
-        for run in runs.mine
-        if rows is not None
-    ]
-    return SavedTensor((runs.total,), torch.int64, parts)
-
-
-def _reader(rows: CanonicalRows, run: Run) -> Callable[[int, int], Tensor]:
-    return lambda start, stop: to_host(rows.read(run.here + start, run.here + stop)[0])
+    if marked.configs != _configs(table):
+        return (
+            "a table with the row dtype, initializer and optimizer of the marker, got a table that was "
+            "converted, or loaded with another config."
+        )
+    return ""
 
 
 def map_of(ids: Tensor, rows: Tensor) -> IdMap:

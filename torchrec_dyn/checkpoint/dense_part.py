@@ -9,6 +9,7 @@ import hashlib
 import io
 import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,21 +79,23 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
 
 def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the entries of state dicts that are of dynamic tables, and the others."""
-    keys = {table.key for table in tables}
-    states = state["optimizer"]["state"]
-    of_tables = {name for names in names_of_states(states, tables).values() for name in names}
-    rows = {
-        "model": {k: v for k, v in state["model"].items() if k.rpartition(".")[0] in keys},
-        "optimizer": {"state": {k: v for k, v in states.items() if k in of_tables}},
-    }
-    dense = {
-        "model": {k: v for k, v in state["model"].items() if k not in rows["model"]},
-        "optimizer": {
-            **state["optimizer"],
-            "state": {k: v for k, v in states.items() if k not in of_tables},
-        },
-    }
-    return rows, dense
+    model, optimizer = state["model"], state["optimizer"]
+    prefixes = {table.key for table in tables}
+    names = chain(*names_of_states(optimizer["state"], tables).values())
+    row_keys = {key for key in model if key.rpartition(".")[0] in prefixes}
+    rows, dense = _parted(model, row_keys)
+    row_states, dense_states = _parted(optimizer["state"], set(names))
+    return (
+        {"model": rows, "optimizer": {"state": row_states}},
+        {"model": dense, "optimizer": {**optimizer, "state": dense_states}},
+    )
+
+
+def _parted(entries: State, keys: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return (
+        {key: entries[key] for key in entries if key in keys},
+        {key: entries[key] for key in entries if key not in keys},
+    )
 
 
 def joined_state(rows: State, dense: State) -> dict[str, Any]:
@@ -105,14 +108,9 @@ def joined_state(rows: State, dense: State) -> dict[str, Any]:
 
 
 class SavedValue(NamedTuple):
-    """The saved form of a value.
+    """The saved form of a value; `is_of_rank` if it has the position of a source of one rank inside."""
 
-    Attributes:
-        data: what torch.save wrote.
-        is_of_rank: True if it is, or has inside, the position of a source that one rank has for itself.
-    """
-
-    data: bytes
+    data: bytes  # of torch.save
     is_of_rank: bool
 
 
@@ -131,9 +129,8 @@ def saved_values(values: Mapping[str, Any], call: str) -> dict[str, SavedValue]:
             if lacks_memory(error):
                 raise
             raise ValueError(
-                f"{call}: expected tensors, numbers, texts, lists and dicts in "
-                f"extra[{name!r}], got {type(state).__name__} that weights_only=True refuses: "
-                f"{''.join(str(error).splitlines()[:1])}"
+                f"{call}: expected tensors, numbers, texts, lists and dicts in extra[{name!r}], got "
+                f"{type(state).__name__} that weights_only=True refuses: {str(error).partition(chr(10))[0]}"
             ) from error
         saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
     return saved
@@ -180,7 +177,7 @@ def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
     nevertheless fit only as many ranks.
     """
     return {
-        name: digest is not None and all(of_rank.get(name) == digest for of_rank in digests)
+        name: digest is not None and all(other.get(name) == digest for other in digests)
         for name, digest in digests[0].items()
     }
 
@@ -194,11 +191,11 @@ def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
     for group in optimizer.param_groups:
         numbers = {
             name: plain
-            for name, one in group.items()
-            if isinstance(plain := _plain(one), (int, float, tuple))
+            for name, option in group.items()
+            if isinstance(plain := _plain(option), (int, float, tuple))
         }
         own = {id(parameter) for parameter in group["params"]}
-        options |= {key: numbers for key, one in optimizer.params.items() if id(one) in own}
+        options |= {key: numbers for key, weight in optimizer.params.items() if id(weight) in own}
     return options
 
 
@@ -222,14 +219,12 @@ def number_of(step: Any, call: str) -> Any:
 
 
 def check_same_step(steps: Sequence[Any], call: str) -> None:
-    """Raises ValueError unless all ranks gave the same step, from the steps by rank."""
-    for rank, step in enumerate(steps):
-        if step != steps[0]:
-            raise ValueError(
-                f"{call}: expected the same step on every rank, got {steps[0]} on rank 0 and "
-                f"{step} on rank {rank}. Save when all ranks have trained the same steps, and "
-                "give their number."
-            )
+    """Raises ValueError unless all ranks gave the same step; `steps` are by rank."""
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"{call}: expected the same step on every rank, got {[*steps]} by rank. Save when all ranks have "
+            "trained the same steps, and give their number."
+        )
 
 
 def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -256,7 +251,7 @@ def write_values(
     file = FileWriter(path)
     try:
         file.write(0, memory.getvalue())
-        file.commit()
+        file.sync()
     finally:
         file.close()
     return path
@@ -279,7 +274,7 @@ def read_values(entry: Entry, rank: int) -> tuple[dict[str, Any], dict[str, dict
     path = entry.extra_of(min(rank, entry.world_size - 1))
     entry.check_file(path.name)
     saved = _load(path.read_bytes())
-    values = {name: _load(text.numpy().tobytes()) for name, text in saved["values"].items()}
+    values = {name: _load(data.numpy().tobytes()) for name, data in saved["values"].items()}
     return values, saved["options"]
 
 
@@ -297,11 +292,11 @@ def checked_names(
             f"Checkpoints.restore: expected names that are not in extra in leave_out, got {left_out!r}. Give "
             "a list of other names."
         )
-    for name, one in objects.items():
-        if not hasattr(one, "load_state_dict"):
+    for name, target in objects.items():
+        if not hasattr(target, "load_state_dict"):
             raise ValueError(
-                f"Checkpoints.restore: expected objects with load_state_dict in extra, got "
-                f"{type(one).__name__} as {name!r}. Leave it out: the saved value is in what restore returns."
+                "Checkpoints.restore: expected objects with load_state_dict in extra, got "
+                f"{type(target).__name__} as {name!r}. Leave it out: what restore returns has the value."
             )
     return list(left_out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.dcp_files import check_is_shared, save_part, writer_of
@@ -75,9 +75,7 @@ class Parts:
 def full_parts(model: nn.Module, optimizer: Any, tables: Sequence[Table], is_marked: bool) -> Parts:
     """Returns all of a model. Collective."""
     marker = mark(model) if is_marked else None
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    check_has_all(state["optimizer"], optimizer)
-    rows, dense = split_state(state, tables)
+    rows, dense = _states(model, optimizer, tables)
     _check_states(rows["optimizer"]["state"], tables)
     return Parts(rows, dense, marker)
 
@@ -86,35 +84,38 @@ def changed_parts(
     model: nn.Module, optimizer: Any, tables: Sequence[Table], marker: Marker
 ) -> Parts:
     """Returns what changed in the tables of a model since a marker, and its dense part. Collective."""
-    changes = collect_changes(model, None, marker)
-    return Parts(changes.state, dense_state(model, optimizer, tables), changes.marker)
+    rows, after = collect_changes(model, marker)
+    return Parts(rows, dense_state(model, optimizer, tables), after)
 
 
 def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
     """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
     with rows_left_out():
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return _states(model, optimizer, tables)[1]
+
+
+def _states(
+    model: nn.Module, optimizer: Any, tables: Sequence[Table]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     check_has_all(state["optimizer"], optimizer)
-    return split_state(state, tables)[1]
+    return split_state(state, tables)
 
 
 def _check_states(states: Mapping[str, Any], tables: Sequence[Table]) -> None:
     """Raises ValueError unless the states of an optimizer are those of the tables."""
     names = names_of_states(states, tables)
     for table in tables:
-        of_table = [states[name] for name in names[table.name]]
-        if len(of_table) != 1 or not all(_is_of(table, saved) for saved in of_table[0].values()):
+        saved = [states[name] for name in names[table.name]]
+        # Tensors of sharded tables know their table.
+        targets = [getattr(tensor, "entry", None) for state in saved for tensor in state.values()]
+        is_own = all(target is None or target.table.has_shards_of(table) for target in targets)
+        if len(saved) != 1 or not is_own:
             raise ValueError(
                 f"{table.where}: expected the optimizer with the state of this table, got "
-                f"{'one of another model' if of_table else 'one without'}. Save `model.fused_optimizer`, or "
+                f"{'one of another model' if saved else 'one without'}. Save `model.fused_optimizer`, or "
                 "a CombinedOptimizer with it."
             )
-
-
-def _is_of(table: Table, saved: Tensor) -> bool:
-    """Returns False if a tensor is known to be of the table of another model, as those of sharded tables."""
-    entry = getattr(saved, "entry", None)
-    return entry is None or entry.table.has_shards_of(table)
 
 
 def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
@@ -126,72 +127,58 @@ def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
     return texts
 
 
-@dataclass(frozen=True)
-class EntryWriter:
-    """An entry that is not written yet.
+def write_entry(
+    entry: Entry,
+    parts: Parts,
+    values: Mapping[str, SavedValue],
+    options: Mapping[str, Mapping[str, Any]],
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> Entry:
+    """Writes the files, commits the entry, and returns it; leaves none after an error. Collective.
 
-    Attributes:
-        entry: the entry, without the digests of its files and the sums of its tables.
-        parts: what is saved of the model.
-        values: further values of this rank.
-        options: numbers of the parameter groups.
-        group: the ranks; None: one process.
-        rank: number of this rank.
-        before: the entries before it; on rank 0.
-        keep: number of full saves to keep.
+    `entry` has no digests of files and no sums of tables yet. `values` and `options`, the numbers of the
+    parameter groups, are those of this rank.
     """
+    path = entry.extra_of(rank)
+    dense = writer_of(entry.dense, partial(write_values, values, options, path))
+    try:
+        save_part(parts.rows, entry.tables, writer_of(entry.tables), group)
+        save_part(parts.dense, entry.dense, dense, group)
+        # Rank 0 knows the digests that all ranks have made.
+        committed = gather_results(
+            group, _CALL, lambda: None if rank else _commit(entry, dense.digests)
+        )[0]
+    except BaseException:
+        with suppress(OSError):
+            remove_folders([entry.path])
+        raise
+    assert committed is not None
+    return committed
 
-    entry: Entry
-    parts: Parts
-    values: Mapping[str, SavedValue]
-    options: Mapping[str, Mapping[str, Any]]
-    group: dist.ProcessGroup | None
-    rank: int
-    before: Sequence[Entry]
-    keep: int
 
-    def write(self) -> Entry:
-        """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
-        entry, group = self.entry, self.group
-        path = entry.extra_of(self.rank)
-        dense = writer_of(entry.dense, partial(write_values, self.values, self.options, path))
-        try:
-            save_part(self.parts.rows, entry.tables, writer_of(entry.tables), group)
-            save_part(self.parts.dense, entry.dense, dense, group)
-            ranks = gather_results(group, _CALL, lambda: self._commit(dense.digests))
-        except BaseException:
-            with suppress(OSError):
-                remove_folders([entry.path])
-            raise
-        committed = ranks[0]
-        assert committed is not None
-        return committed
+def _commit(entry: Entry, digests: Mapping[str, str]) -> Entry:
+    """Puts the commit file."""
+    folder = entry.path
+    check_is_shared(folder / name for name in digests)
+    indexes = [folder / "dense" / ".metadata", entry.tables / ".metadata"]
+    own = {str(index.relative_to(folder)): digest_of_file(index) for index in indexes}
+    sums = sums_in_files(entry, open_checkpoint(entry.tables).tables.values())
+    entry = replace(entry, digests={**digests, **own}, sums=sums)
+    commit_entry(entry)
+    return entry
 
-    def _commit(self, digests: Mapping[str, str]) -> Entry | None:
-        """Puts the commit file; on rank 0, which knows the digests that all ranks have made."""
-        if self.rank:
-            return None
-        folder = self.entry.path
-        check_is_shared(folder / name for name in digests)
-        indexes = [folder / "dense" / ".metadata", self.entry.tables / ".metadata"]
-        of_indexes = {str(one.relative_to(folder)): digest_of_file(one) for one in indexes}
-        sums = sums_in_files(self.entry, open_checkpoint(self.entry.tables).tables.values())
-        entry = replace(self.entry, digests={**digests, **of_indexes}, sums=sums)
-        commit_entry(entry)
-        return entry
 
-    def clear(self, entry: Entry) -> None:
-        """Removes what is no longer kept now that the entry is there; on rank 0."""
-        if self.rank:
-            return
-        try:
-            remove_folders(one.path for one in outdated([*self.before, entry], self.keep))
-        except Exception as error:  # the entry is saved: training goes on
-            warnings.warn(
-                f"{_CALL}: expected older entries that can be removed, got {error!r}. They are tried again "
-                "after the next save.",
-                stacklevel=2,
-            )
+def remove_older(before: Sequence[Entry], keep: int, entry: Entry) -> None:
+    """Removes what is no longer kept now that an entry is there; `before` are those before it, on rank 0."""
+    try:
+        remove_folders(older.path for older in outdated([*before, entry], keep))
+    except Exception as error:  # the entry is saved: training goes on
+        warnings.warn(
+            f"{_CALL}: expected older entries that can be removed, got {error!r}. They are tried again "
+            "after the next save.",
+            stacklevel=2,
+        )
 
 
 class Saving:
@@ -204,25 +191,28 @@ class Saving:
         is_told: True if `result` has raised the error of the save.
     """
 
-    def __init__(self, writer: EntryWriter) -> None:
+    def __init__(
+        self, marker: Marker | None, write: Callable[[], Entry], clear: Callable[[Entry], None]
+    ) -> None:
         self.pause = 0.0
-        self.marker = writer.parts.marker
+        self.marker = marker
         self.entry: Entry | None = None
         self.is_told = False
-        self._writer: EntryWriter | None = writer
+        self._clear = clear
+        self._write: Callable[[], Entry] | None = write
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def run(self) -> None:
         """Writes the entry."""
-        assert self._writer is not None
+        assert self._write is not None
         try:
-            self.entry = self._writer.write()  # it is there, whatever comes now
-            self._writer.clear(self.entry)
+            self.entry = self._write()  # it is there, whatever comes now
+            self._clear(self.entry)
         except BaseException as error:  # it is raised in the thread that waits
             self._error = error
         finally:
-            self._writer = None  # it holds the copies
+            self._write = None  # it holds the copies
 
     def start(self) -> None:
         """Begins to write the entry in a thread."""
@@ -232,7 +222,7 @@ class Saving:
     @property
     def is_done(self) -> bool:
         """True if the entry is there, or the save has failed."""
-        return self._writer is None
+        return self._write is None
 
     def wait(self) -> Saving:
         """Waits until the entry is there, or the save has failed."""

@@ -23,12 +23,14 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    ROW_TENSORS,
     SUMMED,
     add_sums,
     as_words,
     compare_sums,
     content_sum,
     from_words,
+    is_canonical,
     rows_summed,
     sum_of_small,
 )
@@ -45,9 +47,9 @@ from torchrec_dyn.checkpoint_format.entries import (
 )
 from torchrec_dyn.checkpoint_format.file_writer import (
     FileWriter,
-    commit,
     naming,
     replace_file,
+    sync_to_disk,
     write_beside,
 )
 from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
@@ -64,12 +66,5 @@ from torchrec_dyn.checkpoint_format.saved_config import (
     table_config,
     to_bytes,
 )
-from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable, place_of
-from torchrec_dyn.checkpoint_format.saved_tensor import (
-    CHUNK_BYTES,
-    Part,
-    SavedTensor,
-    numbers_of,
-    whole_tensor,
-)
-from torchrec_dyn.checkpoint_format.tensor_checks import ROW_TENSORS, is_canonical
+from torchrec_dyn.checkpoint_format.saved_table import MergedTable, SavedTable
+from torchrec_dyn.checkpoint_format.saved_tensor import Part, SavedTensor, numbers_of, whole_tensor

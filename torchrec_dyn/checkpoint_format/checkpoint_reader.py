@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -59,10 +59,10 @@ class SavedCheckpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> SavedCheckpoint:
-    """Finds the dynamic tables of a checkpoint and reads their small tensors.
+    """Finds the dynamic tables of a checkpoint and reads their configs.
 
-    Model and optimizer state may have any keys in the saved state dict. Lengths of files, shapes and configs
-    are checked here, rows when they are read.
+    Model and optimizer state may have any keys in the saved state dict. Lengths of files and shapes are
+    checked here, configs and rows by their content sums when these are used.
 
     Args:
         path: the directory that was given to `torch.distributed.checkpoint.save`.
@@ -77,56 +77,41 @@ def open_checkpoint(path: str | os.PathLike[str], table: str | None = None) -> S
     """
     folder = Path(path)
     reader, metadata = open_files(folder)
-    parts: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
-    for key, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
+    saved: dict[str, dict[str, TensorStorageMetadata]] = defaultdict(dict)
+    for key, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
             prefix, _, name = key.rpartition(".")
-            parts[prefix][name] = saved
-    tables: dict[str, dict[str, ChunkedTensor]] = {}
-    optimizers: dict[str, dict[str, ChunkedTensor]] = {}
-    for prefix, tensors in parts.items():
-        names = {name for name, one in tensors.items() if one.properties.dtype == _DTYPES.get(name)}
-        for kind, own in ((tables, _TABLE), (optimizers, _OPTIMIZER)):
-            if own <= names:
-                kind[prefix] = {
-                    name: ChunkedTensor(
-                        f"'{prefix}.{name}' in {folder}", reader, f"{prefix}.{name}", saved
-                    )
-                    for name, saved in tensors.items()
-                }
-    owners, ownerless = _owners(optimizers, tables)
-    return SavedCheckpoint(
-        folder,
-        {
-            key: _open_table(folder, key, tensors, optimizers.get(owners.get(key, ""), {}))
-            for key, tensors in tables.items()
-            if table in (None, key, _name_of(key))
-        },
-        tuple(ownerless),
+            saved[prefix][name] = tensor
+    keys = [key for key, tensors in saved.items() if _are_among(_TABLE, tensors)]
+    optimizers = [key for key, tensors in saved.items() if _are_among(_OPTIMIZER, tensors)]
+    owners, ownerless = _owners(optimizers, keys)
+    tables = {}
+    for key in keys:
+        if table in (None, key, _name_of(key)):
+            prefixes = filter(None, (key, owners.get(key)))
+            tables[key] = _open_table(reader, key, {prefix: saved[prefix] for prefix in prefixes})
+    return SavedCheckpoint(folder, tables, tuple(ownerless))
+
+
+def _are_among(names: set[str], tensors: Mapping[str, TensorStorageMetadata]) -> bool:
+    return all(
+        name in tensors and tensors[name].properties.dtype == _DTYPES[name] for name in names
     )
 
 
 def open_table(path: str | os.PathLike[str], name: str | None, where: str) -> SavedTable:
     """Returns the table with this name or key, None: the only one; raises ValueError if there is not one."""
-    found = [*open_checkpoint(path, name).tables.values()]
-    if len(found) != 1:
+    tables = [*open_checkpoint(path, name).tables.values()]
+    if len(tables) != 1:
         asked = "one table" if name is None else f"one table '{name}'"
-        keys = [table.key for table in found]
+        keys = [table.key for table in tables]
         got = keys or f"tables {listed(sorted(open_checkpoint(path).tables))}"
         raise ValueError(f"{where}: expected {asked}, got {got}. Give the key of one table.")
-    return found[0]
+    return tables[0]
 
 
 def open_files(folder: Path) -> tuple[FileSystemReader, Metadata]:
-    """Returns DCP's reader of a checkpoint, set up with the metadata, and the metadata.
-
-    The checkpoint may have no dynamic tables. Its files are checked to be long enough.
-
-    Raises:
-        ValueError: if the directory is no checkpoint, or the checkpoint is torn or damaged.
-        OSError: if a file cannot be read.
-        MemoryError: if there is no memory for the metadata.
-    """
+    """Returns DCP's reader of a checkpoint, and the metadata; ValueError if it is no whole checkpoint."""
     _check_is_checkpoint(folder)
     reader, ends = FileSystemReader(folder), defaultdict[str, int](int)
     try:
@@ -170,13 +155,9 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
-    """Returns the path of a file of a directory, also of a file in a directory below.
+    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError.
 
-    It checks a name that was read from another file, of any type, before the name becomes a path. The pattern
-    is for the whole name, `remedy` is the end of the message.
-
-    Raises:
-        ValueError: if the name is not a string of this pattern, or its path leads out of the directory.
+    The pattern is for the whole name, `remedy` is the end of the message.
     """
     is_name = isinstance(name, str) and re.fullmatch(pattern, name)
     parts = Path(name).parts if is_name else ()
@@ -187,36 +168,32 @@ def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") 
     return folder / name
 
 
-def _owners(
-    optimizers: Mapping[str, Any], tables: Mapping[str, Any]
-) -> tuple[dict[str, str], list[str]]:
-    """Finds the table of each optimizer state.
+def _owners(optimizers: Sequence[str], tables: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the key of the optimizer state of each table that has one, and those without a table.
 
     The optimizer state "optimizer.state.sparse.ebc.embedding_bags.user.weight.user" has the path
     "sparse.ebc.embedding_bags.user" between "state" and "weight". It belongs to the table whose key ends with
     this path, or whose key is an end of this path: users may put different keys before the two state dicts.
     If several tables match, the longest match wins, then the table that shares the most keys from the start.
-
-    Returns:
-        Keys of optimizer states by the keys of their tables, and keys of optimizer states without a table.
     """
     by_name: dict[str, list[str]] = defaultdict(list)
     for table in tables:  # a table that matches has the last word of the path
         by_name[_name_of(table)].append(table)
-    claims: dict[str, list[str]] = defaultdict(list)
-    ownerless = []
+    claims: dict[str | None, list[str]] = defaultdict(list)
     for key in optimizers:
-        words = key.split(".")[:-2]
-        matches = {table: _match(words, table) for table in by_name.get("".join(words[-1:]), ())}
-        best = [
-            table for table, match in matches.items() if match and match == max(matches.values())
-        ]
-        if len(best) == 1:
-            claims[best[0]].append(key)
-        else:
-            ownerless.append(key)
-    ownerless += [key for keys in claims.values() if len(keys) > 1 for key in keys]
-    return {table: keys[0] for table, keys in claims.items() if len(keys) == 1}, ownerless
+        claims[_owner(key, by_name)].append(key)
+    owners = {table: keys[0] for table, keys in claims.items() if table and len(keys) == 1}
+    owned = {*owners.values()}
+    return owners, [key for key in optimizers if key not in owned]
+
+
+def _owner(key: str, by_name: Mapping[str, Sequence[str]]) -> str | None:
+    words = key.split(".")[:-2]
+    matches = sorted(
+        (_match(words, table), table) for table in by_name.get("".join(words[-1:]), ())
+    )
+    lengths = [length for length, _ in matches if length]
+    return matches[-1][1] if lengths and lengths.count(lengths[-1]) == 1 else None
 
 
 def _match(words: list[str], table: str) -> tuple[int, ...]:
@@ -240,24 +217,27 @@ def _name_of(key: str) -> str:
 
 
 def _open_table(
-    folder: Path,
-    key: str,
-    tensors: Mapping[str, ChunkedTensor],
-    optimizer: Mapping[str, ChunkedTensor],
+    reader: FileSystemReader, key: str, saved: Mapping[str, Mapping[str, TensorStorageMetadata]]
 ) -> SavedTable:
-    where = f"table '{key}' in {folder}"
+    """Returns a table and its optimizer state; saved: metadata by prefix and name."""
+    where = f"table '{key}' in {reader.path}"
+    tensors = {
+        name: ChunkedTensor(
+            f"'{prefix}.{name}' in {reader.path}", reader, f"{prefix}.{name}", tensor
+        )
+        for prefix, by_name in saved.items()
+        for name, tensor in by_name.items()
+    }
     config = _read_config(where, tensors["config"], ("table", "embedding_dim"))
-    rule = None
-    if optimizer:
-        saved = optimizer["optimizer_config"]
-        rule = _read_config(f"optimizer of {where}", saved, ("optimizer",))
-    opened = SavedTable(where, key, config, rule, {**tensors, **optimizer})
-    if opened.name != _name_of(key):
+    if config["table"] != _name_of(key):
         raise ValueError(
-            f"{where}: expected a config of this table, got a config of {opened.name!r}. "
+            f"{where}: expected a config of this table, got a config of {config['table']!r}. "
             f"{saved_config.RENAMED}"
         )
-    return opened
+    rule = None
+    if "optimizer_config" in tensors:
+        rule = _read_config(f"optimizer of {where}", tensors["optimizer_config"], ("optimizer",))
+    return SavedTable(where, key, config, rule, tensors)
 
 
 def _read_config(where: str, saved: ChunkedTensor, fields: tuple[str, ...]) -> dict[str, Any]:

@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchrec_dyn.checkpoint_format.archives import END_BYTES, Numbers, find_numbers
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 from torchrec_dyn.checkpoint_format.file_writer import naming
 from torchrec_dyn.storage import lacks_memory
+
+# The records of an archive before its numbers are shorter.
+_HEAD_BYTES = 4096
 
 
 @dataclass
@@ -53,9 +55,6 @@ class ChunkedTensor:
     """One saved tensor of at most two dimensions, read by rows. `shape` is the shape of the whole tensor.
 
     `reader` is set up with the metadata, as `open_files` returns it.
-
-    Raises:
-        ValueError: if the metadata are inconsistent.
     """
 
     def __init__(
@@ -70,17 +69,14 @@ class ChunkedTensor:
         self.row_bytes: int = self._columns * self.dtype.itemsize
         self._chunks = sorted(self._read_chunks(key, saved), key=lambda chunk: chunk.first)
         # Before anyone makes room for so many rows.
-        total, saved_numbers = (
-            math.prod(self.shape),
-            sum(math.prod(one.shape) for one in self._chunks),
-        )
-        if saved_numbers != total:
-            raise self._damaged(f"{total} numbers", f"{saved_numbers}")
+        saved_numbers = sum(math.prod(chunk.shape) for chunk in self._chunks)
+        if saved_numbers != math.prod(self.shape):
+            raise self._damaged(f"{math.prod(self.shape)} numbers", f"{saved_numbers}")
         self._starts = [chunk.first for chunk in self._chunks]
         self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
         self._unpacked: dict[int, Tensor] = {}  # chunks in use that can only be loaded whole
-        # Of archives that were loaded: shape and first number, by their description (archives.py).
-        self._described: dict[bytes, tuple[tuple[int, int], int]] = {}
+        # Of the last archive of each shape: the first byte of its numbers, and the records before them.
+        self._loaded: dict[tuple[int, int], tuple[int, bytes]] = {}
 
     def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
         chunks = []
@@ -106,13 +102,7 @@ class ChunkedTensor:
         return rows if len(self.shape) == 2 else rows.reshape(-1)
 
     def read_into(self, first: int, left: int, into: Tensor) -> None:
-        """Reads rows and columns of the tensor into other memory.
-
-        into: [M, C], on the CPU, of this dtype; gets rows from `first` and columns from `left` on.
-
-        Raises:
-            ValueError: if the files do not match the metadata.
-        """
+        """Reads rows from `first` and columns from `left` on into [M, C] on the CPU, of this dtype."""
         missing, last, right = into.numel(), first + len(into), left + into.shape[1]
         begin = bisect_left(self._starts, first - self._longest + 1)
         end = bisect_left(self._starts, last)
@@ -160,37 +150,22 @@ class ChunkedTensor:
         chunk = self._chunks[number]
         packed = bool(chunk.entry.transform_descriptors)
         with self._open(chunk) as file:
-            found = None if packed else self._find_in(file, chunk)
-            if found is not None and (place := self._place_of(chunk, found)) is not None:
-                return place
-            saved = self._load(file, chunk, "cpu" if packed else "meta")
-            if not packed and not saved.is_contiguous():
-                packed, saved = True, self._load(file, chunk, "cpu")
-        if packed:
-            self._unpacked[number] = saved.reshape(chunk.shape)
-            return None
-        skipped = saved.storage_offset() * self.dtype.itemsize
-        at = cast(int, saved.untyped_storage()._checkpoint_offset) + skipped
-        if found is not None and found.at + skipped == at:
-            self._described[found.description] = chunk.shape, int(skipped)
-        if at + saved.numel() * self.dtype.itemsize > chunk.entry.length:
+            file.seek(chunk.entry.offset)
+            head = file.read(min(chunk.entry.length, _HEAD_BYTES))
+            at, records = self._loaded.get(chunk.shape, (0, b""))
+            if packed or not records or _records_before(head, at) != records:
+                saved = self._load(file, chunk, "cpu" if packed else "meta")
+                if not packed and not saved.is_contiguous():
+                    packed, saved = True, self._load(file, chunk, "cpu")
+                if packed:
+                    self._unpacked[number] = saved.reshape(chunk.shape)
+                    return None
+                at = cast(int, saved.untyped_storage()._checkpoint_offset)
+                at += int(saved.storage_offset()) * self.dtype.itemsize
+                self._loaded[chunk.shape] = at, _records_before(head, at)
+        if at + math.prod(chunk.shape) * self.dtype.itemsize > chunk.entry.length:
             raise self._damaged(f"an archive of {chunk.entry.length} bytes", "a longer one")
         return int(chunk.entry.offset + at)
-
-    def _find_in(self, file: io.BufferedReader, chunk: _Chunk) -> Numbers | None:
-        begin, length = chunk.entry.offset, chunk.entry.length
-        ends = min(length, END_BYTES)
-        file.seek(begin)
-        head = file.read(ends)
-        file.seek(begin + length - ends)
-        return find_numbers(head, file.read(ends), length)
-
-    def _place_of(self, chunk: _Chunk, found: Numbers) -> int | None:
-        """Returns the place of a chunk's rows in the file; None if no archive as described was loaded yet."""
-        shape, skipped = self._described.get(found.description, (None, 0))
-        rows = chunk.shape[0] * chunk.shape[1] * self.dtype.itemsize
-        is_as_described = shape == chunk.shape and skipped + rows <= found.size
-        return int(chunk.entry.offset + found.at + skipped) if is_as_described else None
 
     def _load(self, file: io.BufferedReader, chunk: _Chunk, device: str) -> Tensor:
         entry = chunk.entry
@@ -225,6 +200,16 @@ class ChunkedTensor:
 
     def _damaged(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
+
+
+def _records_before(head: bytes, at: int) -> bytes:
+    """Returns the records of an archive, from its first bytes, up to the numbers at byte `at`; b"" if longer.
+
+    They describe the tensor. A load of an archive takes a millisecond, so equal ones are loaded once. Sum and
+    sizes of the numbers, which differ, stand in the header of their record (APPNOTE.TXT of PKWARE, 4.3.7).
+    """
+    begin = head.rfind(b"PK\3\4", 0, at)
+    return head[: begin + 14] + head[begin + 26 : at] if begin > 0 and at <= len(head) else b""
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,22 +1,23 @@
-"""Content sums: the numbers by which a saved table is checked before any of it is used.
+"""The tensors of a saved table, and the content sums by which it is checked before any of it is used.
 
 The sum of a tensor of rows does not depend on how rows and columns are split. So every rank sums its own
 part, and the total is the sum of the whole table, under any plan. One wrong number always changes the sum.
 
-Legend: M rows, D columns, S ranks that have saved rows, W summed tensors.
+Legend: R rows of a table, M rows, D columns, N removed ids, Q waiting ids, K times, S ranks that have saved
+rows, W summed tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.optimizers import STATE_NAMES
-from torchrec_dyn.storage import CROSSING_BYTES, signed, unsigned
+from torchrec_dyn.storage import canonical_keys, signed, unsigned
 
 # The tensors of a table in the model's and in the optimizer's state dict, but for their checksums.
 MODEL_TENSORS = ("ids", "weight", "last_seen", "count", "waiting", "clock", "config")
@@ -30,23 +31,40 @@ CHECKSUM_WORDS = len(SUMMED) + 1
 MODEL_CHECKSUM, OPTIMIZER_CHECKSUM = "weight_checksum", "optimizer_checksum"
 # The keys of a table in the model's state dict.
 MODEL_NAMES = ("config", "clock", "ids", "last_seen", "count", "waiting", "weight", MODEL_CHECKSUM)
-# Bytes of rows that are copied and summed at a time: they stay in the caches, in memory that is reused.
-# The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
-_SUMMED_BYTES = {"cpu": 4 << 20}
+ROW_TENSORS = ("ids", "weight", "last_seen", "count", *STATE_NAMES)
+SMALL_TENSORS = ("waiting", "clock", "config", "step", "optimizer_config")
+SHAPES = {
+    "ids": "[R] int64",
+    "weight": "[R, D]",
+    "last_seen": "[R] int64",
+    "count": "[R] int64",
+    "waiting": "[Q, 3] int64",
+    "clock": "[2, K] int64",
+    "config": "[n] uint8",
+    MODEL_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
+    **dict.fromkeys(STATE_NAMES, "[R, columns] float32"),
+    "step": "[] int64",
+    "optimizer_config": "[n] uint8",
+    OPTIMIZER_CHECKSUM: f"[S, {CHECKSUM_WORDS}] int64",
+    "removed": "[N] int64",
+    "base": f"[{len(SUMMED)}] int64",
+    "result": f"[{len(SUMMED)}] int64",
+}
 # The end of every message about damage.
 DAMAGED = "The checkpoint is damaged; use an earlier checkpoint."
 
 
 def rows_summed(row_bytes: int, device: torch.device) -> int:
     """Returns the number of rows that are copied and summed at a time."""
-    return max(1, _SUMMED_BYTES.get(device.type, CROSSING_BYTES) // row_bytes)
+    # The host waits for each sum of a GPU, so a GPU sums as many rows as cross to the host at a time.
+    most = knobs.SUMMED_BYTES if device.type == "cpu" else knobs.CROSSING_BYTES
+    return max(1, most // row_bytes)
 
 
 def content_sum(table: str, name: str, ids: Tensor, values: Tensor, first_column: int = 0) -> int:
     """Returns the content sum of rows of one tensor, in [0, 2^64) (formula: csrc/storage/content_sum.h).
 
-    values [M, D] or [M] are the rows of ids [M] int64; their first column is `first_column` of the whole
-    tensor.
+    values [M, D] or [M], of ids [M] int64, begin at `first_column` of the whole tensor.
     """
     columns = values.reshape(ids.numel(), -1) if ids.numel() else values.new_empty(0, 1)
     key = table_key(0, table, f"sum {name}")
@@ -67,8 +85,8 @@ def sum_of_small(table: str, name: str, saved: Tensor) -> int:
 
 def add_sums(*sums: Mapping[str, int]) -> dict[str, int]:
     """Returns the sums of parts added up, tensor by tensor, modulo 2^64."""
-    names = dict.fromkeys(name for of_part in sums for name in of_part)
-    return {name: unsigned(sum(of_part.get(name, 0) for of_part in sums)) for name in names}
+    names = dict.fromkeys(name for part in sums for name in part)
+    return {name: unsigned(sum(part.get(name, 0) for part in sums)) for name in names}
 
 
 def as_words(sums: Mapping[str, int]) -> Tensor:
@@ -79,7 +97,7 @@ def as_words(sums: Mapping[str, int]) -> Tensor:
 def from_words(words: Tensor) -> dict[str, int]:
     """Returns the content sums in words [W] int64, or in rows of a checksum, [S, W + 1] int64.
 
-    Raises ValueError if the rows are of several saves, as files of a save that was killed over another.
+    ValueError if the rows are of several saves, as files of a save that was killed over another.
     """
     if words.dim() == 1:
         words = torch.nn.functional.pad(words, (0, 1))[None]
@@ -96,13 +114,28 @@ def from_words(words: Tensor) -> dict[str, int]:
 def compare_sums(
     where: str, saved: Mapping[str, int], names: Iterable[str], summed: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if a content sum differs from the saved one.
-
-    `names` are compared; a tensor that is not in `summed` counts as 0.
-    """
+    """Raises ValueError if a content sum of `names` differs from the saved one; a tensor not summed has 0."""
     for name in names:
         if saved[name] != summed.get(name, 0):
             raise ValueError(
                 f"{where}: expected {name} with content sum {saved[name]:016x}, got "
                 f"{summed.get(name, 0):016x}. {DAMAGED}"
             )
+
+
+def fits(name: str, shape: Sequence[int], dtype: torch.dtype, sizes: Mapping[str, int]) -> bool:
+    """Returns True if a tensor has the shape and dtype in `SHAPES`; other words match any size."""
+    words, _, its_dtype = SHAPES[name][1:].partition("]")
+    rules = [word.strip() for word in words.split(",") if word]
+    if its_dtype.strip() not in ("", str(dtype).removeprefix("torch.")):
+        return False
+    return len(rules) == len(shape) and all(
+        size == sizes.get(rule, int(rule) if rule.isdigit() else size)
+        for rule, size in zip(rules, shape, strict=True)
+    )
+
+
+def is_canonical(ids: Tensor) -> bool:
+    """Returns True if ids [M] int64 are distinct and in canonical order."""
+    keys = canonical_keys(ids)
+    return bool((keys[1:] > keys[:-1]).all())

@@ -23,7 +23,7 @@ from typing import Any
 
 from torchrec_dyn.checkpoint_format.checkpoint_reader import file_inside
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, SUMMED
-from torchrec_dyn.checkpoint_format.file_writer import commit, replace_file
+from torchrec_dyn.checkpoint_format.file_writer import replace_file, sync_to_disk
 
 FORMAT = 2
 LOCK = "writer.lock"
@@ -46,7 +46,7 @@ class Entry:
         parent: id of the save before; None for the first of a chain.
         chain: id of the first save of the chain.
         step: the step that the caller gave.
-        time: seconds since 1970 when the save began; the rows are of this moment.
+        time: seconds since 1970 when the save began, with the rows of that moment.
         world_size: number of ranks that saved.
         sums: the content sums of each table and of its optimizer state, as text, by key.
         extra: by name True if the value fits any number of ranks: all ranks gave the same, and it is no
@@ -151,11 +151,7 @@ class SavedChain:
         return {entry.id: entry for entry in self.entries}
 
     def at(self, step: int) -> Entry:
-        """Returns the newest entry of a step.
-
-        Raises:
-            ValueError: no entry is of this step.
-        """
+        """Returns the newest entry of a step."""
         entries = [entry for entry in self.entries if entry.step == step]
         if not entries:
             steps = sorted({entry.step for entry in self.entries})
@@ -181,11 +177,7 @@ class SavedChain:
 
 
 def read_chain(path: str | os.PathLike[str]) -> SavedChain:
-    """Returns the entries of a checkpoint directory; of a directory that does not exist, none.
-
-    Raises:
-        OSError: if the directory cannot be read.
-    """
+    """Returns the entries of a checkpoint directory; of a directory that does not exist, none."""
     folder = Path(path)
     entries, skipped, unfinished, highest = [], [], [], 0
     for place in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -242,17 +234,10 @@ def digest_of_file(path: Path) -> str:
 
 
 def commit_entry(entry: Entry) -> None:
-    """Makes the folder of an entry an entry, when all of its files are on the disk.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
-    for folder in [
-        *(one for one in entry.path.iterdir() if one.is_dir()),
-        entry.path,
-        entry.path.parent,
-    ]:
-        commit(folder)
+    """Makes the folder of an entry an entry, when all of its files are on the disk."""
+    inside = [path for path in entry.path.iterdir() if path.is_dir()]
+    for folder in [*inside, entry.path, entry.path.parent]:
+        sync_to_disk(folder)
     replace_file(entry.path / ENTRY, entry.as_json().encode())
 
 
@@ -284,12 +269,8 @@ def _oldest_counted(entries: Sequence[Entry], keep: int) -> int:
 
 
 def remove_folders(folders: Iterable[Path], ignore_errors: bool = True) -> None:
-    """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none.
-
-    Raises:
-        OSError: a commit file cannot be removed; without `ignore_errors`, any file.
-    """
+    """Removes folders of entries: the commit file first, so that a reader sees a whole entry or none."""
     for folder in folders:
         (folder / ENTRY).unlink(missing_ok=True)
-        commit(folder)
+        sync_to_disk(folder)
         shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -1,8 +1,6 @@
 """FileWriter: writes a file in full, or raises an OSError that names the file.
 
-A write through a mapping ends the process (SIGBUS) if the disk has no room for the page. So files that are
-written through mappings get their room first, by `allocate`. Other files are written without a buffer: after
-an error nothing waits to be written again when the file is closed.
+Files are written without a buffer: after an error nothing waits to be written again when the file is closed.
 """
 
 from __future__ import annotations
@@ -10,17 +8,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Errors of a file system that cannot reserve room: it gets zeros instead.
-_CANNOT_RESERVE = {errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
-_ZEROS = bytes(1 << 20)
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
@@ -36,14 +28,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class FileWriter:
-    """An open file for writing. Its errors are OSErrors with the path of the file.
+    """An open file for writing, created if it is missing. Its errors are OSErrors with the path of the file.
 
-    The file is created if it does not exist. A symbolic link is refused: the file that it names may be
-    another program's.
-
-    Raises:
-        OSError: if the file cannot be opened; of every method, if the disk is full, a limit is reached or
-            the disk fails.
+    A symbolic link is refused: the file that it names may be another program's.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -60,18 +47,6 @@ class FileWriter:
                     raise OSError(errno.EIO, "no byte written")
                 place, left = place + written, left[written:]
 
-    def allocate(self, size: int) -> None:
-        """Extends a file without holes to at least `size` bytes: zeros that have room on the disk."""
-        with naming(self.path):
-            try:
-                if size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self._file, 0, size)
-            except OSError as error:
-                if error.errno not in _CANNOT_RESERVE:
-                    raise
-        for place in range(self.length(), size, len(_ZEROS)):
-            self.write(place, _ZEROS[: size - place])
-
     def fileno(self) -> int:
         """Returns the descriptor of the open file."""
         return self._file
@@ -86,7 +61,7 @@ class FileWriter:
         with naming(self.path):
             os.ftruncate(self._file, size)
 
-    def commit(self) -> None:
+    def sync(self) -> None:
         """Waits until the file is on the disk."""
         with naming(self.path):
             os.fsync(self._file)
@@ -99,60 +74,60 @@ class FileWriter:
                 os.close(file)
 
     def drop(self) -> None:
-        """Closes and removes the file. No error: the error that led here is the one to tell."""
-        with suppress(OSError):
-            self.close()
+        """Removes and closes an open file. No error: the error that led here is the one to tell."""
+        if self._file < 0:
+            return
         with suppress(OSError):
             os.unlink(self.path)
+        with suppress(OSError):
+            self.close()
 
 
 def write_beside(path: str | os.PathLike[str]) -> FileWriter:
-    """Opens PATH.<random digits>.partial, which gets the name of the path when it is complete.
+    """Opens PATH.partial, empty and locked, which gets the name of the path before it is closed.
 
-    It is locked until it is closed. Files for the same path that are not locked are removed: their processes
-    were killed.
-
-    Raises:
-        OSError: if the file cannot be opened; of a directory that is missing with the path itself.
+    What a killed process left there is dropped; BlockingIOError if another process writes it.
     """
     path = os.fspath(path)
-    _remove_left(path)
     while True:
         try:
-            file = FileWriter(f"{path}.{secrets.token_hex(8)}.partial")
+            file = FileWriter(f"{path}.partial")
         except (FileNotFoundError, NotADirectoryError) as error:
             error.filename = path
             raise
-        with suppress(OSError):  # a file system without locks: nobody removes the file
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # another process took it for one that is left
+        try:
+            _lock(file)
+            if _is_at_its_path(file):
+                file.resize(0)
+                return file
+        except BlockingIOError:
+            file.close()
+            raise
+        except BaseException:
+            file.drop()
+            raise
+        file.close()  # its writer has renamed or removed it since it was opened
 
 
-def _remove_left(path: str) -> None:
-    """Removes the files of `write_beside` for this path whose processes have ended."""
-    name = re.compile(re.escape(os.path.basename(path)) + r"\.[0-9a-f]{16}\.partial")
-    with suppress(OSError):
-        for one in os.scandir(os.path.dirname(path) or "."):
-            if name.fullmatch(one.name):
-                remove_left(one.path, partial(os.unlink, one.path))
+def _is_at_its_path(file: FileWriter) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.path))
+    except FileNotFoundError:
+        return False
 
 
-def remove_left(path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
-    """Calls `remove` if a file of `write_beside` is there and its process has ended."""
-    with suppress(OSError):
-        file = os.open(path, _FLAGS)
+def _lock(file: FileWriter) -> None:
+    """Locks a file; does nothing on a file system without locks."""
+    with naming(file.path):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It may have got its name, and lost its lock, since it was opened.
-            if os.path.exists(path):
-                remove()
-        finally:
-            os.close(file)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
 
 
-def commit(path: str | os.PathLike[str]) -> None:
+def sync_to_disk(path: str | os.PathLike[str]) -> None:
     """Waits until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -163,19 +138,15 @@ def commit(path: str | os.PathLike[str]) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file: readers see the old bytes or the new bytes.
-
-    Raises:
-        OSError: if the disk is full, or fails; the old file is unchanged then.
-    """
+    """Replaces a file: readers see the old bytes or the new bytes; an OSError leaves the old ones."""
     file = FileWriter(path.with_name(path.name + ".new"))
     try:
         file.resize(0)
         file.write(0, data)
-        file.commit()
-        file.close()
+        file.sync()
         os.replace(file.path, path)
     except BaseException:
         file.drop()
         raise
-    commit(path.parent)
+    file.close()
+    sync_to_disk(path.parent)

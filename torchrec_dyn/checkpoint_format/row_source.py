@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, add_sums, content_sum
 from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.storage import canonical_keys
 
-CHUNK_BYTES = 32 << 20
 ALL_MIXED = range(1 << 64)
 SCORES = ("last_seen", "count")  # one int64 a row, the same in every column shard
-_ID_BYTES = 8
 
 
 class RowSource(ABC):
@@ -90,12 +89,7 @@ class RowSource(ABC):
 
     def row_bytes_of(self, names: Sequence[str]) -> int:
         """Returns the bytes of a row in these tensors together."""
-        sizes = {
-            "ids": _ID_BYTES,
-            **dict.fromkeys(SCORES, _ID_BYTES),
-            "weight": self.dtype.itemsize,
-        }
-        return sum(self.columns_of(name) * sizes.get(name, 4) for name in names)
+        return sum(self.nothing(name, 1).nbytes for name in names)
 
     def nothing(self, name: str, rows: int = 0) -> Tensor:
         """Returns rows of a tensor that have no numbers yet."""
@@ -113,7 +107,7 @@ class RowSource(ABC):
     def chunks(
         self,
         names: Sequence[str] = ("weight",),
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
         *,
         ids: range | None = None,
         mixed: Sequence[range] | None = None,
@@ -123,8 +117,8 @@ class RowSource(ABC):
     ) -> Iterator[dict[str, Tensor]]:
         """Yields this rank's rows of tensors `names`, with "ids". Collective if there is a `group`.
 
-        A chunk has at most `chunk_bytes`, or one row. After the last chunk the content sums of all rows are
-        compared: do not rely on a chunk before that.
+        A chunk has at most `chunk_bytes`, or one row; None: `knobs.CHUNK_BYTES`. After the last chunk the
+        content sums of all rows are compared: do not rely on a chunk before that.
 
         `ids` is a range of ids: all ids are read and compared, but no rows of other ids. `mixed` are ranges
         of mixed ids (`ranks.mixed_ranges`), `columns` the first column and the end: then `sums` gets the
@@ -137,6 +131,7 @@ class RowSource(ABC):
                 f"{self.where}: expected names among {', '.join(known)}, got {', '.join(unknown)}."
             )
         wanted = SCORES if waiting else [name for name in dict.fromkeys(names) if name != "ids"]
+        chunk_bytes = knobs.CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         return self._chunks(wanted, chunk_bytes, ids, mixed, columns, waiting, sums)
 
     def _chunks(
@@ -150,38 +145,52 @@ class RowSource(ABC):
         sums: dict[str, int] | None,
     ) -> Iterator[dict[str, Tensor]]:
         span = slice(*(columns or (0, self.embedding_dim)))
-        summed = {} if sums is None else sums
-        is_summed = sums is not None or bool(self.sums)
+        total = {} if sums is None else sums
+
+        def add(row_ids: Tensor, numbers: Mapping[str, Tensor]) -> None:
+            if sums is not None or self.sums:
+                total.update(add_sums(total, self._sums_of(row_ids, numbers, span.start)))
+
         rows = max(1, chunk_bytes // self.row_bytes_of(["ids", *names]))
-        for found, places in self._places(rows, mixed or (ALL_MIXED,), waiting):
-            if mixed is not None:
-                found, places = _inside(mixed, canonical_keys(found), found, places, 1 << 63)
-            if is_summed and not waiting:
-                summed |= add_sums(summed, self._sums_of(found, {"ids": found}, span.start))
+        for row_ids, places in self._places_in(mixed, rows, waiting):
+            if not waiting:
+                add(row_ids, {"ids": row_ids})
             if ids is not None:
-                found, places = _inside([ids], found, found, places)
-            if self.group is None and not len(found):
+                row_ids, places = _inside([ids], row_ids, row_ids, places)
+            if self.group is None and not len(row_ids):
                 continue
-            chunk = self._read(names, found, places, span, waiting)
-            if is_summed and ids is None:
+            chunk = self._read(names, row_ids, places, span, waiting)
+            if ids is None:
                 numbers = (
-                    {"waiting": torch.stack([found, *chunk.values()], 1)} if waiting else chunk
+                    {"waiting": torch.stack([row_ids, *chunk.values()], 1)} if waiting else chunk
                 )
-                summed |= add_sums(summed, self._sums_of(found, numbers, span.start))
-            for name in names if columns is not None else ():
-                if self.is_rowwise(name):
-                    chunk[name] = self.in_columns(name, chunk[name], span)
-            yield {"ids": found, **chunk}
+                add(row_ids, numbers)
+            if columns is not None:
+                chunk |= self._means(chunk, span)
+            yield {"ids": row_ids, **chunk}
         if mixed is None and columns is None:
             compared = ["ids", *(names if ids is None else ())]
-            self.check_sums(["waiting"] if waiting else compared, summed)
+            self.check_sums(["waiting"] if waiting else compared, total)
+
+    def _places_in(
+        self, mixed: Sequence[range] | None, rows: int, waiting: bool
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        for ids, places in self._places(rows, mixed or (ALL_MIXED,), waiting):
+            if mixed is not None:
+                ids, places = _inside(mixed, canonical_keys(ids), ids, places, 1 << 63)
+            yield ids, places
+
+    def _means(self, chunk: Mapping[str, Tensor], columns: slice) -> dict[str, Tensor]:
+        """Returns the row-wise state of a chunk for a shard with some columns."""
+        names = [name for name in chunk if self.is_rowwise(name)]
+        return {name: self.in_columns(name, chunk[name], columns) for name in names}
 
     def _sums_of(
         self, ids: Tensor, numbers: Mapping[str, Tensor], first_column: int
     ) -> dict[str, int]:
         """Returns content sums; only the shard with the first column sums what is not cut into columns."""
-        cut = [name for name in numbers if name == "weight" or name in STATE_NAMES]
-        cut = [name for name in cut if not self.is_rowwise(name)]
+        cut = {"weight", *STATE_NAMES}
+        cut -= {name for name in STATE_NAMES if self.is_rowwise(name)}
         return {
             name: content_sum(self.name, name, ids, values, first_column if name in cut else 0)
             for name, values in numbers.items()

@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format.content_sums import (
-    DAMAGED,
-    compare_sums,
-    sum_of_small,
-)
+from torchrec_dyn.checkpoint_format.content_sums import DAMAGED, sum_of_small
 from torchrec_dyn.initializers import Constant, Initializer, Normal, TruncatedNormal, Uniform
 from torchrec_dyn.optimizers import RowOptimizer
 
-FORMAT = 1
+FORMAT = 2
 RENAMED = "The table was renamed: give it its saved name, on which its initial rows depend."
 INITIALIZERS = {kind.__name__: kind for kind in (Uniform, Normal, TruncatedNormal, Constant)}
 
@@ -53,11 +49,7 @@ def to_bytes(config: dict[str, Any]) -> Tensor:
 
 
 def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
-    """Returns the config in a tensor, saved [n] uint8.
-
-    Raises:
-        ValueError: if the tensor holds no config, or a config of another format.
-    """
+    """Returns the config in a tensor, saved [n] uint8."""
     try:
         config = json.loads(bytes(saved.tolist()))
         number = config["format"]
@@ -77,37 +69,27 @@ def from_bytes(where: str, saved: Tensor) -> dict[str, Any]:
 def check_config_is_whole(
     where: str, table: str, saved: Mapping[str, Tensor], sums: Mapping[str, int]
 ) -> None:
-    """Raises ValueError if a config of a table is damaged, or of a table with another name.
-
-    Call it before any sum is compared: all sums depend on the table's name, so those of a renamed table are
-    as wrong as those of a damaged one. saved: tensors by name; `sums` are the saved sums.
-    """
+    """Raises ValueError if a config is damaged, or of a table with another name, on which all sums depend."""
     for name in {"config", "optimizer_config"} & saved.keys():
-        own = sum_of_small(table, name, saved[name])
-        if sums[name] == own:
+        if sums[name] == sum_of_small(table, name, saved[name]):
             continue
-        if name != "config":  # has no name of a table
-            raise ValueError(
-                f"{where}: expected optimizer state of table {table!r}, got a config without its content "
-                f"sum. If the table was renamed, give it its saved name. If it was not: {DAMAGED}"
-            )
         its = table
         with suppress(ValueError):
-            its = str(from_bytes(where, saved[name]).get("table"))
+            its = str(from_bytes(where, saved[name]).get("table", table))
         if sums[name] == sum_of_small(its, name, saved[name]):
             raise ValueError(
                 f"{where}: expected a checkpoint with table {table!r} as the model has, got {its!r}. "
                 f"{RENAMED}"
             )
-        compare_sums(where, sums, [name], {name: own})
+        hint = "If the table was renamed, give it its saved name. If it was not: "
+        raise ValueError(
+            f"{where}: expected {name} of table {table!r}, got one without its content sum. "
+            f"{'' if name == 'config' else hint}{DAMAGED}"
+        )
 
 
 def saved_initializer(where: str, config: dict[str, Any]) -> Initializer:
-    """Returns the initializer of a table's config.
-
-    Raises:
-        ValueError: if this version has no initializer with this name and these numbers.
-    """
+    """Returns the initializer of a table's config."""
     initializer = named_initializer(config.get("initializer", {}))
     if initializer is None:
         raise ValueError(
@@ -127,10 +109,7 @@ def named_initializer(saved: Mapping[str, Any]) -> Initializer | None:
 
 
 def check_config(where: str, saved: dict[str, Any], own: dict[str, Any]) -> None:
-    """Raises ValueError if the saved table has another name, width or seed than the model's table.
-
-    Another dtype or initializer is allowed: a load converts the rows and takes over the saved initializer.
-    """
+    """Raises ValueError for another name, width or seed; dtype and initializer may differ."""
     for field, remedy in (
         ("table", RENAMED),
         ("embedding_dim", "Use the embedding_dim of the checkpoint."),
@@ -155,8 +134,8 @@ def check_optimizer(where: str, saved: dict[str, Any], own: dict[str, Any]) -> N
 def mean_over_cuts(state: Tensor, cuts: Sequence[int], columns: tuple[int, int]) -> Tensor:
     """Returns the mean of row-wise state [M, C] over columns [begin, end), weighted by widths, [M, 1].
 
-    C is the number of column shards, `cuts` are the first columns of these and the end of the last. For
-    row-wise Adagrad, whose number is itself a mean, this is exact from column shards to whole rows.
+    `cuts` are the first columns of the C shards and the end of the last. Exact for row-wise Adagrad, whose
+    number is itself a mean, from column shards to whole rows.
     """
     begin, end = columns
     total = None

@@ -10,7 +10,8 @@ Legend: R rows, D columns, M rows of a chunk.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -25,25 +26,21 @@ from torchrec_dyn.checkpoint_format.content_sums import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
-    from_words,
-    sum_of_small,
-)
-from torchrec_dyn.checkpoint_format.row_source import CHUNK_BYTES, SCORES, RowSource, rows_at
-from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
-from torchrec_dyn.checkpoint_format.tensor_checks import (
     ROW_TENSORS,
     SHAPES,
     SMALL_TENSORS,
     fits,
+    from_words,
     is_canonical,
+    sum_of_small,
 )
+from torchrec_dyn.checkpoint_format.row_source import SCORES, RowSource, rows_at
+from torchrec_dyn.checkpoint_format.saved_config import mean_over_cuts
 from torchrec_dyn.optimizers import STATE_NAMES, OptimizerKind, RowOptimizer
-from torchrec_dyn.storage import canonical_keys
+from torchrec_dyn.storage import canonical_keys, first_place
 
-_SEARCHED_AT_ONCE = 1 << 14  # ids
 # A place is a row of a save: the number of the save is above these bits. A removed id has no place.
 _ROW_BITS, _NO_PLACE = 48, -1
-_STATE_BYTES = 4
 _LAST_KEY = torch.iinfo(torch.int64).max
 
 
@@ -58,11 +55,6 @@ class SavedTable:
         num_rows: R; of a delta, the number of changed rows.
         embedding_dim: number of columns, D.
         dtype: dtype of its rows.
-        sums: content sum of each tensor as saved, 0 for a missing tensor.
-
-    Raises:
-        ValueError: if tensors are missing or do not match each other, or a config does not have its content
-            sum.
     """
 
     def __init__(
@@ -83,24 +75,37 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
-        words = from_words(self._read_words(MODEL_CHECKSUM))
-        self.sums = {name: words[name] for name in MODEL_TENSORS}
-        if optimizer is not None:
-            words = from_words(self._read_words(OPTIMIZER_CHECKSUM))
-            self.sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
+
+    @cached_property
+    def sums(self) -> dict[str, int]:
+        """The content sum of each tensor as saved, 0 for a missing tensor; ValueError if they do not match.
+
+        Read when they are needed: the rows of a checksum lie in files of all ranks.
+        """
+        words = from_words(self._tensor(MODEL_CHECKSUM).whole())
+        sums = {name: words[name] for name in MODEL_TENSORS}
+        if self.optimizer is not None:
+            words = from_words(self._tensor(OPTIMIZER_CHECKSUM).whole())
+            sums |= {name: words[name] for name in OPTIMIZER_TENSORS}
             if optimizer_ids := words["ids"]:  # 0: the state has no rows
-                self._check_sum("ids", self.sums["ids"], optimizer_ids)
-        for name, total in self.sums.items():
+                self._check_sum("ids", sums["ids"], optimizer_ids)
+        for name, total in sums.items():
             if name not in self._tensors:
                 self._check_sum(name, 0, total)
-        for name in ("config", "optimizer_config"):
-            if name in self._tensors:
-                self.read(name)
+        for name in {"config", "optimizer_config"} & self._tensors.keys():
+            saved = self._tensors[name].whole()
+            self._check_sum(name, sum_of_small(self.name, name, saved), sums[name])
+        return sums
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the saved tensors; a tensor without numbers may be missing."""
         return tuple(self._tensors)
+
+    @property
+    def cuts(self) -> list[int]:
+        """The first column of each column shard of its row-wise optimizer state, and D."""
+        return (self.optimizer or {}).get("cuts") or [0, self.embedding_dim]
 
     @property
     def is_delta(self) -> bool:
@@ -117,40 +122,33 @@ class SavedTable:
         """Keys of the tensors by row in the checkpoint, also of optimizer state."""
         return {self._tensors[name].key for name in self.row_names}
 
-    def row_bytes_of(self, names: Sequence[str]) -> int:
-        """Returns the number of bytes of a row in these tensors together."""
-        return sum(self._tensors[name].row_bytes for name in names)
+    def columns_of(self, name: str) -> int:
+        """Returns the number of columns of a saved tensor by row."""
+        return math.prod(self._tensors[name].shape[1:])
 
     @property
     def bytes(self) -> int:
         """Number of bytes of all tensors; "step", a single number, is not counted."""
-        return sum(one.shape[0] * one.row_bytes for one in self._tensors.values() if one.shape)
+        return sum(
+            saved.shape[0] * saved.row_bytes for saved in self._tensors.values() if saved.shape
+        )
 
     def rows_of(self, name: str) -> int:
         """Returns the number of rows of a tensor, 0 for a missing tensor."""
         return self._tensors[name].shape[0] if name in self._tensors else 0
 
-    def fingerprint(self, when: str = "checksum", of_optimizer: bool = False) -> int:
+    def fingerprint(self, when: str = "checksum", optimizer: bool = False) -> int:
         """Returns the fingerprint of the contents, 64 bits. It does not depend on the plan.
-
-        Args:
-            when: "checksum": the contents as saved here; of a delta also "base" or "result": the whole table
-                before or after the delta.
-            of_optimizer: True for the optimizer state, False for the table.
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        sums = self.sums if when == "checksum" else from_words(self._read_words(when))
-        names = OPTIMIZER_TENSORS if of_optimizer else MODEL_TENSORS
+        sums = self.sums if when == "checksum" else from_words(self.read(when))
+        names = OPTIMIZER_TENSORS if optimizer else MODEL_TENSORS
         text = "\0".join([self.name, *(str(sums[name]) for name in names)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
     def read(self, name: str) -> Tensor:
-        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small.
-
-        Raises:
-            ValueError: if the tensor is missing or damaged.
-        """
+        """Reads and checks a whole tensor; meant for tensors that are not by row, which are small."""
         if name in ROW_TENSORS:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
@@ -160,21 +158,14 @@ class SavedTable:
         return saved
 
     def chunks(
-        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int = CHUNK_BYTES
+        self, names: Sequence[str] = ("ids", "weight"), chunk_bytes: int | None = None
     ) -> Iterator[dict[str, Tensor]]:
         """Reads rows in canonical order, chunk by chunk, and checks their content sums after the last.
 
         Do not rely on any chunk before the last.
 
-        Args:
-            names: names of tensors by row.
-            chunk_bytes: most bytes of a chunk; a chunk has at least one row.
-
         Returns:
             Chunks, each with the same rows of all `names` and "ids": [M, D] or [M].
-
-        Raises:
-            ValueError: if a tensor is missing; while reading, if a tensor is damaged.
         """
         return MergedTable([self]).chunks(names, chunk_bytes)
 
@@ -184,30 +175,21 @@ class SavedTable:
 
     def place_of(self, name: str, mixed: int) -> int:
         """Returns the first place of "ids", "removed" or "waiting" with a mixed id of at least `mixed`."""
-        return place_of(partial(self.ids, name), self.rows_of(name), mixed)
+        return first_place(partial(self.ids, name), self.rows_of(name), mixed)
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
         """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
         ids = self.rows(name, first, last)
         return ids if ids.dim() == 1 else ids[:, 0].contiguous()
 
-    def verify(self, progress: Callable[[int], Any] | None = None) -> None:
-        """Reads and checks all tensors.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+    def verify(self) -> None:
+        """Reads and checks all tensors."""
         self.verify_small()
-        for chunk in self.chunks(self.row_names):
-            if progress is not None:
-                progress(len(chunk["ids"]))
+        for _ in self.chunks(self.row_names):
+            pass
 
     def verify_small(self) -> None:
-        """Reads and checks the tensors that are not by row.
-
-        Raises:
-            ValueError: if a tensor is damaged; the message names the table and the tensor.
-        """
+        """Reads and checks the tensors that are not by row."""
         for name in (*SMALL_TENSORS, "removed"):
             if name in self._tensors:
                 saved = self.read(name)
@@ -221,20 +203,15 @@ class SavedTable:
             )
         return self._tensors[name]
 
-    def _read_words(self, name: str) -> Tensor:
-        if name not in self._tensors:
-            raise self._damaged(f"a saved {name}", "none")
-        return self._tensors[name].whole()
-
     def _check_shapes(self) -> None:
         if "weight" in self._tensors:
             self.dtype = self._tensors["weight"].dtype
         sizes = {"R": self.num_rows, "D": self.embedding_dim}
-        for name, one in self._tensors.items():
-            if not fits(one, SHAPES[name], sizes):
+        for name, saved in self._tensors.items():
+            if not fits(name, saved.shape, saved.dtype, sizes):
                 raise self._damaged(
                     f"{name} {SHAPES[name]} with {', '.join(sizes)} = {', '.join(map(str, sizes.values()))}",
-                    f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}",
+                    f"{list(saved.shape)} {str(saved.dtype).removeprefix('torch.')}",
                 )
 
     def _check_sum(self, name: str, total: int, expected: int) -> None:
@@ -245,24 +222,10 @@ class SavedTable:
         return ValueError(f"{self.where}: expected {expected}, got {got}. {DAMAGED}")
 
 
-def place_of(ids: Callable[[int, int], Tensor], total: int, mixed: int) -> int:
-    """Returns the first place with a mixed id of at least `mixed`; `ids` reads places [first, last)."""
-    low, high, key = 0, total, mixed - (1 << 63)  # as canonical_keys has it
-    if not high or key not in range(1 - (1 << 63), 1 << 63):
-        return low if key < 0 else high
-    while high - low > _SEARCHED_AT_ONCE:
-        middle = (low + high) // 2
-        if int(canonical_keys(ids(middle, middle + 1))) < key:
-            low = middle + 1
-        else:
-            high = middle
-    return low + int((canonical_keys(ids(low, high)) < key).sum())
-
-
 class MergedTable(RowSource):
     """A table as it was at the last of some saves: a full save and the deltas after it, or one save alone.
 
-    A delta names the content sums to which it leads; the rows must have them. `step` is that of the entry.
+    The rows must have the content sums that the last delta names as its result. `step` is the entry's.
 
     Attributes:
         last: the last save; configs and tensors that are not by row are whole in it.
@@ -285,15 +248,15 @@ class MergedTable(RowSource):
         self.seed = int(last.config.get("seed", 0))
         self.step = step
         self.most_rows = sum(save.num_rows for save in saves)
-        self.cuts = (last.optimizer or {}).get("cuts") or [0, last.embedding_dim]
+        self.cuts = last.cuts
         if "clock" in last.names:
             self.clock = last.read("clock")
-        rounded = _rounded(self._saves)
         is_chain = len(saves) > 1 and last.is_delta
-        saved = from_words(last.read("result")) if is_chain else last.sums
-        self.sums = {
-            name: saved.get(name, 0) for name in (*ROW_TENSORS, "waiting") if name not in rounded
-        }
+        sums = from_words(last.read("result")) if is_chain else last.sums
+        # Row-wise state that was saved in several column cuts was rounded twice.
+        rounded = STATE_NAMES if any(save.cuts != last.cuts for save in saves) else ()
+        names = {*ROW_TENSORS, "waiting"}.difference(rounded)
+        self.sums = {name: sums.get(name, 0) for name in names}
 
     @cached_property
     def num_rows(self) -> int:
@@ -319,25 +282,31 @@ class MergedTable(RowSource):
 
     def is_rowwise(self, name: str) -> bool:
         """Returns True for optimizer state with one number for each column shard."""
-        optimizer, shards = self.last.optimizer or {}, len(self.cuts) - 1
         saves = [save for save in self._saves if save.num_rows and name in save.row_names]
-        if name not in STATE_NAMES or "cuts" not in optimizer or not saves:
+        shards = len(self.cuts) - 1
+        if name not in STATE_NAMES or not saves:
             return False
         if shards < self.embedding_dim:
-            return saves[-1].row_bytes_of((name,)) < self.embedding_dim * _STATE_BYTES
-        return _is_rowwise(str(optimizer["optimizer"]), name)
+            return saves[-1].columns_of(name) == shards
+        return _is_rowwise(str((self.last.optimizer or {}).get("optimizer")), name)
+
+    def _id_lists(self, waiting: bool) -> list[tuple[SavedTable, int, str]]:
+        """Returns the saves, their numbers and the names of their lists of ids: what is newest first.
+
+        The ids of a delta come before its removed ids: an id that is in both has a row.
+        """
+        if waiting:
+            return [(self.last, len(self._saves) - 1, "waiting")]
+        numbered = [*enumerate(self._saves)]
+        lists = [(save, i, name) for i, save in numbered for name in ("removed", "ids")]
+        return lists[::-1]
 
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        # Newest first, and the ids of a delta before its removed ids: an id that is in both has a row.
-        lists = [
-            (number, name) for number in range(len(self._saves)) for name in ("removed", "ids")
-        ][::-1]
-        if waiting:
-            lists = [(len(self._saves) - 1, "waiting")]
+        lists = self._id_lists(waiting)
         for span in mixed:
-            readers = [_IdReader(self._saves[number], number, name, span) for number, name in lists]
+            readers = [_IdReader(save, number, name, span) for save, number, name in lists]
             # A save holds as many ids as its share of all, so that all saves reach their ends together.
             count = max(1, sum(reader.count for reader in readers))
             for reader in readers:
@@ -373,10 +342,9 @@ class MergedTable(RowSource):
         if not self.is_rowwise(name):
             return save.rows(name, first, last, None if name in SCORES else columns)
         rows = save.rows(name, first, last)
-        cuts = (save.optimizer or {}).get("cuts", self.cuts)
-        if cuts == self.cuts:
+        if save.cuts == self.cuts:
             return rows
-        return torch.cat([mean_over_cuts(rows, cuts, span) for span in pairwise(self.cuts)], 1)
+        return torch.cat([mean_over_cuts(rows, save.cuts, span) for span in pairwise(self.cuts)], 1)
 
 
 def _is_rowwise(optimizer: str, name: str) -> bool:
@@ -387,12 +355,6 @@ def _is_rowwise(optimizer: str, name: str) -> bool:
     states = optimizer.partition(" with ")[2].split(", ")
     number = STATE_NAMES.index(name)
     return number < len(states) and states[number].endswith("(a number per row)")
-
-
-def _rounded(saves: Sequence[SavedTable]) -> Sequence[str]:
-    """Returns the names of state that may have been rounded twice: row-wise, saved in several column cuts."""
-    cuts = {tuple((save.optimizer or {}).get("cuts", ())) for save in saves}
-    return STATE_NAMES if len(cuts) > 1 else ()
 
 
 class _IdReader:

@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-# Most bytes of a chunk, which is in memory a second time while it is saved or loaded.
-CHUNK_BYTES = 16 << 20
-# DCP's writer keeps the last chunk of every key until all are written, so the last chunk is small.
-_KEPT_BYTES = 1 << 20
+from torchrec_dyn import knobs
+from torchrec_dyn.checkpoint_format.content_sums import CHECKSUM_WORDS
+
 _KEPT_ROWS = 16
 _MAKES_A_SHELL = (
     "aten.new_empty.default",
@@ -125,9 +124,10 @@ def row_ranges(size: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]
     row_bytes = dtype.itemsize * torch.Size(size[1:]).numel()
     if not row_bytes:
         return [(0, size[0])]
-    step = max(1, CHUNK_BYTES // row_bytes)
+    step = max(1, knobs.SAVED_CHUNK_BYTES // row_bytes)
     begins = list(range(0, size[0], step))
-    if (size[0] - begins[-1]) * row_bytes > _KEPT_BYTES and size[0] - begins[-1] > _KEPT_ROWS:
+    last = size[0] - begins[-1]
+    if last * row_bytes > knobs.LAST_CHUNK_BYTES and last > _KEPT_ROWS:
         begins.append(size[0] - _KEPT_ROWS)
     return list(zip(begins, [*begins[1:], size[0]], strict=True))
 
@@ -148,11 +148,11 @@ class SavedTensor(torch.Tensor):
         parts: Sequence[Part],
         entry: Any = None,
     ) -> SavedTensor:
-        made: SavedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(size), dtype=dtype, device=torch.device("cpu")
         )
-        made._held = _Held(parts, entry)
-        return made
+        tensor._held = _Held(parts, entry)
+        return tensor
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -208,11 +208,11 @@ class SavedTensor(torch.Tensor):
     # Called by copies: copy.deepcopy, pickle, and stagers.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedTensor:
-        made = memo.get(id(self))
-        if made is None:
-            made = memo[id(self)] = self._shell()
-            made._held = copy.deepcopy(self._held, memo)
-        return made
+        copied = memo.get(id(self))
+        if copied is None:
+            copied = memo[id(self)] = self._shell()
+            copied._held = copy.deepcopy(self._held, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _tensor_again, (tuple(self.shape), self.dtype, _blocks_of(self._held))
@@ -241,11 +241,11 @@ class SavedTensor(torch.Tensor):
                 "plain tensor, as TorchRec's state_dict_gather makes. Call dcp.save, then dcp.load with "
                 "torchrec_dyn.checkpoint.LoadPlanner() into a model of any plan or without sharding."
             )
-        if name == "aten.copy_.default" and args[1].shape == source.shape:
+        if name == "aten.copy_.default" and _may_take(source.shape, args[1].shape):
             # A plain tensor has the rows of all ranks: a load picks the rows of this rank.
             held = getattr(args[1], "_held", None)
-            whole = (0,) * source.dim(), args[1].detach(), False
-            source._held = copy.deepcopy(held or _held_again([whole]))
+            block = (0,) * source.dim(), args[1].detach(), False
+            source._held = copy.deepcopy(held or _held_again([block]))
             return source
         raise NotImplementedError(
             f"SavedTensor: expected to be saved, loaded or copied, got {func}. It stands for the rows of all "
@@ -257,39 +257,37 @@ class SavedTensor(torch.Tensor):
         return f"SavedTensor(size={list(self.shape)}, dtype={self.dtype}, here={held})"
 
 
-def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
-    """Returns a SavedTensor for a plain tensor that every rank has, and exactly one rank saves.
+def _may_take(size: Sequence[int], given: Sequence[int]) -> bool:
+    # A checksum has a row for each rank that saved.
+    return [*given] == [*size] or (*given[1:],) == (*size[1:],) == (CHECKSUM_WORDS,)
 
-    value: the plain tensor, small.
-    """
+
+def whole_tensor(value: Tensor, is_saved: bool, entry: Any = None) -> SavedTensor:
+    """Returns a SavedTensor for a small plain tensor that every rank has, and exactly one rank saves."""
     parts = [_part_of((0,) * value.dim(), value, is_saved)] if value.numel() else []
     return SavedTensor(value.shape, value.dtype, parts, entry)
 
 
 def numbers_of(value: Tensor, at_once: bool = False) -> Tensor:
-    """Returns the plain tensor of a tensor that this rank holds completely.
+    """Returns a tensor as a plain one; ValueError unless this rank holds it completely.
 
-    value: a SavedTensor, or a plain tensor. `at_once` reads all rows together, which copies them once; their
-    memory must be the CPU's.
-
-    Raises:
-        ValueError: if this rank does not hold all parts.
+    `at_once` reads all rows together, which copies them once; their memory must be the CPU's.
     """
     if not isinstance(value, SavedTensor):
         return value
     value._held.check_readable()
     if at_once and value.dim() and len(value.parts) == 1 and value.parts[0].size == value.shape:
         return value.parts[0].read(0, len(value)).reshape(value.shape)
-    made, copied = torch.empty(value.shape, dtype=value.dtype, device="cpu"), 0
+    whole, copied = torch.empty(value.shape, dtype=value.dtype, device="cpu"), 0
     for part in value.parts:
         block = tuple(slice(o, o + n) for o, n in zip(part.offset, part.size, strict=True))
-        copied += _filled(made[block], part).numel()
-    if copied != made.numel():
+        copied += _filled(whole[block], part).numel()
+    if copied != whole.numel():
         raise ValueError(
             f"SavedTensor: expected a tensor that this rank holds completely, got {copied} of "
-            f"{made.numel()} numbers. Save and load it with torch.distributed.checkpoint."
+            f"{whole.numel()} numbers. Save and load it with torch.distributed.checkpoint."
         )
-    return made
+    return whole
 
 
 def _tensor_again(size: Sequence[int], dtype: torch.dtype, blocks: Sequence[_Block]) -> SavedTensor:

@@ -1,7 +1,7 @@
 """Moves the contents of a table between the shards of two plans: as a save and a load, without a file.
 
 The old shards define the chunks that they would save (state_dict/saving.py). The new shards define the blocks
-of these chunks that they would read (state_dict/load_session.py). In each round every rank reads one of its
+of these chunks that they would read (state_dict/loading.py). In each round every rank reads one of its
 chunks and sends the blocks of this chunk to the ranks that read them. So each rank has at most one of its
 chunks in memory.
 """

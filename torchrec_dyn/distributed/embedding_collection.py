@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
-from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.lookup import uses_by_feature
 from torchrec_dyn.modules import DynamicEmbeddingCollection
@@ -42,10 +42,10 @@ from torchrec_dyn.sharding import (
     Expansion,
     Restoration,
     SendOnce,
+    kernels_of,
     outputs_by_column,
     pad_batch,
     remove_stale_forwards,
-    sequences_in_order,
     with_mode_of,
 )
 
@@ -54,11 +54,8 @@ from torchrec_dyn.sharding import (
 class SequenceContext(BatchContext, EmbeddingCollectionContext):
     """State of one forward, from input dist to output dist.
 
-    Attributes:
-        restoration: turns the outputs of the padded batch into the outputs of the user's batch; None if no
-            padding was needed.
-        expansions: for each sharding type, repeats the rows of ids sent once; empty if every occurrence was
-            sent.
+    `restoration` removes the padding of the batch, if it has any, from the outputs. `expansions` repeat the
+    rows of ids that were sent once, for each sharding type.
     """
 
     restoration: Restoration | None = None
@@ -96,10 +93,9 @@ class ShardedDynamicEmbeddingCollection(
         use_index_dedup: bool = False,
         module_fqn: str | None = None,
     ) -> None:
-        setup = set_up(
+        setup = ShardingSetup(
             module,
             "embeddings",
-            module.embedding_configs(),
             table_name_to_parameter_sharding,
             env,
             fused_params,
@@ -109,7 +105,7 @@ class ShardedDynamicEmbeddingCollection(
         )
         _check_widths(setup.layouts, setup.plan, setup.where)
         super().__init__(
-            setup.view,
+            setup,
             setup.plan,
             env,
             device=device,
@@ -120,13 +116,11 @@ class ShardedDynamicEmbeddingCollection(
         self._send_once: list[SendOnce] = []
         if self._use_index_dedup:
             self._prepare_to_send_once(setup)
-        names = [name for config in setup.configs for name in config.feature_names]
-        scored = any(options.scores_weights for options in setup.dynamic.values())
-        self._check_batch = BatchCheck(names, False, False, setup.where, scored)
-        self._shards = LocalShards(setup, self._lookups, env)
+        self._check_batch = BatchCheck(setup.features, False, False, setup.where, setup.is_scored)
+        self._shards = LocalShards(setup, self, env, "embeddings")
         self._shards.fill_from(module.local_tables())
-        self._shards.save_and_load_with(self, "embeddings")
-        by_table = list(zip(setup.configs, module.embedding_names_by_table(), strict=True))
+        configs = module.embedding_configs()
+        by_table = list(zip(configs, module.embedding_names_by_table(), strict=True))
         self._feature_of_output = {  # a feature's own name may have an "@"
             name: feature
             for config, names in by_table
@@ -159,11 +153,7 @@ class ShardedDynamicEmbeddingCollection(
     def input_dist(
         self, ctx: SequenceContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids, any int64, to their owners.
-
-        Raises:
-            ValueError: if a feature is missing or the tensors do not match each other.
-        """
+        """Checks a batch and sends its ids, any int64, to their owners."""
         features = self._check_batch(features, self.training)
         self._open(ctx, features.device())
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
@@ -223,8 +213,8 @@ class ShardedDynamicEmbeddingCollection(
                 )
             ]
             self._send_once.append(SendOnce(runs, counted, setup.where))
-        for lookup in self._lookups:
-            lookup.set_ids_sent_once()
+        for kernel in kernels_of(self._lookups):
+            kernel.ids_are_sent_once = True
 
     def _create_hash_size_info(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
@@ -251,11 +241,9 @@ class ShardedDynamicEmbeddingCollection(
     ) -> None:
         """Computes the order in which the column shards of each output are joined."""
         sharding = self._sharding_type_to_sharding[ShardingType.COLUMN_WISE.value]
-        firsts = [
-            shard.shard_offsets[1] if shard is not None else 0
-            for shard in sharding.embedding_shard_metadata()
-        ]
-        by_column = outputs_by_column(sharding.embedding_names(), firsts)
+        by_column = outputs_by_column(
+            sharding.embedding_names(), sharding.embedding_shard_metadata()
+        )
         for name, positions in by_column.items():
             arriving = sorted(positions)
             self._features_to_permute_indices[name] = [arriving.index(p) for p in positions]
@@ -271,7 +259,8 @@ class ShardedDynamicEmbeddingCollection(
         if ctx.restoration is not None:
             awaitable.callbacks.append(ctx.restoration)
         if self._output_names != self._planned_names:
-            awaitable.callbacks.append(partial(sequences_in_order, names=self._output_names))
+            names = self._output_names
+            awaitable.callbacks.append(lambda outputs: {name: outputs[name] for name in names})
         return awaitable
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -28,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
-from torchrec_dyn.distributed.sharding_setup import ShardingSetup, set_up
+from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
@@ -36,8 +37,6 @@ from torchrec_dyn.sharding import (
     BatchCheck,
     MeanDivisor,
     divide,
-    pooled_in_order,
-    pooled_sharding,
     remove_stale_forwards,
     with_an_example,
     without_examples,
@@ -47,12 +46,7 @@ from torchrec_dyn.storage import host_numbers
 
 @dataclass
 class PooledContext(BatchContext, EmbeddingBagCollectionContext):
-    """State of one forward, from input dist to output dist.
-
-    Attributes:
-        has_examples: False if the batch has a size per feature and no examples; one was added to it
-            (`with_an_example`).
-    """
+    """State of one forward; `has_examples` is False if one was added (`with_an_example`)."""
 
     has_examples: bool = True
 
@@ -79,10 +73,9 @@ class ShardedDynamicEmbeddingBagCollection(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        setup = set_up(
+        setup = ShardingSetup(
             module,
             "embedding_bags",
-            module.embedding_bag_configs(),
             table_name_to_parameter_sharding,
             env,
             fused_params,
@@ -91,7 +84,7 @@ class ShardedDynamicEmbeddingBagCollection(
             module_fqn,
         )
         super().__init__(
-            setup.view,
+            setup,
             setup.plan,
             env,
             device=device,
@@ -101,13 +94,11 @@ class ShardedDynamicEmbeddingBagCollection(
         # TorchRec's divisor also divides outputs of other tables; `_mean` replaces it.
         self._has_mean_pooling_callback = False
         self._mean = self._mean_divisor(setup)
-        configs = module.embedding_bag_configs()
-        names = [name for config in configs for name in config.feature_names]
-        scored = any(options.scores_weights for options in setup.dynamic.values())
-        self._check_batch = BatchCheck(names, module.is_weighted(), True, setup.where, scored)
-        self._shards = LocalShards(setup, self._lookups, env)
+        self._check_batch = BatchCheck(
+            setup.features, module.is_weighted(), True, setup.where, setup.is_scored
+        )
+        self._shards = LocalShards(setup, self, env, "embedding_bags")
         self._shards.fill_from(module.local_tables())
-        self._shards.save_and_load_with(self, "embedding_bags")
         self._output_names = list(self._embedding_names)
 
     @classmethod
@@ -120,28 +111,21 @@ class ShardedDynamicEmbeddingBagCollection(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        return pooled_sharding(
-            sharding_infos, env, device, permute_embeddings, qcomm_codecs_registry
-        )
+        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
+        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
+        if issubclass(kind, CwPooledEmbeddingSharding):
+            options["permute_embeddings"] = permute_embeddings
+        return kind(sharding_infos, env, device, **options)
 
     @not_compiled
     def input_dist(
         self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids, any int64, to their owners.
-
-        Raises:
-            ValueError: as `checked_batch`.
-        """
+        """Checks a batch and sends its ids, any int64, to their owners."""
         return self.send(ctx, self.checked_batch(features))
 
     def checked_batch(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Checks a batch, and returns it with the features of the first batch, in the same order.
-
-        Raises:
-            ValueError: if a feature is missing, the tensors do not match each other, or weights require a
-                gradient: TorchRec's all-to-all of ids and weights has no backward.
-        """
+        """Checks a batch, and returns it with the features of the first batch, in the same order."""
         return self._check_batch(features, self.training)
 
     def send(
@@ -157,10 +141,6 @@ class ShardedDynamicEmbeddingBagCollection(
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
         return self._send(ctx, features, super().input_dist)
-
-    def accept_unweighted_batches(self) -> None:
-        """Accepts batches without weights: feature processors compute the weights on the owners."""
-        self._check_batch.needs_weights = False
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
@@ -225,7 +205,16 @@ class ShardedDynamicEmbeddingBagCollection(
         if ctx.divisor is not None:
             awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
         if self._output_names != self._embedding_names:
-            awaitable.callbacks.append(partial(pooled_in_order, names=self._output_names))
+            awaitable.callbacks.append(partial(_in_order, names=self._output_names))
         if not ctx.has_examples:
             awaitable.callbacks.append(without_examples)
         return awaitable
+
+
+def _in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
+    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
+    if pooled.keys() == names:
+        return pooled
+    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
+    values = torch.cat([pooled[name] for name in names], dim=1)
+    return KeyedTensor(list(names), [widths[name] for name in names], values)

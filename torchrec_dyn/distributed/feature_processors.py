@@ -79,10 +79,11 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             _check_sends_positions(processors, spread, self._where)
         check_surroundings(env, device, self._where)  # before the processors move
         if not any(weight.is_meta for weight in processors.parameters()):
-            processors.to(device)  # TorchRec resets weights that it moves, also trained ones
+            processors.to(device)  # TorchRec resets weights that it moves, even trained ones
             device = next((weight.device for weight in processors.parameters()), device)
         super().__init__(module, plan, cast(Any, ebc_sharder), env, device, module_fqn)
-        self._embedding_bag_collection.accept_unweighted_batches()
+        # They compute the weights, on the owners.
+        self._embedding_bag_collection._check_batch.needs_weights = False
         self._longest = _longest_bags(processors)
 
     def split(self) -> tuple[Processors, ShardedDynamicEmbeddingBagCollection]:
@@ -118,10 +119,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     def input_dist(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread.
-
-        The batch of the user is not changed.
-        """
+        """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread."""
         features = self._embedding_bag_collection.checked_batch(features)
         self._check_lengths(features)
         if self._row_wise_sharded:
@@ -221,8 +219,8 @@ def _check_sends_positions(processors: Processors, spread: Sequence[str], where:
 def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
     """Sets, within the context, TorchRec's flag that the weights of a batch are positions.
 
-    Otherwise the flag of an earlier batch would apply, perhaps of another plan. After the context the flag is
-    False: in an unsharded module weights are never positions.
+    Otherwise the flag of an earlier batch would apply, perhaps of another plan; in an unsharded module it is
+    False.
     """
     marked: list[Any] = [
         processor for processor in processors.modules() if hasattr(processor, "_pre_processed")

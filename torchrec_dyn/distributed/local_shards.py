@@ -1,31 +1,41 @@
-"""The tables of a sharded collection on this rank, under its present plan."""
+"""The tables of a sharded collection on this rank, under its present plan, and their optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.distributed.optimizer import ShardedOptimizer
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NOT_BY_ROW, time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
+    LearningRateGroup,
     check_not_gathered,
     initializer_of,
     row_dtype,
+    saved_states,
+    sharded_copy_error,
+    write_updates,
 )
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
 from torchrec_dyn.sharding import kernels_of
-from torchrec_dyn.state_dict import load_tables, save_tables
+from torchrec_dyn.state_dict import (
+    load_optimizer_state,
+    load_tables,
+    save_optimizer_states,
+    save_tables,
+)
 from torchrec_dyn.storage import OpenForwards, TableLock, commit, locked
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
 
@@ -71,7 +81,7 @@ class ShardedTables:
         return module._apply(fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses a copy or a pickle, also by `torch.save`."""
+        """Refuses copies and pickles, those of `torch.save` included."""
         raise ValueError(
             f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
             "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
@@ -83,38 +93,30 @@ class LocalShards:
     """The column shards on this rank of every table of a collection, in column order.
 
     The object stays the same when tables move (resharding.py), so its users always see the present shards.
-
-    Attributes:
-        where: the collection, for messages.
-        layouts: the pieces of each table and their ranks.
-        unsharded: the collection without its rows.
-        frozen: names of the frozen tables, the same on every rank. Code that changes this set must also set
-            `is_frozen` of the shards.
-        batches: the batches whose ids were sent and not looked up yet.
-        output_dtypes: the dtypes of outputs, the same on every rank.
-        device: the device of the rows.
-        lock: the lock of the shards; of another plan, too.
+    Code that changes `frozen`, the names of the frozen tables on every rank, must also set `is_frozen` of
+    the shards. `batches` are those whose ids were sent and not looked up yet.
     """
 
     def __init__(
-        self, setup: ShardingSetup, lookups: Iterable[nn.Module], env: ShardingEnv
+        self, setup: ShardingSetup, collection: Any, env: ShardingEnv, holder: str
     ) -> None:
         self.where = setup.where
         self.layouts = setup.layouts
-        self.unsharded = setup.unsharded
+        self.unsharded: nn.Module = setup.module[0].without_rows()
         self.batches = OpenForwards()
-        self.output_dtypes = setup.view.output_dtypes
+        self.output_dtypes = setup.output_dtypes
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
-        self._optimizers = setup.view.optimizers
+        self._optimizers = setup.optimizers
         self._env = env
-        self.device = setup.device
+        self.device = setup.rows_device
         self.frozen = set(setup.frozen)
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
-        self._kernels = list(kernels_of(lookups))
+        self._kernels = list(kernels_of(collection._lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, Table] = {}
+        self._save_and_load_with(collection, holder)
 
     # Called by the collection.
 
@@ -134,10 +136,7 @@ class LocalShards:
         return self._handles[name]
 
     def set_time(self, time: int) -> None:
-        """Sets the clocks of all tables to the latest time that any rank passed. Collective.
-
-        The same as `ShardedTables.set_time`, with its errors.
-        """
+        """Sets the clocks of all tables to the latest time that any rank passed. Collective."""
         where = f"{self.where}.set_time"
         shards = [shard for shards in self._tables.values() for shard in shards]
 
@@ -153,11 +152,8 @@ class LocalShards:
             raise ValueError(f"{where}: {fault}")
         set_clocks(shards, latest)
 
-    def save_and_load_with(self, module: Any, holder: str) -> None:
-        """Installs the hooks and the optimizer with which a sharded collection saves and loads these tables.
-
-        `holder` is the attribute of the unsharded collection that holds the tables.
-        """
+    def _save_and_load_with(self, module: Any, holder: str) -> None:
+        """Installs the hooks and the optimizer that save and load these tables."""
 
         @not_compiled
         def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -178,11 +174,8 @@ class LocalShards:
             tables = self._by_key(f"{prefix}{holder}.")
             load_tables(state_dict, tables, self.where, missing_keys)
 
-        tables = list(self._optimizers.items())
-        placeholders = dict(module._optim.params)
-        optimizer = ShardedOptimizer(placeholders, tables, holder, self.table, self.where)
-        optimizer.drive(self.groups())
-        module._optim = optimizer
+        module._optim = ShardedOptimizer(module._optim.params, self, self._optimizers, holder)
+        module._optim.drive(self.groups())
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
         module._state_dict_hooks.clear()
@@ -248,10 +241,7 @@ class LocalShards:
 
     @locked
     def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:
-        """Replaces the shards by the shards of another plan, also in the tables that users hold.
-
-        `follow` makes the same change elsewhere.
-        """
+        """Replaces the shards, also in the tables that users hold; `follow` does the same elsewhere."""
         with commit(*self.tables()):
             for shards in self._tables.values():
                 for shard in shards:
@@ -270,7 +260,7 @@ class LocalShards:
         return [kernel.group for kernel in self._kernels]
 
     def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizer of each table of the collection, in order, also of those on other ranks."""
+        """Returns the optimizers of all tables of the collection, in order, on any rank."""
         return [self._optimizers[name] for name in self._configs]
 
     def _share(self, lock: TableLock) -> None:
@@ -299,10 +289,8 @@ class LocalShards:
 def copy_trained_rows(source: TableShard, table: Table) -> None:
     """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
 
-    Every rank has the whole unsharded collection and copies its part, so nothing is sent. A rank without a
-    shard reads nothing: `state_for_copy` is as large as the table. Scores, admission counters and clock are
-    copied too. Optimizer state is copied if the shards have the same kind of optimizer; state of one number
-    per row is copied to every column shard.
+    Every rank has the whole unsharded collection, so nothing is sent. Optimizer state is copied if the shards
+    have the same kind of optimizer; state of one number per row goes to every column shard.
     """
     if not table.shards:
         return
@@ -313,22 +301,79 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
         return
     if source.optimizer.saved_name != table.optimizer.saved_name:
         state = without_optimizer(state, source.optimizer)
-    mask = table.owns(state["ids"]) if table.layout.rows_are_spread else None
-    if "waiting" in state and mask is not None:
-        state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
+    owned: Tensor | slice = slice(None)
+    if table.layout.rows_are_spread:
+        owned = table.owns(state["ids"])
+        if "waiting" in state:
+            state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
     for shard in table.shards:
+        columns = slice(shard.first_column, shard.first_column + shard.columns)
         shard.load_state(
             {
-                name: values if name in NOT_BY_ROW else _part(values, mask, shard)
+                name: values if name in NOT_BY_ROW else _part(values, owned, columns)
                 for name, values in state.items()
             }
         )
 
 
-def _part(values: Tensor, mask: Tensor | None, shard: TableShard) -> Tensor:
+def _part(values: Tensor, owned: Tensor | slice, columns: slice) -> Tensor:
     """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
-    if values.dim() and mask is not None:
-        values = values[mask]
-    if values.dim() == 2:
-        values = values[:, shard.first_column : shard.first_column + shard.columns]
-    return values.contiguous()
+    if values.dim():
+        values = values[owned]
+    return (values[:, columns] if values.dim() == 2 else values).contiguous()
+
+
+class ShardedOptimizer(KeyedOptimizer):
+    """Optimizer state and learning rates of all tables of a sharded collection, on every rank.
+
+    Saving and loading are collective, so every rank needs the entries of all tables; TorchRec's optimizer
+    has the tables of one rank only. Every rank has one parameter group for each distinct row optimizer, so
+    schedulers find the same groups everywhere, even after tables have moved. It cannot be copied or pickled.
+    """
+
+    def __init__(
+        self,
+        placeholders: Mapping[str, Any],
+        shards: LocalShards,
+        optimizers: Mapping[str, RowOptimizer],
+        holder: str,
+    ) -> None:
+        params: dict[str, Any] = {}
+        state: dict[Any, dict[str, Any]] = {}
+        by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
+        exported: dict[tuple[int, str], Tensor] = {}
+
+        def save() -> Mapping[str, Tensor]:
+            where = f"{shards.where}.fused_optimizer.state_dict"
+            return save_optimizer_states(shards.tables(), where)
+
+        def load(name: str, saved: Mapping[str, Any]) -> None:
+            load_optimizer_state(shards.table(name), saved)
+
+        for name, optimizer in optimizers.items():
+            key = f"{holder}.{name}.weight"
+            params[key] = placeholders.get(key, torch.empty(0, device="meta"))
+            state[params[key]] = saved_states(name, optimizer, save, partial(load, name), exported)
+            by_optimizer.setdefault(optimizer, []).append(params[key])
+        self._rates = {
+            optimizer: LearningRateGroup(members, optimizer.learning_rate)
+            for optimizer, members in by_optimizer.items()
+        }
+        super().__init__(params, state, list(self._rates.values()))
+
+    def drive(self, groups: Sequence[TableGroup]) -> None:
+        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change."""
+        for optimizer, rates in self._rates.items():
+            rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
+
+    def step(self, closure: Any = None) -> None:
+        """Writes learning rates and deferred updates; other rows were updated in backward."""
+        write_updates(self._rates.values())
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Writes learning rates to the tables, and drops deferred updates."""
+        for rates in self._rates.values():
+            rates.drop_updates()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise sharded_copy_error(type(self).__name__)

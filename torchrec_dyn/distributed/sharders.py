@@ -51,12 +51,8 @@ _Sharded = TypeVar("_Sharded", bound=nn.Module)
 class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
     """Shards collections of one type. Abstract: subclasses set the attributes.
 
-    Attributes:
-        unsharded: type of the unsharded collection.
-        sharded: type of the sharded collection.
-        holder: attribute of the unsharded collection that holds the tables.
-        shardings: names of the supported sharding types.
-        options: further keyword arguments of the sharded collection.
+    `holder` is the attribute of the unsharded collection that holds the tables, `options` are further
+    arguments of the sharded one.
     """
 
     unsharded: type[_Unsharded]
@@ -73,14 +69,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> _Sharded:
-        """Shards a collection.
-
-        Returns:
-            The sharded collection.
-
-        Raises:
-            ValueError: if the plan is not valid; raised before anything is built.
-        """
+        """Shards a collection."""
         return self.sharded(
             module,
             params,
@@ -228,11 +217,7 @@ class _StaticSharder(BaseEmbeddingSharder[Any]):
     """Mixin for TorchRec's sharders of static tables, which may be given the options of dynamic ones."""
 
     def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards as TorchRec's sharder.
-
-        Raises:
-            ValueError: if FBGEMM does not have an option of `fused_params`.
-        """
+        """Shards as TorchRec's sharder, after `_check_static`."""
         _check_static(self, module, params)
         return super().shard(module, params, *args, **options)
 

@@ -1,9 +1,7 @@
 """A sharded forward and its stages, as far as they are the same for pooled and for sequence collections.
 
-Under torch.compile a forward runs outside of graphs, and is finished before the next graph.
-
-A pipeline calls the stages of a batch at different times and on different streams. The context of the batch
-carries from one stage to the next what the stages have in common.
+A pipeline calls the stages of a batch at different times and on different streams; the context of the batch
+carries what they have in common.
 """
 
 from __future__ import annotations
@@ -32,10 +30,9 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
     PrefetchedSteps,
-    ask_ahead,
     check_modes,
-    drop_steps,
     expect_modes,
+    kernels_of,
     prefetch,
     set_batch,
     with_mode,
@@ -76,11 +73,8 @@ def _waited(output: LazyAwaitable[Any]) -> LazyAwaitable[Any]:
 class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
-    Attributes:
-        sent: open from sending the ids to their lookup, which closes it; None before.
-        sending_stream: the stream that sends and receives the ids; None on the CPU.
-        prefetched_steps: the training steps of the batch that were taken when it was prefetched.
-        has_modes: True if the modes of the ranks were sent with the batch and are not checked yet.
+    `sent` is open from sending the ids to their lookup. `has_modes` is True until the modes that were sent
+    with the batch are checked.
     """
 
     sent: OpenForward | None = None
@@ -103,11 +97,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         forward_stream: torch.Stream | None = None,
         ctx: BatchContext | None = None,
     ) -> None:
-        """Takes the training step of the ids that arrived, or inserts their rows, before the forward.
-
-        The context keeps the steps; without one no steps are taken. The stream is not used: the forward keeps
-        what it uses.
-        """
+        """Takes the training step of the ids that arrived into the context, or inserts their rows."""
         if ctx is not None:
             self._check_modes(ctx)
         prefetch(self._lookups, dist_input, None if ctx is None else ctx.prefetched_steps)
@@ -143,7 +133,9 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             return look_up()
         finally:
             if with_steps:
-                drop_steps(self._lookups)
+                # A step that a failed forward has not used keeps its rows from being reused.
+                for kernel in kernels_of(self._lookups):
+                    kernel.prefetched_step = None
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -173,7 +165,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         """
         is_torn = bool(self._shards.lock.torn)
         if not getattr(_running, "is_forward", False) and not is_torn:
-            ask_ahead(self._lookups, features)
+            for kernel in kernels_of(self._lookups):
+                kernel.ask_ahead(features)
         if self._env.world_size == 1:
             return input_dist(ctx, features)
         sending = input_dist(ctx, with_mode(features, self.training, is_torn))

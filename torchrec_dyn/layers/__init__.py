@@ -8,6 +8,5 @@ The sharders shard the collections inside these modules. The modules themselves 
 """
 
 from torchrec_dyn.layers.block_embedding import BlockEmbeddingBagCollection
-from torchrec_dyn.layers.embedding import DynamicEmbedding
-from torchrec_dyn.layers.embedding_bag import DynamicEmbeddingBag
+from torchrec_dyn.layers.embedding import DynamicEmbedding, DynamicEmbeddingBag
 from torchrec_dyn.layers.quotient_remainder import QuotientRemainderEmbeddingBagCollection

@@ -105,10 +105,7 @@ class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
 
 class PooledProjections(nn.Module):
-    """A module that projects the pooled outputs of narrow tables to full width.
-
-    `columns` has b of each table, by name; tables with b = E have no projection.
-    """
+    """A module that projects the pooled outputs of narrow tables, of `columns` each, to full width."""
 
     def __init__(
         self,

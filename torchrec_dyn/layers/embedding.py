@@ -1,31 +1,44 @@
-"""DynamicEmbedding: one dynamic table with the interface of torch.nn.Embedding; and what such modules share.
+"""Modules of one dynamic table, with the interfaces of torch.nn.Embedding and torch.nn.EmbeddingBag.
 
-Legend: N values of the input, K ids looked up, D columns.
+Legend: N values of the input, K ids looked up, B bags, L ids of a bag, T the length of a tile, D columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.distributed.types import ShardedModule
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.layers.bags import one_bag
 from torchrec_dyn.layers.inputs import (
+    BagOptions,
+    BagReader,
+    BagShaper,
     Input,
+    RowsPooler,
+    TileReader,
+    TileShaper,
     check_unscored,
     is_dense,
     nested_parts,
+    one_bag,
     read_ids,
     values_of,
 )
 from torchrec_dyn.modules import (
+    DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     TableHandle,
     check_id,
@@ -181,3 +194,155 @@ class _OutputShaper(nn.Module):
             )
         offsets, lengths = nested_parts(source)
         return torch.nested.nested_tensor_from_jagged(rows, offsets, lengths)
+
+
+Mode = Literal["sum", "mean", "tile"]
+
+
+class DynamicEmbeddingBag(OneTable):
+    """A pooled lookup of bags of ids, like torch.nn.EmbeddingBag, for any int64 ids.
+
+    With e the rows of a bag and w their weights (1 if no weights are passed), `mode` selects the output:
+
+    - "sum": sum(w e);
+    - "mean": sum(w e) / sum(w); zeros if the weights of a bag sum to 0;
+    - "tile": w e of the first T ids side by side, zeros to the right. Ids after the first T are not
+      looked up: they get no row and are not counted.
+
+    The output of an empty bag is zeros. The looked-up rows and the weights get gradients.
+
+    `collection` is a collection of one table. DistributedModelParallel shards it with the sharder of its
+    type: `DynamicEmbeddingBagCollectionSharder`, or, with "tile" or `weight_gradients`,
+    `DynamicEmbeddingCollectionSharder`.
+
+    Args:
+        embedding_dim: number of columns, D.
+        num_embeddings: limit on the number of rows; no memory is reserved for them.
+        mode: "sum", "mean" or "tile".
+        tile_length: T; with "tile" only.
+        is_weighted: True if ids may have weights.
+        weight_gradients: True if the weights of "sum" and "mean" also get gradients in a sharded module.
+            Ranks then send one row per id, not per bag. In an unsharded module and with "tile", weights
+            always get gradients.
+        name: name of the table and of its only feature. Initial rows depend on the name. In a sharded
+            model each module needs a different name.
+        padding_idx: an id that is removed from all bags. Any int64; -1 is the id -1, not the last row.
+        device: device of the rows; None: cpu.
+        data_type: data type of the rows.
+        dynamic: options of the table, or a dict of them by `name`.
+        fused_params: optimizer of the rows, as in the collections.
+
+    Raises:
+        ValueError: if an argument is invalid.
+
+    Source: the tile of ReCIS 1.0 (recis/nn/functional/embedding_ops.py). ReCIS looks up all ids and
+    ignores weights.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        mode: Mode = "sum",
+        *,
+        tile_length: int | None = None,
+        is_weighted: bool = False,
+        weight_gradients: bool = False,
+        name: str = "embedding_bag",
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        data_type: DataType = DataType.FP32,
+        dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
+        fused_params: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        _check_mode(mode, tile_length, self.where)
+        if weight_gradients and not is_weighted:
+            raise ValueError(
+                f"{self.where}: expected weight_gradients of weighted bags only, got is_weighted=False. "
+                "Make the module with is_weighted=True."
+            )
+        chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
+        if mode == "tile" or weight_gradients or not is_weighted:
+            check_unscored(chosen, self.where)
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name
+        self.padding_idx = padding_idx
+        self.mode = mode
+        self.tile_length = tile_length
+        self.is_weighted = is_weighted
+        self.weight_gradients = weight_gradients
+        common: dict[str, Any] = {
+            "name": name,
+            "embedding_dim": embedding_dim,
+            "num_embeddings": num_embeddings,
+            "feature_names": [name],
+            "data_type": data_type,
+        }
+        rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
+        options = BagOptions(name, is_weighted, padding_idx, self.where)
+        # Separate modules before and after the collection: see DynamicEmbedding.
+        if tile_length is not None:
+            self.read_input: nn.Module = TileReader(options, tile_length)
+            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
+            self.shape_output: nn.Module = TileShaper(name, tile_length)
+        elif weight_gradients:
+            self.read_input = BagReader(options, mode == "mean", sends_rows=True)
+            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
+            self.shape_output = RowsPooler(name)
+        else:
+            # A weighted mean is computed as a sum: BagReader divides the weights before the lookup.
+            divides_rows = mode == "mean" and not is_weighted
+            pooling = PoolingType.MEAN if divides_rows else PoolingType.SUM
+            self.read_input = BagReader(options, mode == "mean", sends_rows=False)
+            self.collection = DynamicEmbeddingBagCollection(
+                [EmbeddingBagConfig(pooling=pooling, **common)], is_weighted, **rows
+            )
+            self.shape_output = BagShaper()
+
+    @forward_of_tables
+    def forward(self, ids: Input, weights: Tensor | None = None) -> Tensor:
+        """Looks up and pools rows.
+
+        Args:
+            ids: int64 of any value, int32, or uint64, which is read by its bits: a tensor [..., L] whose last
+                dimension is the bag, a JaggedTensor of B bags, or a nested tensor [B, L] of layout
+                torch.jagged.
+            weights: weights in the shape of the ids; for a JaggedTensor without weights, one per value.
+
+        Returns:
+            [..., D], or [B, D]; with "tile" T * D columns.
+
+        Raises:
+            ValueError: if `ids` has another type or dtype, or the weights do not match the ids.
+        """
+        is_sharded = isinstance(self.collection, ShardedModule)
+        read = self.read_input(ids, weights, is_sharded)
+        return self.shape_output(self.collection(read[0]), read[1])
+
+    def extra_repr(self) -> str:
+        """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
+        options = {
+            "tile_length": self.tile_length,
+            "is_weighted": self.is_weighted or None,
+            "weight_gradients": self.weight_gradients or None,
+            "padding_idx": self.padding_idx,
+        }
+        given = "".join(f", {key}={value}" for key, value in options.items() if value is not None)
+        required = f"{self.embedding_dim}, {self.num_embeddings}"
+        return f"{required}, mode={self.mode!r}, name={self.name!r}{given}"
+
+
+def _check_mode(mode: str, tile_length: int | None, where: str) -> None:
+    if mode not in ("sum", "mean", "tile"):
+        raise ValueError(f'{where}: expected mode "sum", "mean" or "tile", got {mode!r}.')
+    if mode == "tile":
+        check_size(tile_length, "tile_length", where)
+    elif tile_length is not None:
+        raise ValueError(
+            f'{where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
+            f'"{mode}". Leave it out.'
+        )

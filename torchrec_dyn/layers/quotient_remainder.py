@@ -1,8 +1,7 @@
 """Quotient-remainder embeddings: two small dynamic tables in place of one large table.
 
-`QuotientRemainderEmbeddingBagCollection` runs three parts in this order: `QuotientRemainderIds` divides the
-ids, collections look up the rows of quotients and remainders, and `PooledPairs` combines the two rows of
-each id and pools. A `TablePair` stands for the two tables that replace one table of the user.
+`QuotientRemainderIds` divides the ids, collections look up the rows of quotients and remainders, and
+`PooledPairs` combines the two rows of each id and pools.
 
 Legend: N ids of a feature, B its bags, D the columns of all outputs together.
 """
@@ -26,8 +25,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Uniform
-from torchrec_dyn.layers.bags import pooled_rows
-from torchrec_dyn.layers.inputs import check_unscored
+from torchrec_dyn.layers.inputs import check_unscored, pooled_rows
 from torchrec_dyn.modules import (
     DynamicEmbeddingCollection,
     FeatureReader,
@@ -103,8 +101,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
         divisors = number_by_table(
             buckets, names, dict.fromkeys(names, _MOST_DIVISOR), f"{where}.buckets"
         )
-        limits = {config.name: config.num_embeddings for config in self._configs}
-        quotients = limits
+        quotients = limits = {config.name: config.num_embeddings for config in self._configs}
         if most_quotients is not None:
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
@@ -115,16 +112,13 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             [f"{where}(table='{name}')" for name in names],
         )
         self.ids = QuotientRemainderIds(pairs, read, where)
+        groups: dict[str, list[TablePair]] = {}
+        for pair in pairs:
+            groups.setdefault(pair.group, []).append(pair)
         self.rows = nn.ModuleDict(
             {
-                group: _collection(
-                    members,
-                    quotients,
-                    chosen,
-                    device,
-                    fused_params,
-                )
-                for group, members in _by_group(pairs).items()
+                group: _collection(members, quotients, chosen, device, fused_params)
+                for group, members in groups.items()
             }
         )
         self.pooling = PooledPairs(pairs, read)
@@ -155,13 +149,6 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
     def is_weighted(self) -> bool:
         """Returns True if bags have weights."""
         return self._is_weighted
-
-
-def _by_group(pairs: Sequence[TablePair]) -> dict[str, list[TablePair]]:
-    groups: dict[str, list[TablePair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.group, []).append(pair)
-    return groups
 
 
 def _check_op(op: str, configs: Sequence[EmbeddingBagConfig], where: str) -> None:
@@ -275,10 +262,7 @@ class TablePair:
         return str(self.columns)
 
     def features(self, table: str) -> list[str]:
-        """Returns the features of one of the two tables, in the order of the config's features.
-
-        Table names have no dot, so features of different tables have different names.
-        """
+        """Returns the features of one of the two tables, in the order of the config's features."""
         return [f"{table}.{feature}" for feature in self.config.feature_names]
 
 
@@ -286,8 +270,6 @@ class QuotientRemainderIds(nn.Module):
     """A module that divides the ids of a batch into features of quotients and features of remainders.
 
     It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
-
-    `read` reads all features, in the order of the tables.
     """
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
@@ -297,7 +279,7 @@ class QuotientRemainderIds(nn.Module):
         self._read = read
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, KeyedJaggedTensor]:
-        """Returns for each group the divided ids, all ids of a feature as *one* sequence.
+        """Returns the divided ids of each group, all ids of a feature as a single sequence.
 
         A lookup of rows needs no bags, so features may differ in their number of bags.
         """
@@ -353,10 +335,7 @@ def quotient_and_remainder(ids: Tensor, divisor: int) -> tuple[Tensor, Tensor]:
 
 
 class PooledPairs(nn.Module):
-    """A module that combines the two rows of each id and pools the rows of a batch.
-
-    `read` reads all features, in the order of the tables.
-    """
+    """A module that combines the two rows of each id and pools the rows of a batch."""
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader) -> None:
         super().__init__()
@@ -375,10 +354,7 @@ class PooledPairs(nn.Module):
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]
     ) -> KeyedTensor:
-        """Combines and pools rows: [B, D], one key per feature and table, in the order of the tables.
-
-        `rows` are by group and feature, as the collections return them.
-        """
+        """Combines and pools rows, by group and feature: [B, D], in the order of the tables."""
         features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         lengths = torch.split(read.lengths, read.batch_sizes)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
@@ -32,14 +33,13 @@ FREED_SHARE = 64
 SHARES_AHEAD = 8
 # The default of AdmitAfter.counters: this many for each row, and never fewer than LEAST_COUNTERS.
 COUNTERS_A_ROW = 4
-LEAST_COUNTERS = 1 << 16
 
 
 def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int:
     """Returns the maximum number of waiting ids of a table with this row limit and `rows` rows in use."""
     if not isinstance(admission, AdmitAfter):
         return 0
-    return admission.counters or min(row_limit, max(LEAST_COUNTERS, COUNTERS_A_ROW * rows))
+    return admission.counters or min(row_limit, max(knobs.LEAST_COUNTERS, COUNTERS_A_ROW * rows))
 
 
 class Drop(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.life.admission_chance import AdmissionChance
@@ -41,7 +42,6 @@ from torchrec_dyn.policies import (
 )
 from torchrec_dyn.storage import TABLES, HostRead, IdMap, gather_pair, places_of
 
-_SCORED_AT_ONCE = 1 << 20
 # A table that expires by time is noticed after this many training steps without a time.
 STEPS_WITHOUT_TIME = 100
 
@@ -457,8 +457,10 @@ class RowLife:
             return self
         made, scores = copy(self), Scores(self.scores.store.shift, self._device)
         scores.store.reserve(high)
-        for start in range(0, high, _SCORED_AT_ONCE):
-            rows = torch.arange(start, min(high, start + _SCORED_AT_ONCE), device=self._device)
+        for start in range(0, high, knobs.IDS_SCORED_TOGETHER):
+            rows = torch.arange(
+                start, min(high, start + knobs.IDS_SCORED_TOGETHER), device=self._device
+            )
             last_seen, counts = self.scores.read(rows)
             counts.masked_fill_(last_seen >= 0, 0)
             scores.write(rows, torch.where(last_seen >= 0, step, last_seen), counts)

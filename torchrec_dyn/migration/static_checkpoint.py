@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import ChunkedTensor, open_files
-from torchrec_dyn.migration.static_optimizer import MOMENTS, STEPS
-from torchrec_dyn.migration.static_rows import ReadRows, StaticRows
+from torchrec_dyn.migration.static_rows import MOMENTS, STEPS, ReadRows, StaticRows
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
+from torchrec_dyn.storage import commit, turn_of
+from torchrec_dyn.table import Commit, beside, replace
 from torchrec_dyn.whole_model import tables_in
 
 
@@ -56,36 +57,23 @@ def load_static(
     """
     tables = tables_in(collection, call="load_static")
     paths = fqn, fqn if optimizer_fqn is None else optimizer_fqn
-    group = next(iter(tables.values())).group
+    first = next(iter(tables.values()))  # all have one lock
+    commits: list[Commit] = []
 
-    def find() -> list[StaticRows]:
+    def prepare() -> None:
         files = _Files(Path(path), *paths)
-        return [files.table(table, with_optimizer, step) for table in tables.values()]
+        with turn_of(first, also_torn=True):
+            for table in tables.values():
+                rows = files.table(table, with_optimizer, step)
+                filled = [beside(shard) for shard in table.shards]
+                if table.part is not None:
+                    rows.fill(filled, table.part, table.layout.row_ranks)
+                commits.extend(map(replace, table.shards, filled))
 
-    is_filled = False
-
-    def fill() -> None:
-        nonlocal is_filled
-        for table, rows in zip(tables.values(), saved, strict=True):
-            for shard in table.shards:
-                shard.reset(shard.dtype, shard.device)
-            if table.part is not None:
-                rows.fill(table.shards, table.part, table.layout.row_ranks)
-        is_filled = True
-        for one, contents in before:
-            one.note_replaced(contents["id_map"])
-
-    saved = run_together(group, "load_static", find)
-    before = [(one, dict(one.__dict__)) for table in tables.values() for one in table.shards]
-    try:
-        run_together(group, "load_static", fill)
-    except BaseException:
-        for one, contents in before:  # unchanged: _fill creates new objects (TableShard.reset)
-            for name, value in contents.items():
-                setattr(one, name, value)
-            if is_filled:  # the log may have noted what is undone: the next save is a full one
-                one.changes = None
-        raise
+    run_together(first.group, "load_static", prepare)
+    with turn_of(first, also_torn=True), commit(*tables.values(), replaces=True):
+        for commit_shard in commits:
+            commit_shard()
 
 
 class _Files:
@@ -99,42 +87,38 @@ class _Files:
     def table(self, table: Table, with_optimizer: bool, step: int | None) -> StaticRows:
         """Returns the static table for a dynamic table, after checking that it fits this rank's shards."""
         where = f"{self._folder}: table '{table.name}'"
+        key, weight = self._weight(table, where)
+        chunks = self._saved[key].chunks  # type: ignore[union-attr]
+        cuts = [*sorted({chunk.offsets[1] for chunk in chunks}), weight.shape[1]]
+        states, steps = self._states(table) if with_optimizer else ({}, [])
+        steps = steps if step is None else [step]
+        if with_optimizer and table.shards:
+            _check_states(states, weight.shape, cuts, table.optimizer, bool(steps), where)
+        tensors: dict[str, ReadRows] = {"weight": weight.rows}
+        for name, state in states.items():
+            tensors[name] = partial(_state_rows, state, len(cuts) - 1)
+        return StaticRows(
+            where, table.name, weight.shape, weight.dtype, tensors, table.optimizer,
+            max(steps, default=0), cuts,
+        )  # fmt: skip
+
+    def _weight(self, table: Table, where: str) -> tuple[str, ChunkedTensor]:
+        """Returns the rows of a static table, with their key."""
         tail = _tail(self._fqn, table)
-        keys = [key for key in self._saved if f".{key}".endswith(f".{tail}")]
-        key = self._only(keys, tail, "fqn")
+        key = self._only(
+            [key for key in self._saved if f".{key}".endswith(f".{tail}")], tail, "fqn"
+        )
         if key.removesuffix("weight") + "ids" in self._saved:
             raise ValueError(
                 f"{where}: expected a static table, got a dynamic one. Load it with "
                 "torch.distributed.checkpoint.load and torchrec_dyn.checkpoint.LoadPlanner."
             )
-        metadata = self._saved[key]
-        assert isinstance(metadata, TensorStorageMetadata)
-        weight = self._tensor(key)
-        shards = table.shards
-        columns = shards[0].embedding_dim if shards else None
-        if len(weight.shape) != 2 or columns not in (None, weight.shape[1]):
+        weight, columns = self._tensor(key), table.embedding_dim
+        if weight.shape[1:] != (columns,):
             raise ValueError(
                 f"{where}: expected rows [N, {columns}], got {list(weight.shape)} in '{key}'."
             )
-        cuts = [*sorted({chunk.offsets[1] for chunk in metadata.chunks}), weight.shape[1]]
-        states, steps = self._states(table) if with_optimizer else ({}, [])
-        if with_optimizer and shards:
-            known = step is not None or bool(steps)
-            _check_states(states, weight.shape, cuts, table.optimizer, known, where)
-        tensors: dict[str, ReadRows] = {"weight": weight.rows}
-        for name, state in states.items():
-            tensors[name] = partial(_state_rows, state, len(cuts) - 1)
-        trained_steps = max(steps, default=0) if step is None else step
-        return StaticRows(
-            where,
-            table.name,
-            weight.shape,
-            weight.dtype,
-            tensors,
-            table.optimizer,
-            trained_steps,
-            cuts,
-        )
+        return key, weight
 
     def _states(self, table: Table) -> tuple[dict[str, ChunkedTensor], list[int]]:
         """Returns the optimizer state of a table, and its saved steps.
@@ -142,15 +126,15 @@ class _Files:
         Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
         """
         tail = _tail(self._optimizer_fqn, table)
-        found: dict[str, list[str]] = {}
+        by_name: dict[str, list[str]] = {}
         for key in self._saved:
             _, inside, name = f".{key}".rpartition(f".{tail}.")
             if inside:
                 plain = name.removeprefix(f"{table.name}.")
-                found.setdefault(MOMENTS.get(plain, plain), []).append(key)
+                by_name.setdefault(MOMENTS.get(plain, plain), []).append(key)
         keys = {
-            name: self._only(some, f"{tail}.{name}", "optimizer_fqn")
-            for name, some in found.items()
+            name: self._only(matching, f"{tail}.{name}", "optimizer_fqn")
+            for name, matching in by_name.items()
         }
         steps = [int(self._tensor(keys.pop(name)).whole()) for name in STEPS if name in keys]
         return {name: self._tensor(key) for name, key in keys.items()}, steps

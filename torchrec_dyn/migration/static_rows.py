@@ -1,4 +1,6 @@
-"""StaticRows: the rows of a table of TorchRec's, which become those of a dynamic table: id i has row i.
+"""A static table: its rows, which become those of a dynamic table (id i has row i), and its optimizer.
+
+The optimizer that trained the rows gives the update rule for further training, and its saved state.
 
 Legend: N rows, D columns of the static table, M rows of a chunk, C columns of a shard.
 """
@@ -6,16 +8,19 @@ Legend: N rows, D columns of the static table, M rows of a chunk, C columns of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.modules import matching_optimizer
+from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import mixed_ranges
 from torchrec_dyn.table import TableShard, named_states
 
-CHUNK_BYTES = 32 << 20
 ReadRows = Callable[[int, int], Tensor]  # returns rows [first, last)
 
 
@@ -74,7 +79,7 @@ class StaticRows(RowSource):
         for shard in shards:
             shard.step = self.trained_steps  # first: policies count the rows' age from this step
             shard.reserve(self._count // ranks)
-        for chunk in self.chunks(self.names, CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
+        for chunk in self.chunks(self.names, knobs.CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
             for shard in shards:
                 span = slice(shard.first_column, shard.first_column + shard.columns)
                 rows = {name: self.in_columns(name, chunk[name], span) for name in self._tensors}
@@ -97,3 +102,147 @@ def _insert(table: TableShard, ids: Tensor, values: Mapping[str, Tensor]) -> Non
             state.store.fill(rows, state.initial)
     if table.life is not None:
         table.life.prepare_rows(ids, rows, table.step, None)()
+
+
+# FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.
+MOMENTS = {
+    "sum": "momentum1",
+    "exp_avg": "momentum1",
+    "exp_avg_sq": "momentum2",
+}
+STEPS = ("step", "iter")
+# Options that row rules lack or define in another way: dense decay, e.g., also changes rows that are in no
+# batch.
+_WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
+
+
+class Trainer(NamedTuple):
+    """The optimizer that trained one parameter."""
+
+    optimizer: torch.optim.Optimizer  # without its wrappers
+    # The parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
+    group: Mapping[str, Any] | None
+
+    @property
+    def kind(self) -> OptimizerKind | None:
+        """The row rule for the optimizer's class; None: there is no such rule."""
+        try:
+            matching = matching_optimizer(type(self.optimizer))
+        except ValueError:
+            return None
+        return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
+
+
+class SavedMoments(NamedTuple):
+    """The optimizer state of one table's rows."""
+
+    # By FBGEMM's name: [N, D], [N, 1] or [N] each; empty before the first step.
+    states: Mapping[str, Tensor]
+    step: int  # training steps so far
+
+
+def trainer_of(
+    weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
+) -> Trainer | None:
+    """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
+
+    weight: [N, D], the parameter. `optimizer` may be plain, keyed, wrapped or combined, or None.
+    """
+    in_backward = getattr(weight, "_in_backward_optimizers", [])
+    if len(in_backward) > 1:
+        names = [type(optimizer).__name__ for optimizer in in_backward]
+        raise ValueError(f"{where}: expected one optimizer on the parameter, got {names}.")
+    for plain in in_backward or _unwrapped(optimizer):
+        for group in getattr(plain, "param_groups", ()):
+            if any(parameter is weight for parameter in group["params"]):
+                return Trainer(plain, group)
+    if in_backward:
+        return Trainer(in_backward[0], None)
+    if optimizer is None or not weight.requires_grad:
+        return None
+    raise ValueError(
+        f"{where}: expected an optimizer that holds the parameter of every table, got "
+        f"{type(optimizer).__name__} without this parameter. Pass the optimizer that trained the "
+        "collection, or none to start with fresh state."
+    )
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.Optimizer]:
+    if isinstance(optimizer, CombinedOptimizer):
+        for _, part in optimizer.optimizers:
+            yield from _unwrapped(part)
+    elif isinstance(optimizer, (OptimizerWrapper, KeyedOptimizerWrapper)):
+        yield from _unwrapped(optimizer._optimizer)
+    elif optimizer is not None:
+        yield optimizer
+
+
+def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns the hyper-parameters for further training of the rows by the same rule.
+
+    `group` is the optimizer's parameter group, with the present learning rate.
+    """
+    name = type(trainer.optimizer).__name__
+    advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
+    if trainer.kind is None:
+        known = ", ".join(kind.name for kind in OptimizerKind)
+        raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
+    for option in _WITHOUT_COUNTERPART:
+        if group.get(option):
+            raise ValueError(
+                f"{where}: expected {option} = 0 of {name}, because row optimizers have no equal "
+                f"option, got {group[option]}. {advice}"
+            )
+    rule = {"lr": float(group["lr"])}
+    if trainer.kind == OptimizerKind.ADAMW:
+        rule["weight_decay"] = 0.0  # the default of ADAMW is not 0
+    if group.get("initial_accumulator_value"):
+        rule["initial_accumulator_value"] = float(group["initial_accumulator_value"])
+    if "eps" in group:
+        rule["eps"] = float(group["eps"])
+    if "betas" in group:
+        rule["beta1"], rule["beta2"] = (float(beta) for beta in group["betas"])
+    return rule
+
+
+def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
+    """Raises ValueError if the chosen rule differs from the rule that trained the rows."""
+    chosen = optimizer.kind.name if optimizer.own is None else optimizer.saved_name
+    if trainer.kind is not None and trainer.kind.name != chosen:
+        raise ValueError(
+            f"{where}: expected fused_params with the optimizer that trained the rows, "
+            f"{trainer.kind.name}, got {chosen}. Choose the same optimizer, or do not "
+            "pass the old optimizer to start with fresh state."
+        )
+
+
+def saved_moments(
+    trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
+) -> SavedMoments:
+    """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
+
+    weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
+    """
+    saved = getattr(trainer.optimizer, "state", {}).get(weight, {})
+    plain = {str(name).removeprefix(f"{table}."): state for name, state in saved.items()}
+    states = {MOMENTS.get(name, name): state for name, state in plain.items() if state is not None}
+    steps = [int(states.pop(name)) for name in STEPS if name in states]
+    if states and sorted(states) != sorted(optimizer.state_names):
+        raise ValueError(
+            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
+            f"{sorted(states)}."
+        )
+    _check_shapes(states, tuple(weight.shape), optimizer, where)
+    return SavedMoments(states, max(steps, default=0))
+
+
+def _check_shapes(
+    states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
+) -> None:
+    for name, state in states.items():
+        shapes = [shape[:1], (shape[0], 1)] if optimizer.is_rowwise(name) else [shape]
+        if not isinstance(state, Tensor) or tuple(state.shape) not in shapes:
+            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise ValueError(
+                f"{where}: expected {name} of {optimizer.kind.name} as {list(shapes[0])}, got {got}."
+            )

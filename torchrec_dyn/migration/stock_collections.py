@@ -75,9 +75,12 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
         _raise_without_stock(model)
     chosen = _chosen_names(stock, tables, dynamic)
     _check_not_managed(model, {id(stock[path]): names for path, names in chosen.items()})
-    converted = {
-        path: _converted(stock[path], _options_of(names, dynamic)) for path, names in chosen.items()
-    }
+    converted: dict[str, UnshardedCollection] = {}
+    for path, names in chosen.items():
+        options = dynamic
+        if isinstance(dynamic, Mapping):
+            options = {name: dynamic[name] for name in names if name in dynamic}
+        converted[path] = _converted(stock[path], options)
     for path in _processed(model, stock) & converted.keys():
         check_unprocessed(converted[path].dynamic_configs(), f"make_dynamic('{path}')")
     for path in converted:
@@ -138,15 +141,13 @@ def _processed(model: nn.Module, collections: Mapping[str, Any]) -> set[str]:
     return {path for path, collection in collections.items() if id(collection) in inner}
 
 
-def _options_of(names: Sequence[str], dynamic: _Options) -> _Options:
-    if not isinstance(dynamic, Mapping):
-        return dynamic
-    return {name: dynamic[name] for name in names if name in dynamic}
-
-
 def _raise_without_stock(model: nn.Module) -> NoReturn:
-    collections = [module for module in model.modules() if isinstance(module, UnshardedCollection)]
-    names = [name for collection in collections for name in collection.dynamic_configs()]
+    names = [
+        name
+        for module in model.modules()
+        if isinstance(module, UnshardedCollection)
+        for name in module.dynamic_configs()
+    ]
     got = f"one whose tables {listed(names)} are dynamic already. Call it once" if names else "none"
     raise ValueError(
         "make_dynamic: expected a model with an EmbeddingBagCollection or EmbeddingCollection, "
@@ -190,21 +191,16 @@ def empty_counterpart(
     )
 
 
-def _check_names(known: set[str], tables: Sequence[str] | None, dynamic: object) -> None:
-    unknown = sorted(set(tables or ()) - known)
-    if tables is not None and not tables:
-        raise ValueError(
-            f"make_dynamic.tables: expected names among {listed(sorted(known))}, or None for all, got none."
-        )
-    if isinstance(tables, str) or unknown:
-        raise ValueError(
-            f"make_dynamic.tables: expected names among {listed(sorted(known))}, got {tables!r}."
-        )
-    unknown = sorted(set(dynamic) - known) if isinstance(dynamic, Mapping) else []
-    if unknown:
-        raise ValueError(
-            f"make_dynamic.dynamic: expected names among {listed(sorted(known))}, got {unknown}."
-        )
+def _check_names(known: set[str], tables: _Names, dynamic: object) -> None:
+    """Raises ValueError if `tables` or `dynamic` names other tables; `tables` may be all, but not none."""
+    given = {"tables": tables, "dynamic": list(dynamic) if isinstance(dynamic, Mapping) else None}
+    for argument, names in given.items():
+        is_list = not isinstance(names, str) and (bool(names) or argument == "dynamic")
+        if names is not None and not (is_list and known.issuperset(names)):
+            raise ValueError(
+                f"make_dynamic.{argument}: expected names among {listed(sorted(known))}, or None for all, "
+                f"got {names!r}."
+            )
 
 
 def _converted(

@@ -15,15 +15,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.migration.static_optimizer import (
+from torchrec_dyn.migration.static_rows import (
+    ReadRows,
     SavedMoments,
+    StaticRows,
     Trainer,
     check_kind,
     row_rule,
     saved_moments,
     trainer_of,
 )
-from torchrec_dyn.migration.static_rows import ReadRows, StaticRows
 from torchrec_dyn.migration.stock_collections import (
     STOCK,
     configs_of,
@@ -113,17 +114,10 @@ def from_static(
     whole_rule = "optimizer" in (fused_params or {})
     filled: list[tuple[TableShard, StaticRows]] = []
     for name, weight in weights.items():
-        table = tables[name]
-        table.weight.requires_grad_(weight.requires_grad)
-        call = f"{where}(table='{name}')"
-        trainer = trainer_of(weight, optimizer, call)
-        if trainer is not None and not whole_rule:
-            _mark(table, trainer, weight, call)
-        moments = SavedMoments({}, 0)
-        if trainer is not None:
-            check_kind(trainer, table.rows().optimizer, call)
-            moments = saved_moments(trainer, weight, table.rows().optimizer, name, call)
-        filled.append((table.rows(), _static_rows(table.rows(), weight.detach(), moments)))
+        tables[name].weight.requires_grad_(weight.requires_grad)
+        moments = _moments_of(tables[name], weight, optimizer, whole_rule)
+        shard = tables[name].rows()
+        filled.append((shard, _static_rows(shard, weight.detach(), moments)))
     for shard, rows in filled:  # rows are copied only after all checks
         rows.fill([shard])
     return converted.train(collection.training)
@@ -173,6 +167,25 @@ def _config(config: Any, limit: int, dtype: torch.dtype) -> Any:
         config = replace(config, num_embeddings=limit, init_fn=None)
     # The weights may have been converted after their creation, and TorchRec creates a BF16 table as float16.
     return with_row_dtype(config, dtype)
+
+
+def _moments_of(
+    table: UnshardedTable,
+    weight: Tensor,
+    optimizer: torch.optim.Optimizer | None,
+    whole_rule: bool,
+) -> SavedMoments:
+    """Returns the optimizer state of a static table; its rule becomes that of the new table."""
+    name = table.config.name
+    where = f"from_static(table='{name}')"
+    trainer = trainer_of(weight, optimizer, where)
+    if trainer is None:
+        return SavedMoments({}, 0)
+    if not whole_rule:
+        _mark(table, trainer, weight, where)
+    rule = table.rows().optimizer
+    check_kind(trainer, rule, where)
+    return saved_moments(trainer, weight, rule, name, where)
 
 
 def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> None:

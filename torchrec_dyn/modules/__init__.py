@@ -1,20 +1,12 @@
 """The unsharded collections. The room is named after `torchrec.modules`.
 
 Imports `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `storage` and the ground.
-Start with `embeddingbag_collection`: a collection holds tables (`unsharded_table`), and `unsharded_lookup`
-runs their forwards. `collection_tables` has the methods that both collections share.
+Start with `unsharded_collections`: a collection holds tables (`unsharded_table`), and `unsharded_lookup`
+runs their forwards.
 
 The collections are ordinary modules: `.to`, deepcopy, pickling and `state_dict` work as usual.
 """
 
-from torchrec_dyn.modules.collection_tables import UnshardedCollection
-from torchrec_dyn.modules.embedding_collection import DefaultSelection, DynamicEmbeddingCollection
-from torchrec_dyn.modules.embeddingbag_collection import (
-    DynamicEmbeddingBagCollection,
-    bags_of_samples,
-    checked_inverse,
-    outputs_by_sample,
-)
 from torchrec_dyn.modules.feature_ids import (
     FeatureIds,
     FeatureReader,
@@ -27,6 +19,7 @@ from torchrec_dyn.modules.feature_ids import (
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
     LearningRateGroup,
+    saved_states,
     sharded_copy_error,
     write_updates,
 )
@@ -42,7 +35,6 @@ from torchrec_dyn.modules.optimizer_choice import (
     placement_warning,
     with_fbgemm_dtype,
 )
-from torchrec_dyn.modules.optimizer_state import saved_states
 from torchrec_dyn.modules.table_configs import (
     check_id,
     check_size,
@@ -53,6 +45,15 @@ from torchrec_dyn.modules.table_configs import (
     number_by_table,
     row_dtype,
     with_row_dtype,
+)
+from torchrec_dyn.modules.unsharded_collections import (
+    DefaultSelection,
+    DynamicEmbeddingBagCollection,
+    DynamicEmbeddingCollection,
+    UnshardedCollection,
+    bags_of_samples,
+    checked_inverse,
+    outputs_by_sample,
 )
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import (

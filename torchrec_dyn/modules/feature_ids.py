@@ -27,15 +27,9 @@ from torchrec_dyn.ops import complete_cumsum
 class FeatureIds:
     """The checked ids of some features, one feature after the other.
 
-    Attributes:
-        ids: [N] int64.
-        lengths: [sum of batch_sizes], number of ids of each bag.
-        weights: [N] float, weights of the ids; None if bags have no weights.
-        scores: [N] float, what each id adds to its score; None if no table counts it, or the batch has none.
-        batch_sizes: [F], number of bags of each feature.
-        given_counts: `counts`, or how to read them.
-        bag: number of ids of every bag if it is known to be the same for all bags, else None.
-        given_offsets: `offsets()`, if they were made to read the counts.
+    Shapes: ids [N] int64, lengths [sum of batch_sizes], weights and scores [N] float32, batch_sizes [F].
+    `given_counts` are the ids of each feature, or how to read them; `bag` is the length of every bag if it
+    is known to be the same; `given_offsets` are the offsets if they were computed for the counts.
     """
 
     ids: Tensor
@@ -105,10 +99,9 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
 
 
 class FeatureReader:
-    """Reads the features of a collection's tables, in table order.
+    """Reads the features of a collection's tables, in table order; a feature may belong to several tables.
 
-    A feature may belong to several tables. With `weighted`, bags have weights; with `scored`, some table
-    scores its ids by the weights of a batch. `where` is the name of each table, for messages.
+    With `weighted`, bags have weights; with `scored`, some table scores its ids by the weights of a batch.
     """
 
     def __init__(
@@ -187,10 +180,7 @@ def check_keys_once(keys: Sequence[str], features: Iterable[str], where: str) ->
 def checked_features(
     features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool = False
 ) -> FeatureIds:
-    """Checks that the tensors of a batch match, and returns the ids of all features, in their order.
-
-    With `weighted`, bags have weights; with `scored`, weights are checked also where bags have none.
-    """
+    """Checks that the tensors of a batch match, and returns the ids of all features, in their order."""
     read = _read_features(features, weighted, where, scored)
     if isinstance(read.given_counts, UnreadCounts):
         read.given_counts.get()
@@ -235,9 +225,9 @@ def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]
 def _checked_counts(
     lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
 ) -> tuple[list[int], int | None]:
-    """Returns the number of ids of each feature, [F], and of every bag if it is the same for all.
+    """Returns the ids of each feature, [F], and of every bag if all have as many.
 
-    lengths: [bags of all features]; stated: [bags + 1], the offsets of the batch, if it has them.
+    Shapes: lengths [bags of all features], stated [bags + 1] the offsets of the batch, if it has them.
     """
     shortest = longest = 0
     if lengths.numel():
@@ -317,8 +307,7 @@ def as_int64(ids: Tensor, where: str) -> Tensor:
 def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:
     """Raises ValueError unless the lengths of a batch with so many ids are valid.
 
-    `counts` [F] are the sums of the lengths of each feature, `bounds` the least and the greatest length; a
-    batch that has offsets, too, has a third number: 1 if they differ.
+    counts [F] are their sums, bounds the least and the greatest; a third number is 1 if offsets differ.
     """
     least, most, *differ = bounds
     # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.

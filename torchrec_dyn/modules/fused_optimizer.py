@@ -1,18 +1,30 @@
-"""The optimizer that TorchRec sees. It holds the learning rate; the rows are updated in backward.
+"""The optimizer that TorchRec sees: its learning rate and its saved state. Backward updates the rows.
 
 Unsharded collections and compute kernels use the same class.
+
+KeyedOptimizer calls `state_dict()` or `load_state_dict(...)` of the entries of a table one by one, in the
+same order on all ranks. In a save the first entry exports the tensors of all entries, of a sharded collection
+those of all tables: ranks then agree once, not once a table. In a load the last entry of a table loads all.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from threading import get_ident
+from typing import Any
 
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
+from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
+from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup import TableGroup
+from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
+from torchrec_dyn.storage import turn_of
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -68,23 +80,14 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
         raise faults[0]
 
 
-class Lookup(Protocol):
-    """Protocol of the lookup of an unsharded collection, of which a copied optimizer is a part."""
-
-    def optimizers(self) -> list[DynamicOptimizer]:
-        """Returns the optimizers of the tables, one for each distinct row optimizer."""
-
-
 class DynamicOptimizer(FusedOptimizer):
-    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`.
+    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`, from the next backward on.
 
-    Schedulers, WarmupOptimizer and assignments take effect at the next backward. A copy or a pickle has the
-    tables with it, as one of torch's optimizers has its parameters: it is the optimizer of the copied tables.
-    For a sharded collection, and if the tables have another optimizer since, it is a ValueError.
+    A copy or a pickle is the optimizer of the tables that are copied with it; for a sharded collection, and
+    if the tables have another optimizer since, it is a ValueError.
 
-    `groups` are the table groups that this optimizer updates in backward, `params` one placeholder per table
-    on the meta device, [num_embeddings, columns], by "{table}.weight". `lookup` is that of an unsharded
-    collection; None if the tables are sharded.
+    `groups` are the table groups that it updates in backward, `params` placeholders by "{table}.weight", and
+    `lookup` is the `UnshardedLookup`; None if the tables are sharded.
     """
 
     def __init__(
@@ -92,12 +95,12 @@ class DynamicOptimizer(FusedOptimizer):
         groups: Sequence[TableGroup],
         params: Mapping[str, Tensor],
         learning_rate: float,
-        lookup: Lookup | None = None,
+        lookup: Any = None,
     ) -> None:
         group = LearningRateGroup(list(params.values()), learning_rate)
         super().__init__(dict(params), {param: {} for param in params.values()}, [group])
-        self._rates = group
-        # The lookup holds this optimizer: a cycle would keep the rows of a collection that nobody holds.
+        self.rates = group
+        # The lookup holds this optimizer: a cycle would keep the rows of a deleted collection.
         self._lookup = None if lookup is None else weakref.ref(lookup)
         group.drive(groups)
 
@@ -109,11 +112,11 @@ class DynamicOptimizer(FusedOptimizer):
                 deferred update.
             Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
-        write_updates([self._rates])
+        write_updates([self.rates])
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Writes the learning rate to the tables, and drops deferred updates."""
-        self._rates.drop_updates()
+        self.rates.drop_updates()
         for param in self.params.values():
             param.grad = None  # of `init_state`: on the meta device, where no norm can be read
 
@@ -133,16 +136,16 @@ class DynamicOptimizer(FusedOptimizer):
             )
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
         # copy holds those of the copied optimizer.
-        names = ("defaults", "params", "state", "param_groups", "_rates")
+        names = ("defaults", "params", "state", "param_groups", "rates")
         return _optimizer_of, (lookup, number), {key: getattr(self, key) for key in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = self._rates.groups
+        groups = self.rates.groups
         self.__dict__.update(state)
-        self._rates.drive(groups)
+        self.rates.drive(groups)
 
 
-def _optimizer_of(lookup: Lookup, number: int) -> DynamicOptimizer:
+def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
     """Returns an optimizer of a copied lookup, by its number."""
     return lookup.optimizers()[number]
 
@@ -159,3 +162,86 @@ def _copy_rule(name: str) -> str:
     return (
         f"{name}: expected the present optimizer of an unsharded collection in a copy or a pickle"
     )
+
+
+class SavedState:
+    """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded.
+
+    `save` returns the tensors of all entries by key, `load` gets those of the table by name. `exported` and
+    `given` hold the tensors that the other entries were not asked for yet.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        name: str,
+        save: Callable[[], Mapping[str, Tensor]],
+        load: Callable[[dict[str, Tensor]], None],
+        exported: dict[tuple[int, str], Tensor],
+        given: dict[str, Tensor | None],
+    ) -> None:
+        self._name = name
+        self._key = f"{table}.{name}"
+        self._save = save
+        self._load = load
+        self._exported = exported
+        self._given = given
+
+    @not_compiled
+    def state_dict(self) -> Tensor:
+        """Returns the tensor."""
+        thread = get_ident()
+        saved = self._exported.pop((thread, self._key), None)
+        if saved is None:
+            others = {(thread, key): tensor for key, tensor in self._save().items()}
+            saved = others.pop((thread, self._key))
+            self._exported.update(others)
+        return saved
+
+    def load_state_dict(self, saved: Tensor) -> None:
+        """Stores the tensor; the call for the last tensor of the table loads all."""
+        self._given[self._name] = saved
+        given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
+        if len(given) == len(self._given):
+            self._given.update(dict.fromkeys(given))
+            self._load(given)
+
+
+def saved_states(
+    table: str,
+    optimizer: RowOptimizer,
+    save: Callable[[], Mapping[str, Tensor]],
+    load: Callable[[dict[str, Tensor]], None],
+    exported: dict[tuple[int, str], Tensor],
+) -> dict[str, SavedState]:
+    """Returns the entries of one table, keyed "{table}.momentum1" as TorchRec does."""
+    names = ("optimizer_config", *optimizer.state_names, "step", OPTIMIZER_CHECKSUM)
+    given: dict[str, Tensor | None] = dict.fromkeys(names)
+    return {
+        f"{table}.{name}": SavedState(table, name, save, load, exported, given) for name in names
+    }
+
+
+def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
+    """Returns the entries of an unsharded table."""
+    # No closures: wrappers of TorchRec pickle the entries with their tables.
+    save, load = partial(_save, table), partial(_load, table)
+    return saved_states(table.config.name, table.rows().optimizer, save, load, _Exported())
+
+
+def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
+    with turn_of(unsharded, also_torn=True):  # all tensors at one moment, or the places of a load
+        table = unsharded.as_table()
+        return save_optimizer_states([table], f"{table.where}.state_dict")
+
+
+def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
+    with turn_of(table):
+        load_optimizer_state(table.as_table(), saved)
+
+
+class _Exported(dict[tuple[int, str], Tensor]):
+    """Exported tensors not returned yet. A copy has none: another thread may be saving the original."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Exported, ()

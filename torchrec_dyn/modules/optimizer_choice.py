@@ -86,11 +86,9 @@ def merged_fused_params(
 def chosen_fused_params(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """Merges the options that `apply_optimizer_in_backward` set on a parameter over `fused_params`.
+    """Merges the options that `apply_optimizer_in_backward` set on a placeholder over `fused_params`.
 
     TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
-
-    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
     """
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
@@ -106,28 +104,20 @@ def chosen_fused_params(
                 f"{where}: expected one optimizer on the parameter, got {classes[0].__name__} and "
                 f"{on_parameter['optimizer']} among its options. Remove the latter."
             )
-        on_parameter["optimizer"] = _fusable(classes[0], where)
+        try:
+            on_parameter["optimizer"] = matching_optimizer(classes[0])
+        except ValueError:
+            raise ValueError(
+                f"{where}: expected an optimizer class that TorchRec can fuse, got {classes[0].__name__}. "
+                "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
+            ) from None
     return merge_fused_params(dict(fused_params or {}), on_parameter)
-
-
-def _fusable(optimizer_class: type[torch.optim.Optimizer], where: str) -> EmbOptimType | str:
-    try:
-        return matching_optimizer(optimizer_class)
-    except ValueError:
-        raise ValueError(
-            f"{where}: expected an optimizer class that TorchRec can fuse, got "
-            f"{optimizer_class.__name__}. "
-            "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
-        ) from None
 
 
 def chosen_optimizer(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> RowOptimizer:
-    """Returns the row optimizer of one table: of `chosen_fused_params`, else FBGEMM's default.
-
-    weight: the placeholder parameter of the table, [num_embeddings, embedding_dim].
-    """
+    """Returns the row optimizer of the table with a placeholder: chosen, or FBGEMM's default."""
     chosen = chosen_fused_params(weight, fused_params, where)
     if chosen is None:
         chosen = dict(DEFAULT_FUSED_PARAMS)

@@ -67,8 +67,7 @@ def checked_configs(
 ) -> list[Config]:
     """Checks the configs of one collection and returns copies.
 
-    A config without feature names gets the table's name as its only feature, as in TorchRec. The initializer
-    of a table replaces its init_fn, weight_init_min and weight_init_max, so the copy has no init_fn then.
+    As in TorchRec, the table's name is its only feature if it has none. An initializer replaces init_fn.
     """
     if isinstance(tables, BaseEmbeddingConfig):
         raise ValueError(
@@ -86,10 +85,8 @@ def checked_configs(
         table = f"{where}(table='{config.name}')"
         _check_config(config, table)
         _check_features(config, table)
-        if not _names_initializer(dynamic, config.name):
-            _check_initial_rows(config, table)
-        _check_uses(config, dynamic, table)
-    _check_once((config.name for config in tables), "a table name", where)
+        _check_options(config, dynamic, table)
+    _check_once((config.name for config in tables), "a table name once", where)
     copies = [
         replace(
             config,
@@ -100,7 +97,7 @@ def checked_configs(
     ]
     _check_once(
         chain.from_iterable(get_embedding_names_by_table(copies)),
-        "an output name",
+        "an output name once",
         where,
         " The output of a feature of several tables is named feature@table: rename the feature of that name.",
     )
@@ -110,7 +107,7 @@ def checked_configs(
 def _check_once(names: Iterable[str], what: str, where: str, remedy: str = "") -> None:
     for name, times in Counter(names).items():
         if times > 1:
-            raise ValueError(f"{where}: expected {what} once, got '{name}' {times} times.{remedy}")
+            raise ValueError(f"{where}: expected {what}, got '{name}' {times} times.{remedy}")
 
 
 def _check_name(config: BaseEmbeddingConfig, where: str) -> None:
@@ -151,11 +148,7 @@ def _check_features(config: BaseEmbeddingConfig, where: str) -> None:
             f"{where}: expected feature_names as a list, got {config.feature_names!r}. Write "
             f"[{config.feature_names!r}]."
         )
-    for feature, times in Counter(config.feature_names).items():
-        if times > 1:
-            raise ValueError(
-                f"{where}: expected a feature once in a table, got '{feature}' {times} times."
-            )
+    _check_once(config.feature_names, "a feature once in a table", where)
     if isinstance(config, EmbeddingBagConfig) and config.pooling not in (
         PoolingType.SUM,
         PoolingType.MEAN,
@@ -187,15 +180,14 @@ def check_id(value: int | None, name: str, where: str) -> None:
         raise ValueError(f"{where}: expected {name} to be an int64 or None, got {value!r}.")
 
 
-def _names_initializer(dynamic: object, table: str) -> bool:
-    options = dynamic.get(table) if isinstance(dynamic, Mapping) else dynamic
-    return isinstance(options, DynamicTableConfig) and options.initializer is not None
-
-
-def _check_uses(config: BaseEmbeddingConfig, dynamic: object, where: str) -> None:
+def _check_options(config: BaseEmbeddingConfig, dynamic: object, where: str) -> None:
     options = dynamic.get(config.name) if isinstance(dynamic, Mapping) else dynamic
+    if not isinstance(options, DynamicTableConfig):  # an error later
+        options = DynamicTableConfig()
+    if options.initializer is None:
+        _check_initial_rows(config, where)
     features = list(config.feature_names) or [config.name]
-    for use in options.features if isinstance(options, DynamicTableConfig) else ():
+    for use in options.features:
         if use.feature not in features:
             raise ValueError(
                 f"{where}: expected a FeatureUse of a feature of the table, {features}, got '{use.feature}'."
@@ -255,11 +247,7 @@ def dynamic_config_by_table(
     names: Sequence[str],
     where: str,
 ) -> dict[str, DynamicTableConfig]:
-    """Returns the DynamicTableConfig of each table.
-
-    `dynamic` is one config for all tables, or a mapping by table name; other tables get the default, and
-    so do all with None.
-    """
+    """Returns the DynamicTableConfig of each table, from one for all or a mapping by name."""
     if dynamic is None or isinstance(dynamic, DynamicTableConfig):
         chosen = dict.fromkeys(names, dynamic or DynamicTableConfig())
     elif isinstance(dynamic, Mapping):
@@ -281,10 +269,7 @@ def dynamic_config_by_table(
 def number_by_table(
     given: int | Mapping[str, int], names: Sequence[str], most: Mapping[str, int], where: str
 ) -> dict[str, int]:
-    """Returns an integer option, such as a dimension or a divisor, for each table.
-
-    `given` is one number for all tables, or a mapping with a number for each. `where` names the option, too.
-    """
+    """Returns an option for each table, from one integer for all or a mapping; `where` names the option."""
     if isinstance(given, Mapping):
         if set(given) != set(names):
             raise ValueError(

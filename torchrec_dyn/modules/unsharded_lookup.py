@@ -6,7 +6,7 @@ Legend: B bags per feature, D columns of a table, N ids of all features.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -17,13 +17,13 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_dyn.lookup import TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, write_updates
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
 from torchrec_dyn.modules.optimizer_choice import (
+    chosen_fused_params,
     chosen_output_dtype,
     placement_options,
     placement_warning,
 )
-from torchrec_dyn.modules.optimizer_state import unsharded_states
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
@@ -32,6 +32,9 @@ from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
 
+_CALLER = 7  # frames from `note_training` up to the code that calls the collection
+
+
 _State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what groups are made of
 
 
@@ -39,10 +42,8 @@ _State = tuple[TableShard, torch.dtype, RowOptimizer]  # of one table: what grou
 class _Group:
     """One table group and its features.
 
-    Attributes:
-        tables: the table group.
-        positions: positions of the group's features among the collection's features; None: all, in order.
-        columns: number of columns of each feature of the group.
+    `positions` are those of its features among the collection's; None: all, in order. `columns` are their
+    widths.
     """
 
     tables: TableGroup
@@ -63,9 +64,6 @@ class UnshardedLookup:
 
     The groups are built at first use, and again after a conversion or a change of optimizer. As long as the
     tables keep their optimizers, the optimizer object stays the same, so schedulers and wrappers may hold it.
-
-    `poolings` are "sum", "mean" or "none" per table. `prefix` is that of parameter names in the optimizer's
-    state, e.g. "embedding_bags".
     """
 
     def __init__(
@@ -100,11 +98,9 @@ class UnshardedLookup:
         If all features are in one group and have the same number of bags, they are a single tensor
         [B, sum of D]: then no copy is needed to join the outputs.
         """
-        check_taken(self.lock, self._where)
         varies = features.varies
-        outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
-        for group in self._current_groups():
-            chosen = features if group.positions is None else features.select(group.positions)
+
+        def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
             output = group.tables(
                 chosen.ids,
                 chosen.offsets(),
@@ -116,28 +112,33 @@ class UnshardedLookup:
             )
             if group.positions is None and not varies:
                 return [output]
-            parts = group.split(output, chosen.batch_sizes if varies else None)
-            if group.positions is None:
-                return parts
-            for position, part in zip(group.positions, parts, strict=True):
-                outputs[position] = part
-        return outputs
+            return group.split(output, chosen.batch_sizes if varies else None)
+
+        return self._by_feature(features, look_up)
 
     def sequences(self, features: FeatureIds, training: bool) -> list[Tensor]:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
-        check_taken(self.lock, self._where)
-        outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
-        for group in self._current_groups():
-            chosen = features if group.positions is None else features.select(group.positions)
+
+        def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
             # In a sequence the bag of an id does not matter: each feature is passed as one bag.
-            offsets = chosen.feature_offsets()
-            counts = chosen.given_counts
+            offsets, counts = chosen.feature_offsets(), chosen.given_counts
             output = group.tables(
                 chosen.ids, offsets, training=training, counts=counts, scores=chosen.scores
             )
-            parts = torch.split(output, chosen.counts)
+            return list(torch.split(output, chosen.counts))
+
+        return self._by_feature(features, look_up)
+
+    def _by_feature(
+        self, features: FeatureIds, look_up: Callable[[_Group, FeatureIds], list[Tensor]]
+    ) -> list[Tensor]:
+        """Looks up the features of each group, and returns the outputs in the order of all features."""
+        check_taken(self.lock, self._where)
+        outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
+        for group in self._current_groups():
             if group.positions is None:
-                return list(parts)
+                return look_up(group, features)
+            parts = look_up(group, features.select(group.positions))
             for position, part in zip(group.positions, parts, strict=True):
                 outputs[position] = part
         return outputs
@@ -162,14 +163,18 @@ class UnshardedLookup:
             return list(self._optimizers.values())
 
     def note_training(self) -> None:
-        """Checks what is around a training forward; the first one warns of options that do not train rows."""
+        """Checks the callers of a training forward. The first one warns of options without effect."""
         check_runs_once(self._where, self._trained)
         if self._has_warned:
             return
         names = [table.config.name for table in self.tables]
         check_not_wrapped(f"{self._where}(tables={listed(names)})")
         self._has_warned = True
-        names = [table.config.name for table in self.tables if not table.has_chosen_optimizer()]
+        names = [
+            table.config.name
+            for table in self.tables
+            if chosen_fused_params(table.weight, table.fused_params, table.where) is None
+        ]
         if names:
             warnings.warn(
                 f"{self._where}: expected an optimizer for tables "
@@ -177,10 +182,10 @@ class UnshardedLookup:
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=_CALLER,
             )
         if options := placement_options(self.tables[0].fused_params):
-            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=2)
+            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=_CALLER)
 
     def _trained(self) -> list[str]:
         return [table.config.name for table in self.tables if not table.is_frozen]
@@ -219,7 +224,7 @@ class UnshardedLookup:
         if optimizers != self._optimized_for:
             self._make_optimizers(optimizers)
         for optimizer, tables in driven.items():
-            _rates(self._optimizers[optimizer]).drive(tables)
+            self._optimizers[optimizer].rates.drive(tables)
         return groups
 
     def _new_group(
@@ -263,9 +268,7 @@ class UnshardedLookup:
         self._optimizers, self._combined, self._optimized_for = built, None, optimizers
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {
-            kind: float(_rates(optimizer)["lr"]) for kind, optimizer in self._optimizers.items()
-        }
+        return {kind: float(optimizer.rates["lr"]) for kind, optimizer in self._optimizers.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
@@ -287,7 +290,8 @@ class _AllOptimizers(CombinedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        write_updates(_rates(optimizer) for _, optimizer in self.optimizers)
+        optimizers: list[tuple[str, Any]] = self.optimizers
+        write_updates(optimizer.rates for _, optimizer in optimizers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
@@ -299,9 +303,3 @@ def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _Al
     combined = _AllOptimizers(list(optimizers))
     combined.defaults.update(defaults)
     return combined
-
-
-def _rates(optimizer: DynamicOptimizer) -> Any:
-    """Returns the only parameter group of an optimizer, a `LearningRateGroup`."""
-    (group,) = optimizer.param_groups
-    return group

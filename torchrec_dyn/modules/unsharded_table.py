@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
-from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
+from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM, MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.modules.optimizer_choice import chosen_fused_params, chosen_optimizer
+from torchrec_dyn.modules.optimizer_choice import chosen_optimizer
 from torchrec_dyn.modules.table_configs import initializer_of, row_dtype, with_row_dtype
 from torchrec_dyn.modules.wrapper_checks import (
     skip_in_ddp,
@@ -40,11 +40,8 @@ class UnshardedTable(nn.Module):
     """Holds the rows of one table in this process, and a placeholder parameter `weight`.
 
     `weight` is a meta tensor [num_embeddings, embedding_dim]: planners read its shape and
-    `apply_optimizer_in_backward` marks it, but it has no storage and never gets a gradient. The rows are a
-    TableShard, created at first use, when their optimizer is known. The table is frozen if `weight`
-    requires no gradient; `rows()` sets `is_frozen` of the TableShard accordingly.
-
-    `config` was checked. On the device meta there are no rows. `where` is the collection's class name.
+    `apply_optimizer_in_backward` marks it; the table is frozen if it requires no gradient. The rows are a
+    TableShard, created at first use, when their optimizer is known. On the device meta there are none.
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class UnshardedTable(nn.Module):
         self.device = device
         self.where = f"{where}(table='{config.name}')"
         self.lock = TableLock()  # of its rows too; the tables of a collection share one lock
-        self._table: TableShard | None = None
+        self.shard: TableShard | None = None  # made at the first use
         self._choice: object = None
         shape = (config.num_embeddings, config.embedding_dim)
         self.weight: nn.Parameter = _placeholder(shape, row_dtype(config), True, [], [])
@@ -72,11 +69,7 @@ class UnshardedTable(nn.Module):
     # The rows.
 
     def rows(self) -> TableShard:
-        """Returns the rows, which are created at first use.
-
-        If another optimizer was chosen since the last call, the rows are kept; the optimizer state too if
-        only hyper-parameters differ, else it starts from zero.
-        """
+        """Returns the rows, created at first use; another choice of optimizer since keeps them."""
         # Called at every forward. So it avoids nn.Module's attribute lookup, and compares without a copy.
         weight = self._parameters["weight"]
         assert weight is not None
@@ -91,7 +84,7 @@ class UnshardedTable(nn.Module):
             marks.get("_optimizer_classes", _NO_CHOICE),
             marks.get("_optimizer_kwargs", _NO_CHOICE),
         )
-        table = self._table
+        table = self.shard
         if table is None or choice != self._choice:
             table = self._rows_for(choice)
         if table.is_frozen == weight.requires_grad:
@@ -100,19 +93,10 @@ class UnshardedTable(nn.Module):
 
     @locked
     def _rows_for(self, choice: tuple[list[Any], list[Any]]) -> TableShard:
-        if self._table is None or choice != self._choice:
-            self._table = self._rows_of(self._table)
-            self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
-        return self._table
-
-    @property
-    def is_frozen(self) -> bool:
-        """True if the table is frozen: training reads it as evaluation does."""
-        weight = self._parameters["weight"]
-        return weight is not None and not weight.requires_grad
-
-    def _rows_of(self, before: TableShard | None) -> TableShard:
-        """Returns rows with the optimizer chosen now, and with the contents of `before`, if any."""
+        """Returns rows with the optimizer chosen now, and with the contents of those before, if any."""
+        before = self.shard
+        if before is not None and choice == self._choice:
+            return before
         if self.device == _META:
             raise ValueError(
                 f"{self.where}: expected rows on a real device, got meta. "
@@ -120,15 +104,24 @@ class UnshardedTable(nn.Module):
             )
         optimizer = chosen_optimizer(self.weight, self.fused_params, self.where)
         if before is not None and before.optimizer.saved_name == optimizer.saved_name:
+            rows = before
             if before.optimizer != optimizer:
                 with commit(before):
                     before.change_optimizer(optimizer)
-            return before
-        table = self._new_rows(optimizer, self.device)
-        self.device = table.device  # with the number of the GPU, which its name may lack
-        if before is not None:
-            _copy_contents(before, table)
-        return table
+        else:
+            rows = self._new_rows(optimizer, self.device)
+            if before is not None:
+                _copy_contents(before, rows)
+        self.shard = rows
+        self.device = rows.device  # with the number of the GPU, which its name may lack
+        self._choice = (list(choice[0]), [dict(options) for options in choice[1]])
+        return rows
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the table is frozen: training reads it as evaluation does."""
+        weight = self._parameters["weight"]
+        return weight is not None and not weight.requires_grad
 
     def _new_rows(self, optimizer: RowOptimizer, device: torch.device) -> TableShard:
         table = TableShard(
@@ -144,18 +137,10 @@ class UnshardedTable(nn.Module):
         table.lock = self.lock
         return table
 
-    def rows_if_made(self) -> TableShard | None:
-        """Returns the rows, or None if the table has not been used yet."""
-        return self._table
-
     @locked
     def drop_rows(self) -> None:
         """Drops all rows: the table is empty, as if new."""
-        self._table = None
-
-    def has_chosen_optimizer(self) -> bool:
-        """Returns True if the parameter or `fused_params` sets optimizer options for this table."""
-        return chosen_fused_params(self.weight, self.fused_params, self.where) is not None
+        self.shard = None
 
     # The placeholder.
 
@@ -209,18 +194,18 @@ class UnshardedTable(nn.Module):
         if dtype != self.weight.dtype:
             # Before the rows are converted.
             placeholder = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
-        if self._table is not None:
-            if device == _META and self._table.num_rows:
+        if self.shard is not None:
+            if device == _META and self.shard.num_rows:
                 raise ValueError(
                     f"{self.where}: expected a real device, got meta, where its "
-                    f"{self._table.num_rows} rows would be lost. "
+                    f"{self.shard.num_rows} rows would be lost. "
                     "Call the collection's reset_parameters() first to drop them."
                 )
             if device == _META:
-                self._table = None
-            elif (dtype, device) != (self._table.dtype, self.device):
+                self.shard = None
+            elif (dtype, device) != (self.shard.dtype, self.device):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
-                    self._table.convert(dtype=dtype, device=device)
+                    self.shard.convert(dtype=dtype, device=device)
         self.device = device
         if placeholder is not None:
             self.weight.data = placeholder
@@ -232,19 +217,17 @@ class UnshardedTable(nn.Module):
     def saved_config(self) -> dict[str, Any]:
         """Returns the description of the table that checkpoints contain."""
         config = self.config
-        initializer = (
-            self._table.initializer if self._table else initializer_of(config, self.dynamic)
-        )
+        initializer = self.shard.initializer if self.shard else initializer_of(config, self.dynamic)
         return table_config(
             config.name, config.embedding_dim, self.dynamic.seed, self.weight.dtype, initializer
         )
 
     def as_table(self) -> Table:
-        """Returns the table as it is now, as one over all ranks, of this rank alone; makes the rows."""
+        """Returns the present table as a `Table` of one rank; creates the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
     def handle(self) -> Table:
-        """Returns the table that users hold: it makes the rows at their first use, and finds them anew."""
+        """Returns the handle for users: it creates rows at first use, and always reads the present ones."""
         layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
         return Table(
             name=self.config.name,
@@ -268,18 +251,16 @@ class UnshardedTable(nn.Module):
     ) -> None:
         with turn_of(self, also_torn=True):
             # A table that nothing has used is saved without rows, even on the meta device.
-            rows = self._table or self._new_rows(RowOptimizer(), torch.device("cpu"))
+            rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
             table = Table.of_one(rows, self.where, self.saved_config())
             save_tables(destination, {prefix: table}, self.where)
-            if self.config.name in self.lock.torn:
+            checksum = destination.get(f"{prefix}{MODEL_CHECKSUM}")  # none within a restore
+            if self.config.name in self.lock.torn and checksum is not None:
                 # Places of a load. What saves these tensors saves rows that no load takes.
-                destination[f"{prefix}weight_checksum"].fill_(-1)
+                checksum.fill_(-1)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
-        """Returns the verified load of the saved rows, or None if the state dict has no rows.
-
-        Nothing changes before its `commit`.
-        """
+        """Returns the verified load of the saved rows, or None if the state dict has no rows."""
         check_is_not_static(prefix, state_dict, f"{self.where}.load_state_dict")
         saved = {
             name: state_dict[prefix + name]
@@ -321,12 +302,12 @@ class UnshardedTable(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._table is not None:
-            self.device = self._table.device  # `torch.load(map_location=)` may have moved the rows
+        if self.shard is not None:
+            self.device = self.shard.device  # `torch.load(map_location=)` may have moved the rows
 
     def extra_repr(self) -> str:
         """Returns the sizes and the number of rows in use, for the printed model."""
-        rows = 0 if self._table is None else self._table.id_map.num_ids  # of a torn table, too
+        rows = 0 if self.shard is None else self.shard.id_map.num_ids  # of a torn table, too
         return f"{self.config.num_embeddings}, {self.config.embedding_dim}, rows={rows}"
 
 
@@ -334,13 +315,13 @@ class _PresentRows(Sequence[TableShard]):
     """The only shard of an unsharded table, as it is when it is read."""
 
     def __init__(self, table: UnshardedTable) -> None:
-        self._table = table
+        self.shard = table
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: Any) -> Any:
-        return [self._table.rows()][index]
+        return [self.shard.rows()][index]
 
 
 def _copy_contents(before: TableShard, table: TableShard) -> None:

@@ -76,11 +76,7 @@ def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
 
 
 def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
-    """Makes `fully_shard` skip modules of a class on one rank; on several ranks it raises ValueError.
-
-    It asks for the registry of composable APIs, as torch's functions for state dicts do, and skips modules
-    with "replicate".
-    """
+    """Makes `fully_shard` skip a class, as modules with "replicate"; on several ranks it is a ValueError."""
 
     def registry(self: Any) -> dict[str, None] | None:
         mesh = _running("mesh", _FULLY_SHARD)

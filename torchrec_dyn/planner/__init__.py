@@ -8,11 +8,22 @@ Imports `whole_model`, `modules`, `ranks`, `table`, `life`, `storage` and the gr
 `priced_planner`.
 """
 
-from torchrec_dyn.planner.balance import EvenLoad, PlanLoad, load_by_rank
-from torchrec_dyn.planner.measured import MeasuredConstraints, constraints_from, read_model_stats
+from torchrec_dyn.planner.measured import (
+    EvenLoad,
+    MeasuredConstraints,
+    PlanLoad,
+    constraints_from,
+    load_by_rank,
+    read_model_stats,
+)
 from torchrec_dyn.planner.priced_planner import make_planner, make_planner_provider
-from torchrec_dyn.planner.shard_memory import TableSize, print_size, table_bytes, table_size
-from torchrec_dyn.planner.storage import DynamicStorageEstimator
+from torchrec_dyn.planner.storage import (
+    DynamicStorageEstimator,
+    TableSize,
+    print_size,
+    table_bytes,
+    table_size,
+)
 from torchrec_dyn.planner.vocabulary_cuts import FairCuts, fair_cuts, whole_features
 
 __all__ = [

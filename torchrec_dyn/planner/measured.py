@@ -1,17 +1,25 @@
-"""Constraints for TorchRec's planner from the stats of a running model."""
+"""What the stats of a running model are for the planner: constraints, and the load of each rank.
+
+A rating of plans counts both memory and time. The checks of the planner's arguments are here, too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.types import hash_sha256_to_int
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PerfModel, ShardingOption, hash_sha256_to_int
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardingType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_dyn.modules import UnshardedCollection
-from torchrec_dyn.planner.argument_checks import check_number, checked_constraints, checked_count
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Stats
 from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
 
@@ -180,3 +188,219 @@ def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
         return {config.name: len(config.feature_names) for config in configs}, 1
     features = {name: len(collection.table(name).features) for name in table_names(collection)}
     return features, collection._env.world_size
+
+
+def checked_count(value: object, where: str, least: int, remedy: str) -> int:
+    """Returns a number of rows, ids, ranks or samples as an integer of Python."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{where}: expected an integer, {least} or more, got {value!r}. {remedy}")
+    return int(value)
+
+
+def check_number(value: object, where: str, least: float, remedy: str) -> None:
+    """Checks a number that need not be whole."""
+    number: Any = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not least <= number < math.inf:
+        raise ValueError(
+            f"{where}: expected a finite number, {least} or more, got {value!r}. {remedy}"
+        )
+
+
+def checked_constraints(
+    given: Mapping[str, ParameterConstraints] | None, where: str
+) -> dict[str, ParameterConstraints]:
+    """Returns a copy of the constraints by table name; without constraints an empty dict."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{where}: expected a dict of ParameterConstraints by table name, got {given!r}. Write "
+            "{name: ParameterConstraints(...)}."
+        )
+    for name, constraints in given.items():
+        if constraints is None:  # no constraints, as in TorchRec
+            continue
+        if not isinstance(constraints, ParameterConstraints):
+            raise ValueError(
+                f"{where}['{name}']: expected ParameterConstraints, got {constraints!r}. Write "
+                "ParameterConstraints(sharding_types=[...])."
+            )
+        for field in ("sharding_types", "compute_kernels"):
+            choices = getattr(constraints, field)
+            if isinstance(choices, str):
+                raise ValueError(
+                    f"{where}['{name}'].{field}: expected a list, got {choices!r}. Write [{choices!r}]."
+                )
+    return dict(given)
+
+
+def check_tables(
+    model: nn.Module,
+    sharders: Iterable[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints],
+    expected_rows: Iterable[str],
+    device_type: str,
+) -> None:
+    """Checks what a planner was given against the tables of an unsharded model that it will plan."""
+    by_type = {sharder.module_type: sharder for sharder in sharders}
+    names: set[str] = set()
+    for module in model.modules():
+        sharder = by_type.get(type(module))
+        if sharder is None:
+            continue
+        tables = list(sharder.shardable_parameters(module))
+        names.update(tables)
+        if isinstance(without_processors(module), UnshardedCollection):
+            kinds = sharder.sharding_types(device_type)
+            kernels = sharder.compute_kernels(kinds[0], device_type)
+            for name in tables:
+                _check_choice(constraints.get(name), name, kinds, kernels)
+    unknown = sorted(set(expected_rows) - names)
+    if unknown:
+        raise ValueError(
+            f"make_planner.expected_rows: expected names of tables that the sharders shard, "
+            f"{listed(sorted(names))}, got {listed(unknown)}. Correct the names, or leave them out."
+        )
+
+
+def _check_choice(given: Any, name: str, kinds: Sequence[str], kernels: Sequence[str]) -> None:
+    where = f"make_planner.constraints['{name}']"
+    if given is None:
+        return
+    if given.sharding_types and not set(given.sharding_types) & set(kinds):
+        copies = ShardingType.DATA_PARALLEL.value in given.sharding_types
+        reason = " Under data_parallel every rank would have all rows." if copies else ""
+        raise ValueError(
+            f"{where}: expected sharding_types with one of {', '.join(kinds)}, got "
+            f"{given.sharding_types}.{reason} Choose one of those, or a static table."
+        )
+    if given.compute_kernels and not set(given.compute_kernels) & set(kernels):
+        raise ValueError(
+            f"{where}: expected compute_kernels with {', '.join(map(repr, kernels))}, got "
+            f"{given.compute_kernels}. Leave compute_kernels out, or choose a static table."
+        )
+
+
+def without_processors(module: nn.Module) -> nn.Module:
+    """Returns the collection in a feature-processed module; another module as it is."""
+    if isinstance(module, FeatureProcessedEmbeddingBagCollection):
+        return module._embedding_bag_collection
+    return module
+
+
+@dataclass(frozen=True)
+class PlanLoad:
+    """The load of each rank under a plan.
+
+    Attributes:
+        bytes: bytes held by the shards of each rank.
+        lookups: rows looked up in the shards of each rank in one training forward; a lookup in a column
+            shard counts as the shard's part of a row.
+    """
+
+    bytes: tuple[float, ...]
+    lookups: tuple[float, ...]
+
+    @property
+    def memory_imbalance(self) -> float:
+        """The bytes of the fullest rank divided by the mean; 1 is even."""
+        return imbalance(self.bytes)
+
+    @property
+    def traffic_imbalance(self) -> float:
+        """The lookups of the busiest rank divided by the mean; 1 is even."""
+        return imbalance(self.lookups)
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """Returns the largest load divided by the mean; 1 if there is no load."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def load_by_rank(
+    plan: ShardingPlan, stats: Mapping[str, Mapping[str, int | float]], ranks: int
+) -> PlanLoad:
+    """Returns the load of each rank under a plan, from measured stats.
+
+    The present bytes of each table are divided among its shards in proportion to their rows and columns.
+    Each column shard has its own id map; the number of id maps is taken as at present, not as in the plan.
+
+    Args:
+        plan: any plan, or the present plan of a model, `model.plan`. Tables without stats are ignored.
+        stats: stats by table name, from `read_model_stats`.
+        ranks: number of ranks of the plan.
+
+    Raises:
+        ValueError: if the plan uses a rank outside of [0, ranks), a table's stats are incomplete, or an
+            argument is something else.
+    """
+    if not isinstance(plan, ShardingPlan):
+        raise ValueError(
+            f"load_by_rank.plan: expected a ShardingPlan, got {plan!r}. Pass model.plan, or what a planner's "
+            "plan or collective_plan returns."
+        )
+    check_stats("load_by_rank", stats)
+    ranks = checked_count(ranks, "load_by_rank.ranks", 1, "Pass the number of ranks of the plan.")
+    held, lookups = [0.0] * ranks, [0.0] * ranks
+    for module_plan in plan.plan.values():
+        for name, sharding in module_plan.items() if isinstance(module_plan, Mapping) else ():
+            if name not in stats:
+                continue
+            check_stats_of_table("load_by_rank", name, stats[name])
+            for rank, share in _shares(sharding):
+                if not 0 <= rank < ranks:
+                    raise ValueError(
+                        f"load_by_rank.ranks: expected more than {rank}, which holds a shard of '{name}', "
+                        f"got {ranks}."
+                    )
+                held[rank] += share * stats[name]["bytes"]
+                lookups[rank] += share * lookups_per_forward(stats[name])
+    return PlanLoad(tuple(held), tuple(lookups))
+
+
+def _shares(sharding: ParameterSharding) -> list[tuple[int, float]]:
+    """Returns the rank of each shard of a table, and the shard's part of the whole table."""
+    shards = sharding.sharding_spec.shards
+    columns = [(shard.shard_offsets[1], shard.shard_sizes[1]) for shard in shards]
+    row_shards = Counter(columns)
+    whole = sum(width for _, width in row_shards)
+    # Ids are distributed by their mixed id over all ranks that share the rows; row ranges of the plan have no
+    # effect.
+    return [
+        (shard.placement.rank(), piece[1] / whole / row_shards[piece])
+        for shard, piece in zip(shards, columns, strict=True)
+    ]
+
+
+class EvenLoad(PerfModel):
+    """A rating of plans by the time of the slowest rank and by the imbalance of memory.
+
+    TorchRec's own model uses time only: it rates all placements of equally busy tables the same, even if
+    the tables have different sizes.
+
+    Args:
+        topology: the devices.
+        memory_weight: exponent of the memory imbalance, the fullest rank divided by the mean. 0 is TorchRec's
+            model. With 1, a plan with twice the imbalance has the same rating if it is twice as fast.
+
+    Raises:
+        ValueError: if the weight is negative, or no finite number.
+    """
+
+    def __init__(self, topology: Topology, memory_weight: float = 0.5) -> None:
+        check_number(memory_weight, "EvenLoad.memory_weight", 0, "Pass 0 to rate by time alone.")
+        self._ranks: int = topology.world_size
+        self._memory_weight = memory_weight
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Returns the milliseconds of the slowest rank, multiplied by the weighted imbalance of memory."""
+        milliseconds, held = [0.0] * self._ranks, [0.0] * self._ranks
+        for option in plan:
+            for shard in option.shards:
+                assert (
+                    shard.rank is not None and shard.perf is not None and shard.storage is not None
+                )
+                milliseconds[shard.rank] += shard.perf.total
+                held[shard.rank] += shard.storage.hbm + shard.storage.ddr
+        return max(milliseconds) * imbalance(held) ** self._memory_weight

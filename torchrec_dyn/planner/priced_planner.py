@@ -26,9 +26,13 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_dyn.planner.argument_checks import check_tables, checked_constraints, checked_count
-from torchrec_dyn.planner.balance import EvenLoad
-from torchrec_dyn.planner.measured import MeasuredConstraints
+from torchrec_dyn.planner.measured import (
+    EvenLoad,
+    MeasuredConstraints,
+    check_tables,
+    checked_constraints,
+    checked_count,
+)
 from torchrec_dyn.planner.storage import DynamicStorageEstimator
 
 _MOST_TABLES = 8  # in a message
@@ -124,8 +128,7 @@ class _QuickPartitioner(GreedyPerfPartitioner):
     """TorchRec's default partitioner, with the same plans in less time.
 
     To try a host for tables that stay on one host, TorchRec's code makes a deep copy of its devices. With 100
-    tables on 64 ranks that is most of the time of planning. The seam is TorchRec's method for tables of one
-    host. A version of TorchRec without this method makes the same plans in its own time.
+    tables on 64 ranks that is most of the time of planning.
     """
 
     @classmethod
@@ -206,43 +209,6 @@ _THEIRS = "torchrec.distributed.planner.provider"
 _CHOICES = ("proposer_type", "proposer_config", "partitioner_type", "performance_model")
 
 
-class _PricedProvider:
-    """TorchRec's default provider, except for the planner."""
-
-    def __init__(self, theirs: Any, options: Mapping[str, Any]) -> None:
-        self._theirs = theirs
-        self._options = dict(options)
-
-    def build_topology(self, sku: str, request: Any, ctx: Any) -> Topology:
-        """Returns TorchRec's topology of a request."""
-        topology: Topology = self._theirs.build_topology(sku, request, ctx)
-        return topology
-
-    def build_storage_reservation(self, sku: str, request: Any) -> StorageReservation:
-        """Returns TorchRec's storage reservation of a request."""
-        reservation: StorageReservation = self._theirs.build_storage_reservation(sku, request)
-        return reservation
-
-    def build_planner(
-        self, sku: str, *, topology: Topology, storage_reservation: StorageReservation, ctx: Any
-    ) -> EmbeddingShardingPlanner:
-        """Returns the planner of a request, with its batch size and constraints."""
-        config = ctx.request.planner_config
-        chosen = [name for name in _CHOICES if getattr(config, name, None) is not None]
-        if chosen:
-            raise ValueError(
-                f"make_planner_provider: expected a planner_config without {', '.join(chosen)}. Pass "
-                "proposer, partitioner and performance_model to make_planner_provider."
-            )
-        return make_planner(
-            topology,
-            ctx.request.batch_size,
-            ctx.request.constraints,
-            storage_reservation=storage_reservation,
-            **self._options,
-        )
-
-
 def make_planner_provider(
     expected_rows: Mapping[str, int] | None = None, deltas: bool = False, **options: Any
 ) -> Any:
@@ -260,11 +226,36 @@ def make_planner_provider(
         ValueError: if this version of TorchRec has no such API.
     """
     try:
-        theirs = importlib.import_module(_THEIRS).DefaultPlannerProvider()
+        theirs: Any = importlib.import_module(_THEIRS).DefaultPlannerProvider
     except ImportError:
         version = importlib.metadata.version("torchrec")
         raise ValueError(
             f"make_planner_provider: expected TorchRec with a planner API (1.9), got {version}. Pass "
             "make_planner(...) to DistributedModelParallel, or call its plan."
         ) from None
-    return _PricedProvider(theirs, {"expected_rows": expected_rows, "deltas": deltas, **options})
+
+    class PricedProvider(theirs):
+        """TorchRec's default provider, except for the planner."""
+
+        def build_planner(
+            self, sku: str, *, topology: Topology, storage_reservation: StorageReservation, ctx: Any
+        ) -> EmbeddingShardingPlanner:
+            """Returns the planner of a request, with its batch size and constraints."""
+            config = ctx.request.planner_config
+            chosen = [name for name in _CHOICES if getattr(config, name, None) is not None]
+            if chosen:
+                raise ValueError(
+                    f"make_planner_provider: expected a planner_config without {', '.join(chosen)}. Pass "
+                    "proposer, partitioner and performance_model to make_planner_provider."
+                )
+            return make_planner(
+                topology,
+                ctx.request.batch_size,
+                ctx.request.constraints,
+                expected_rows,
+                deltas,
+                storage_reservation=storage_reservation,
+                **options,
+            )
+
+    return PricedProvider()

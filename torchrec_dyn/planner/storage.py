@@ -1,15 +1,14 @@
-"""The bytes of a shard of a dynamic table, for TorchRec's planner.
+"""The bytes of a shard of a dynamic table, part by part, and their estimator for TorchRec's planner.
 
 TorchRec's own estimator prices a table as one plain weight tensor: without id map, scores and counters, and
-without optimizer state unless `apply_optimizer_in_backward` set the optimizer. `DynamicStorageEstimator`
-counts the allocations of a TableShard.
+without optimizer state unless `apply_optimizer_in_backward` set the optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -24,32 +23,29 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import PipelineType
 from torchrec.modules.embedding_configs import dtype_to_data_type
 
-from torchrec_dyn.life import most_counters
+from torchrec_dyn.life import SCORE_BYTES, most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
     chosen_optimizer,
     chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.planner.argument_checks import (
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.planner.measured import (
+    MeasuredConstraints,
     checked_constraints,
     checked_count,
     without_processors,
 )
-from torchrec_dyn.planner.measured import MeasuredConstraints
-from torchrec_dyn.planner.shard_memory import table_size
 from torchrec_dyn.ranks import config_of_share, row_limit
-
-
-class _Share(NamedTuple):
-    """The maximum contents of one shard of a table."""
-
-    limit: int  # of rows
-    rows: int  # for the price
-    counters: int  # waiting ids for the price
-    has_life: bool
-    in_files: bool  # rows and optimizer state
-
+from torchrec_dyn.storage import (
+    SLOT_BYTES,
+    block_shift,
+    most_log_bytes,
+    most_slots,
+    most_store_bytes,
+)
+from torchrec_dyn.table import ROW_DTYPES
 
 # Not in every version of TorchRec that is supported.
 _COUNTS_DISKS = "ssd" in {field.name for field in fields(Storage)}
@@ -133,44 +129,36 @@ class DynamicStorageEstimator(ShardEstimator):
         sharder_params = sharder_data_map[option.module_type_key].fused_params
         fused_params = merged_fused_params(sharder_params, _collection(option).fused_params)
         optimizer = chosen_optimizer(option.tensor, fused_params, f"table '{option.name}'")
-        share = self._share_of_a_shard(option)
-        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
-        for shard, batch_storage in zip(option.shards, batch, strict=True):
-            held = table_size(
-                share.rows,
-                shard.size[1],
-                option.tensor.dtype,
-                optimizer,
-                self._device_type,
-                share.limit,
-                share.has_life,
-                share.counters,
-                self._deltas,
-            )
-            on_disk = held.weights + held.optimizer_state if share.in_files else 0
-            memory = "ddr" if self._device_type == "cpu" else "hbm"
-            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
-            if _COUNTS_DISKS:
-                table.ssd = on_disk
-            shard.storage = table + batch_storage
-
-    def _share_of_a_shard(self, option: ShardingOption) -> _Share:
-        """Returns the maximum contents of a shard of this option."""
+        config = _collection(option).dynamic_configs()[option.name]
         limit = option.tensor.shape[0]
         rows, waiting = self._expected(option.name, limit)
         # TorchRec splits num_embeddings evenly among the ranks that share rows. The limit of a rank is
         # higher, because ids never split evenly.
         first_column = option.shards[0].offset[1]
         sharers = sum(shard.offset[1] == first_column for shard in option.shards)
-        config = _collection(option).dynamic_configs()[option.name]
-        limit_here = row_limit(limit, sharers)
-        rows_here = row_limit(rows, sharers)
-        admission = config_of_share(config, sharers).admission
-        counters = most_counters(admission, limit_here, rows_here)
+        limit, rows = row_limit(limit, sharers), row_limit(rows, sharers)
+        counters = most_counters(config_of_share(config, sharers).admission, limit, rows)
         if waiting is not None:
             counters = min(counters, row_limit(waiting, sharers) if waiting else 0)
-        in_files = config.storage is not None
-        return _Share(limit_here, rows_here, counters, config.has_life, in_files)
+        batch = self._storage_of_a_batch(option, fused_params, sharder_data_map)
+        for shard, batch_storage in zip(option.shards, batch, strict=True):
+            held = table_size(
+                rows,
+                shard.size[1],
+                option.tensor.dtype,
+                optimizer,
+                self._device_type,
+                limit,
+                config.has_life,
+                counters,
+                self._deltas,
+            )
+            on_disk = held.weights + held.optimizer_state if config.storage is not None else 0
+            memory = "ddr" if self._device_type == "cpu" else "hbm"
+            table = Storage(**{"hbm": 0, "ddr": 0, memory: held.total - on_disk})
+            if _COUNTS_DISKS:
+                table.ssd = on_disk
+            shard.storage = table + batch_storage
 
     def _expected(self, name: str, limit: int) -> tuple[int, int | None]:
         """Returns the expected rows of a table, and the expected waiting ids (None: unknown)."""
@@ -221,3 +209,187 @@ class DynamicStorageEstimator(ShardEstimator):
 def _collection(option: ShardingOption) -> Any:
     """Returns the collection of a table, without its feature processors if it has any."""
     return without_processors(option.module[1])
+
+
+@dataclass(frozen=True)
+class TableSize:
+    """An upper bound of the bytes of one shard.
+
+    Attributes:
+        weights: bytes of the rows.
+        optimizer_state: bytes of the optimizer state of the rows.
+        id_map: bytes of the id map.
+        scores: bytes of the scores of the rows; 0 without a policy.
+        counters: bytes of the counters of waiting ids, with their map.
+        marks: bytes of the record of changed rows; 0 without deltas.
+    """
+
+    weights: int
+    optimizer_state: int
+    id_map: int
+    scores: int
+    counters: int
+    marks: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the shard."""
+        rows = self.weights + self.optimizer_state + self.scores + self.marks
+        return rows + self.id_map + self.counters
+
+
+def table_size(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    optimizer: RowOptimizer,
+    device_type: str | torch.device = "cpu",
+    limit: int | None = None,
+    has_life: bool = False,
+    counters: int = 0,
+    deltas: bool = False,
+) -> TableSize:
+    """Returns an upper bound of the bytes of a TableShard with `rows` rows, part by part.
+
+    On the CPU the weights and the optimizer state are exact, because memory is committed when a row is
+    first written. A GPU commits pages of 2 MiB, and an eighth (at most 256 MiB) more than a store needs. The
+    id map is counted with its largest size up to this number of ids, growth included: 2 / MAX_LOAD slots per
+    row while it is small, 1.25 / MAX_LOAD later. A GPU has old and new slots in memory while a map grows:
+    3 / MAX_LOAD, later 2.25 / MAX_LOAD. The map of counters is counted in the same way. Not included:
+    withheld rows, counters above their limit before the surplus of a batch is dropped, the lists of rows to
+    evict next, and the removed ids that deltas need.
+
+    Args:
+        rows: number of ids with a row.
+        columns: columns of a row in this shard.
+        dtype: dtype of the rows.
+        optimizer: optimizer of the rows.
+        device_type: "cpu" or "cuda", or a device of these.
+        limit: the table's row limit, which decides the size of its blocks, `rows` or more; None: `rows`.
+        has_life: True if any policy is set, so that each row has a score.
+        counters: maximum number of waiting ids in this shard.
+        deltas: True if deltas are exported (`checkpoint.mark`), so that changed rows are recorded.
+
+    Raises:
+        ValueError: if an argument is not valid.
+    """
+    _check_kinds(dtype, optimizer)
+    device_type = _checked_device_type(device_type)
+    rows = checked_count(rows, "table_size.rows", 0, "Pass the ids with a row in this shard.")
+    columns = checked_count(columns, "table_size.columns", 1, "Pass the columns of this shard.")
+    remedy = f"Pass the table's row limit, at least its rows={rows}, or None for as many as these."
+    limit = rows if limit is None else checked_count(limit, "table_size.limit", rows, remedy)
+    remedy = "Pass the most ids that wait in this shard; 0 without AdmitAfter."
+    counters = checked_count(counters, "table_size.counters", 0, remedy)
+    shift = block_shift(limit, columns * dtype.itemsize, device_type)
+
+    def store(row_bytes: int) -> int:
+        return most_store_bytes(rows, row_bytes, shift, device_type)
+
+    states = optimizer.state_columns(columns)
+    waiting = 0
+    if counters:
+        # The counters of a table have at most its limit, or the number that the user chose.
+        shift_of_counters = block_shift(max(counters, limit), SCORE_BYTES, device_type)
+        waiting = most_slots(counters, device_type) * SLOT_BYTES
+        waiting += most_store_bytes(counters, SCORE_BYTES, shift_of_counters, device_type)
+    return TableSize(
+        weights=store(columns * dtype.itemsize),
+        optimizer_state=sum(store(width * STATE_DTYPE.itemsize) for width in states),
+        id_map=most_slots(rows, device_type) * SLOT_BYTES,
+        scores=store(SCORE_BYTES) if has_life else 0,
+        counters=waiting,
+        marks=most_log_bytes(rows, limit, device_type) if deltas else 0,
+    )
+
+
+def _check_kinds(dtype: object, optimizer: object) -> None:
+    if dtype not in ROW_DTYPES:
+        raise ValueError(
+            f"table_size.dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}."
+        )
+    if not isinstance(optimizer, RowOptimizer):
+        raise ValueError(
+            f"table_size.optimizer: expected a RowOptimizer, got {optimizer!r}. Write "
+            "RowOptimizer.from_fused_params(fused_params, 'my table')."
+        )
+
+
+def _checked_device_type(device_type: object) -> str:
+    kind = device_type.type if isinstance(device_type, torch.device) else device_type
+    if not isinstance(kind, str) or kind not in ("cpu", "cuda"):
+        raise ValueError(
+            f"table_size.device_type: expected 'cpu' or 'cuda', got {device_type!r}. Pass the type of the "
+            "device that has the rows."
+        )
+    return kind
+
+
+def table_bytes(*arguments: Any, **named: Any) -> int:
+    """Returns `table_size(...).total`: an upper bound of the bytes of a shard, from the same arguments."""
+    return table_size(*arguments, **named).total
+
+
+def print_size(
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    optimizer: RowOptimizer,
+    row_ranks: int,
+    column_shards: int,
+    has_life: bool,
+    counters: int,
+) -> None:
+    """Prints the bytes of a table on the CPU: of one shard, and of all shards.
+
+    Args:
+        rows: number of ids with a row, over all ranks.
+        columns: columns of the table.
+        dtype: dtype of the rows.
+        optimizer: optimizer of the rows.
+        row_ranks: number of ranks that share the rows of a column shard.
+        column_shards: number of column shards, of about the same width.
+        has_life: True if any policy is set.
+        counters: maximum number of waiting ids, over all ranks.
+
+    Raises:
+        ValueError: if there are more column shards than columns, or an argument is not valid.
+    """
+    rows = checked_count(rows, "print_size.rows", 0, "Pass the ids with a row, over all ranks.")
+    columns = checked_count(columns, "print_size.columns", 1, "Pass the table's embedding_dim.")
+    row_ranks = checked_count(
+        row_ranks, "print_size.row_ranks", 1, "Pass 1 if each column shard is on one rank."
+    )
+    column_shards = checked_count(
+        column_shards, "print_size.column_shards", 1, "Pass 1 if the columns are not split."
+    )
+    counters = checked_count(counters, "print_size.counters", 0, "Pass 0 without AdmitAfter.")
+    if column_shards > columns:
+        raise ValueError(
+            f"size: expected at most {columns} column shards, one per column, got {column_shards}."
+        )
+    widths = [
+        columns // column_shards + (shard < columns % column_shards)
+        for shard in range(column_shards)
+    ]
+    # The limit of a rank is also what it holds at most of the expected rows: ids do not split evenly.
+    here, waiting = row_limit(rows, row_ranks), row_limit(counters, row_ranks) if counters else 0
+
+    def size(rows_here: int, width: int, counters_here: int) -> TableSize:
+        return table_size(
+            rows_here, width, dtype, optimizer, has_life=has_life, counters=counters_here
+        )
+
+    largest = size(here, widths[0], waiting)
+    # On average a rank holds its even share, so the whole is not the largest shard times the ranks.
+    even = [size(-(-rows // row_ranks), width, -(-counters // row_ranks)) for width in widths]
+    print(f"{'MiB':<18}{'largest shard':>15}{'all shards':>15}")
+    for part in ("weights", "optimizer_state", "id_map", "scores", "counters", "total"):
+        whole = row_ranks * sum(getattr(shard, part) for shard in even)
+        print(
+            f"{part.replace('_', ' '):<18}{getattr(largest, part) / 2**20:>15,.1f}{whole / 2**20:>15,.1f}"
+        )
+    print(
+        f"{row_ranks * column_shards} shards of at most {here:,} rows and {widths[0]} columns, "
+        f"for {rows:,} rows and {columns} columns in all"
+    )

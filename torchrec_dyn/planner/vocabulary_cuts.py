@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from torchrec_dyn.planner.argument_checks import checked_count
+from torchrec_dyn.planner.measured import checked_count
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ Imports `table`, `storage` and the ground; this is the lowest room that imports 
 """
 
 from torchrec_dyn.ranks.agreement import (
-    agree,
     background_group,
     exchange,
     gather_results,
     host_group,
     run_together,
 )
-from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import (
     SHARDING_TRAITS,
     SPREAD_SHARDINGS,
@@ -25,6 +23,7 @@ from torchrec_dyn.ranks.layout import (
     table_layouts,
 )
 from torchrec_dyn.ranks.routing import (
+    IdExchange,
     config_of_share,
     ids_per_rank,
     mixed_ranges,

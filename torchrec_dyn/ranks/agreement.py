@@ -14,7 +14,6 @@ same on every rank.
 from __future__ import annotations
 
 import hashlib
-import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -37,19 +36,14 @@ _background_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = We
 def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> list[T]:
     """Runs this rank's part of a call, then meets: returns the results of all ranks, by rank. Collective.
 
-    A result is small and picklable, without tensors.
-
-    Raises:
-        ValueError: on every rank, if `work` of the lowest faulty rank raises one, or if no rank has an error
-            but the ranks are in different calls.
-        OSError: on every rank, with its number and file, if it is an error of the system.
-        RuntimeError: on every rank, if it is any other exception; if it lacks memory, torch's
-            OutOfMemoryError.
+    A result is small and picklable, without tensors. All ranks raise the error of the lowest faulty rank, as
+    ValueError, OSError, torch.OutOfMemoryError or RuntimeError; ValueError if they are in different calls.
     """
     if group is None:
         return [work()]
     try:
-        sent = _bytes_of(work())
+        result = work()
+        sent = b"" if result is None else pickle.dumps(result)
     except Exception as error:
         if getattr(error, "agreed_by", None) is group:
             raise  # `work` met, too: all ranks have the error already
@@ -61,7 +55,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     if any(errors) or len(set(calls)) > 1:
         raise _error_of_ranks(group, call, None)
     words = _gather_bytes(group, sent, sizes) if any(sizes) else [b""] * len(sizes)
-    return [_value_of(of_rank) for of_rank in words]
+    return [cast(T, pickle.loads(sent) if sent else None) for sent in words]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
@@ -72,11 +66,6 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
-
-
-def agree(group: dist.ProcessGroup | None, call: str, value: Any) -> list[Any]:
-    """Meets: returns the value of each rank, by rank. Collective. As `gather_results`."""
-    return gather_results(group, call, lambda: value)
 
 
 def exchange(
@@ -103,36 +92,11 @@ def exchange(
     return received
 
 
-class _Values(pickle.Pickler):
-    """Pickles values without tensors, which are no part of a meeting."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            raise TypeError(
-                "torchrec_dyn bug: expected a value without tensors, got one. Send numbers."
-            )
-        return NotImplemented
-
-
-def _bytes_of(value: Any) -> bytes:
-    if value is None:
-        return b""
-    written = io.BytesIO()
-    _Values(written, pickle.HIGHEST_PROTOCOL).dump(value)
-    return written.getvalue()
-
-
-def _value_of(words: bytes) -> Any:
-    return pickle.loads(words) if words else None
-
-
 class _Report(NamedTuple):
-    """The call and the error of a rank, for the others."""
+    """The call of a rank, and the error that all ranks raise for it; without a kind it has none."""
 
     call: str
-    kind: type[Exception] | None = (
-        None  # of the error that all ranks raise; None: this rank has none
-    )
+    kind: type[Exception] | None = None
     text: str = ""
     number: int = 0  # of an OSError, with its file
     file: Any = None
@@ -145,7 +109,7 @@ def _report_of(call: str, error: Exception | None) -> _Report:
         # A full disk must look so on all ranks: who saves tries again.
         return _Report(call, OSError, str(error.strerror), error.errno, error.filename)
     kind: type[Exception] = ValueError if isinstance(error, ValueError) else RuntimeError
-    if error is not None and lacks_memory(error):
+    if lacks_memory(error):
         kind = torch.OutOfMemoryError
     return _Report(call, kind, str(error) or type(error).__name__)
 
@@ -155,12 +119,10 @@ def _error_of_ranks(group: dist.ProcessGroup, call: str, error: Exception | None
     sent = pickle.dumps(_report_of(call, error))
     sizes = [size for (size,) in _gather_numbers(group, [len(sent)])]
     reports: list[_Report] = [pickle.loads(words) for words in _gather_bytes(group, sent, sizes)]
-    for rank, report in enumerate(reports):
-        if report.kind is not None:
-            text = f"{report.call}(rank={rank}): {report.text}"
-            agreed: Any = report.kind(text)
-            if report.kind is OSError:
-                agreed = OSError(report.number, text, report.file)
+    for rank, (other, kind, text, number, file) in enumerate(reports):
+        if kind is not None:
+            text = f"{other}(rank={rank}): {text}"
+            agreed: Any = OSError(number, text, file) if kind is OSError else kind(text)
             agreed.agreed_by = group
             return cast(Exception, agreed)
     rank = next(rank for rank, report in enumerate(reports) if report.call != reports[0].call)
@@ -207,44 +169,34 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if _HOST in group._device_types:
         return group
-    if group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
-        if not _has_all_ranks(group):
-            raise ValueError(
-                f"process group of ranks {ranks}: expected a backend for tensors of the CPU, or all "
-                f"{dist.get_world_size()} ranks in order, got backend '{dist.get_backend(group)}' alone. "
-                "Create the group with backend='cpu:gloo,cuda:nccl'."
-            )
-        _host_groups[group] = _new_group(group)
-    return _host_groups[group]
+    return _group_of_gloo(
+        group,
+        _host_groups,
+        f"got backend '{dist.get_backend(group)}' alone. Create the group with "
+        "backend='cpu:gloo,cuda:nccl'.",
+    )
 
 
 def background_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns a group of gloo of the same ranks, for another thread. The first call is collective."""
-    if group not in _background_groups:
-        if not _has_all_ranks(group):
+    return _group_of_gloo(group, _background_groups, "got some. Use `save`, not `async_save`.")
+
+
+def _group_of_gloo(
+    group: dist.ProcessGroup,
+    groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup],
+    fault: str,
+) -> dist.ProcessGroup:
+    """Returns the group of gloo in `groups` with the ranks of another group, and creates it once."""
+    if group not in groups:
+        # torch sorts the ranks of a new group, and counts the groups of a rank to name a group of some
+        # ranks: ranks in different numbers of groups would wait for each other.
+        ranks, world_size = dist.get_process_group_ranks(group), dist.get_world_size()
+        if ranks != list(range(world_size)):
             raise ValueError(
-                f"process group of ranks {dist.get_process_group_ranks(group)}: expected all "
-                f"{dist.get_world_size()} ranks in order to save in the background, got some. "
-                "Save without it."
+                f"process group of ranks {ranks}: expected all {world_size} ranks in order, {fault}"
             )
-        _background_groups[group] = _new_group(group)
-    return _background_groups[group]
-
-
-def _has_all_ranks(group: dist.ProcessGroup) -> bool:
-    """Returns True if a group like this one can be made.
-
-    torch sorts the ranks of a new group, and counts the groups of a rank to name a group of some ranks: ranks
-    in different numbers of groups would wait for each other.
-    """
-    return dist.get_process_group_ranks(group) == list(range(dist.get_world_size()))
-
-
-def _new_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    backend: Any = group._get_backend(group._device_types[0])
-    group = dist.new_group(
-        timeout=getattr(getattr(backend, "options", None), "_timeout", None), backend="gloo"
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        backend: Any = group._get_backend(group._device_types[0])
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        groups[group] = cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend="gloo"))
+    return groups[group]

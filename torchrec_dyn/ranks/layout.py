@@ -92,11 +92,6 @@ class TableLayout:
         return len(self.pieces[0].ranks)
 
 
-def node_size(env: ShardingEnv) -> int:
-    """Returns the number of ranks of a node, as TorchRec computes it."""
-    return get_topology_group_world_size(env.world_size)
-
-
 def checked_plan(plan: Mapping[str, ParameterSharding], where: str) -> dict[str, ParameterSharding]:
     """Returns a copy of the plan, checked, with the compute kernel that TorchRec reserves for plugins."""
     checked = {}
@@ -120,15 +115,11 @@ def table_layouts(
     where: str,
 ) -> dict[str, TableLayout]:
     """Returns the layout of every table of a collection, by name, as its plan defines it."""
-    missing = [config.name for config in configs if config.name not in plan]
-    if missing:
+    names = [config.name for config in configs]
+    if sorted(names) != sorted(plan):
         raise ValueError(
-            f"{where}: expected a plan for every table, got none for {listed(missing)}. {_MADE_BY}"
-        )
-    unknown = sorted(set(plan) - {config.name for config in configs})
-    if unknown:
-        raise ValueError(
-            f"{where}: expected a plan for its tables only, got tables {listed(unknown)}. {_MADE_BY}"
+            f"{where}: expected a plan for the tables {listed(names)}, got one for {listed(sorted(plan))}. "
+            f"{_MADE_BY}"
         )
     layouts = {}
     for config in configs:
@@ -147,13 +138,12 @@ def table_layouts(
 def _layout(
     config: BaseEmbeddingConfig, sharding: ParameterSharding, env: ShardingEnv, where: str
 ) -> TableLayout:
-    shards, ranks = _shards_and_ranks(sharding, env, where)
     kind = sharding.sharding_type
     traits = SHARDING_TRAITS[kind]
     by_columns: dict[tuple[int, int], list[tuple[int, ShardMetadata]]] = {}
-    for rank, shard in zip(ranks, shards, strict=True):
-        key = (shard.shard_offsets[1], shard.shard_sizes[1])
-        by_columns.setdefault(key, []).append((rank, shard))
+    for rank, shard in _shards_by_rank(sharding, env, where):
+        span = (shard.shard_offsets[1], shard.shard_sizes[1])
+        by_columns.setdefault(span, []).append((rank, shard))
     _check_ranges(list(by_columns), config.embedding_dim, "columns", where)
     if not traits.cuts_columns and len(by_columns) > 1:
         raise ValueError(
@@ -161,32 +151,27 @@ def _layout(
             f"{sorted(first for first, _ in by_columns)[1:]}. {_MADE_BY}"
         )
     pieces = []
-    for (first_column, columns), parts in sorted(by_columns.items()):
-        if traits.rows_over == "rank" and len(parts) > 1:
-            raise ValueError(
-                f"{where}: expected each column range once under {kind}, got columns "
-                f"{first_column} to {first_column + columns} on ranks {[r for r, _ in parts]}. {_MADE_BY}"
-            )
-        rows = [(shard.shard_offsets[0], shard.shard_sizes[0]) for _, shard in parts]
+    for (first_column, columns), shards in sorted(by_columns.items()):
+        ranks = [rank for rank, _ in shards]
+        _check_row_ranks(ranks, kind, env, where)
+        rows = [(shard.shard_offsets[0], shard.shard_sizes[0]) for _, shard in shards]
         _check_ranges(rows, config.num_embeddings, "rows", where)
-        part_ranks = [rank for rank, _ in parts]
-        _check_row_ranks(part_ranks, kind, env, where)
-        pieces.append(Piece(first_column, columns, tuple(sorted(part_ranks))))
+        pieces.append(Piece(first_column, columns, tuple(sorted(ranks))))
     return TableLayout(tuple(pieces), kind in SPREAD_SHARDINGS)
 
 
-def _shards_and_ranks(
+def _shards_by_rank(
     sharding: ParameterSharding, env: ShardingEnv, where: str
-) -> tuple[list[ShardMetadata], list[int]]:
-    spec = sharding.sharding_spec
-    if not isinstance(spec, EnumerableShardingSpec) or not spec.shards:
-        raise ValueError(
-            f"{where}: expected a sharding spec that lists its shards, got {type(spec).__name__}. {_MADE_BY}"
-        )
+) -> list[tuple[int, ShardMetadata]]:
+    """Returns the shards of a table, each with its rank."""
+    shards = _shards(sharding.sharding_spec, where)
     ranks = list(sharding.ranks or [])
-    if len(ranks) != len(spec.shards):
+    placed = [shard.placement.rank() if shard.placement else None for shard in shards]
+    fits = [place in (None, rank) for place, rank in zip(placed, ranks, strict=False)]
+    if len(ranks) != len(shards) or not all(fits):
         raise ValueError(
-            f"{where}: expected a rank for each of {len(spec.shards)} shards, got ranks {ranks}. {_MADE_BY}"
+            f"{where}: expected a rank for each of {len(shards)} shards, that of its placement, got ranks "
+            f"{ranks} and placements on {placed}. {_MADE_BY}"
         )
     outside = [rank for rank in ranks if not 0 <= rank < env.world_size]
     if outside:
@@ -194,72 +179,57 @@ def _shards_and_ranks(
             f"{where}: expected ranks from 0 to {env.world_size - 1}, got {outside}. "
             "Make the plan for the ranks of this run."
         )
-    _check_shards(spec.shards, ranks, where)
-    return list(spec.shards), ranks
+    return list(zip(ranks, shards, strict=True))
 
 
-def _check_shards(shards: Sequence[ShardMetadata], ranks: list[int], where: str) -> None:
-    """Raises ValueError unless shards are of rows and columns, and are placed on these ranks."""
-    placed = [shard.placement.rank() if shard.placement else None for shard in shards]
-    if any(place not in (None, rank) for place, rank in zip(placed, ranks, strict=True)):
+def _shards(spec: object, where: str) -> list[ShardMetadata]:
+    shards = list(spec.shards) if isinstance(spec, EnumerableShardingSpec) else []
+    if not shards or any(len(shard.shard_sizes) != 2 for shard in shards):
         raise ValueError(
-            f"{where}: expected shards placed on the ranks {ranks} of the plan, got placements on {placed}. "
+            f"{where}: expected a sharding spec that lists its shards of rows and columns, got {spec}. "
             f"{_MADE_BY}"
         )
-    for shard in shards:
-        if len(shard.shard_offsets) != 2 or len(shard.shard_sizes) != 2:
-            raise ValueError(
-                f"{where}: expected shards of rows and columns, got {shard}. {_MADE_BY}"
-            )
+    return shards
 
 
 def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:
     """Raises ValueError if the (begin, size) ranges do not cover 0 to total exactly once."""
-    end = 0
-    for begin, size in sorted(ranges):
-        fault = "a gap" if begin > end else "an overlap" if begin < end else ""
-        # If there are fewer rows than ranks, TorchRec's planner assigns no rows to some ranks.
-        if size < 0 or (size == 0 and what == "columns"):
-            fault = "an empty shard"
-        if fault and not (what == "rows" and size == 0):
-            raise ValueError(
-                f"{where}: expected shards that cover {what} 0 to {total} once, got {fault} "
-                f"at {min(begin, end)}. {_MADE_BY}"
-            )
-        end += size
-    if end != total:
+    # If there are fewer rows than ranks, TorchRec's planner assigns no rows to some ranks.
+    covering = sorted((begin, size) for begin, size in ranges if size or what == "columns")
+    ends = [0, *(begin + size for begin, size in covering)]
+    if [*(begin for begin, _ in covering), total] != ends or any(size < 1 for _, size in covering):
         raise ValueError(
-            f"{where}: expected shards of {total} {what} in all, got {end}. {_MADE_BY}"
+            f"{where}: expected shards that cover {what} 0 to {total} once, got shards of (begin, size) "
+            f"{covering}. {_MADE_BY}"
         )
 
 
 def _check_row_ranks(ranks: list[int], kind: str, env: ShardingEnv, where: str) -> None:
     """Raises ValueError if TorchRec would use other ranks for the row shards than the plan."""
     rows_over = SHARDING_TRAITS[kind].rows_over
-    if rows_over == "world":
-        if sorted(ranks) != list(range(env.world_size)):
+    if rows_over == "rank" and len(ranks) > 1:
+        raise ValueError(
+            f"{where}: expected each range of columns on one rank under {kind}, got ranks {ranks}. {_MADE_BY}"
+        )
+    if rows_over == "world" and sorted(ranks) != list(range(env.world_size)):
+        raise ValueError(
+            f"{where}: expected one row shard on each of {env.world_size} ranks under {kind}, got ranks "
+            f"{ranks}. {_MADE_BY}"
+        )
+    if rows_over == "node":
+        world_size = (
+            dist.get_world_size() if isinstance(env.process_group, dist.ProcessGroup) else 0
+        )
+        if world_size not in (0, env.world_size):
             raise ValueError(
-                f"{where}: expected one row shard on each of {env.world_size} ranks under "
-                f"{kind}, got ranks {ranks}. {_MADE_BY}"
+                f"{where}: expected all {world_size} ranks of the job under {kind}, whose groups of nodes "
+                f"TorchRec makes over all ranks, got a process group of {env.world_size} ranks. Choose a "
+                "sharding type without nodes."
             )
-    elif rows_over == "node":
-        _check_groups_of_nodes(kind, env, where)
-        size = node_size(env)
+        size = get_topology_group_world_size(env.world_size)
         first = ranks[0] // size * size
         if ranks != list(range(first, first + size)):
             raise ValueError(
-                f"{where}: expected the row shards of {kind} on the {size} ranks of one node "
-                f"in order, got ranks {ranks}. {_SAME_NODES}"
+                f"{where}: expected the row shards of {kind} on the {size} ranks of one node in order, got "
+                f"ranks {ranks}. {_SAME_NODES}"
             )
-
-
-def _check_groups_of_nodes(kind: str, env: ShardingEnv, where: str) -> None:
-    """Raises ValueError over some ranks of the job: TorchRec's groups of nodes are of all its ranks."""
-    if not isinstance(env.process_group, dist.ProcessGroup):
-        return
-    if dist.get_world_size() != env.world_size:
-        raise ValueError(
-            f"{where}: expected all {dist.get_world_size()} ranks of the job under {kind}, whose groups of "
-            f"nodes TorchRec makes over all ranks, got a process group of {env.world_size} ranks. Choose a "
-            "sharding type without nodes."
-        )

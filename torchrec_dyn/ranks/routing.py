@@ -1,21 +1,27 @@
-"""Row-wise routing: the owner of an id among the ranks that share a table's rows, and the row limit of each.
+"""Routing by id: the owner of an id among the ranks that share a table's rows, and exchanges with the owners.
 
 Each of S ranks owns one contiguous range of the mixed ids. With B = (2**64 - 1) // S the owner of an id is
 `mix64(id) // B` (unsigned). The owner of the last mixed ids, from B*S on (at most S ids), is `mixed % S`.
 `ops.sort_by_owner` computes this; the input dists call it (sharding/input_dists.py).
+
+Legend: M ids of this rank's caller, K ids sent to this rank, C columns on this rank, D columns of the table.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.policies import AdmitAfter
+from torchrec_dyn.ranks.agreement import exchange, gather_results
+from torchrec_dyn.ranks.layout import Piece, TableLayout
 
 
 def ids_per_rank(ranks: int) -> int:
@@ -59,3 +65,109 @@ def owners(ids: Tensor, ranks: int) -> Tensor:
     lengths = torch.tensor([ids.numel()], device=ids.device)
     _, per_owner, _, where = ops.sort_by_owner(ids, lengths, None, ranks, positions=True)
     return torch.bucketize(where, per_owner.cumsum(0), right=True)
+
+
+class IdExchange:
+    """The ids of one call, on the ranks that hold them. The constructor and all methods are collective.
+
+    The constructor is a meeting: `ids` checks the arguments of this rank, and returns its ids [M] int64 on
+    the CPU. The other methods only send. Results are on `device`.
+
+    `arrived` [K] int64 are the ids sent to this rank: by sender, then in the sender's order. `pieces` are the
+    chosen ones, in column order; None: all.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        ids: Callable[[], Tensor],
+        layout: TableLayout,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        pieces: Sequence[Piece] | None = None,
+    ) -> None:
+        self._group, self._device = group, device
+        self._rank = dist.get_rank(group)
+        self._chosen = layout.pieces if pieces is None else pieces
+        # All pieces on a rank have the same range of mixed ids: one part of the ids serves all of them.
+        parts: list[int | None] = [None] * dist.get_world_size(group)
+        self._pieces: list[list[Piece]] = [[] for _ in parts]
+        for piece in self._chosen:
+            for part, rank in enumerate(piece.ranks):
+                parts[rank] = part
+                self._pieces[rank].append(piece)
+        self._widths = [sum(piece.columns for piece in held) for held in self._pieces]
+
+        def route() -> list[int]:
+            self._ids = ids()
+            nowhere = torch.empty(0, dtype=torch.int64, device="cpu")
+            by_part = _positions_by_part(self._ids, layout)
+            self._positions = [nowhere if part is None else by_part[part] for part in parts]
+            return [positions.numel() for positions in self._positions]
+
+        sizes = gather_results(group, call, route)
+        self._sent = sizes[self._rank]
+        self._received = [counts[self._rank] for counts in sizes]
+        by_rank = self._ids[torch.cat(self._positions)]
+        self.arrived = exchange(group, by_rank, self._sent, self._received)
+
+    def send_rows(self, rows: Tensor) -> Tensor:
+        """Sends the rows of this rank's ids, [M, D], to each rank its columns; returns those of `arrived`.
+
+        [K, C] in column order.
+        """
+        messages = torch.cat(
+            [
+                torch.cat([rows[positions, _columns(piece)] for piece in held], 1).flatten()
+                for positions, held in zip(self._positions, self._pieces, strict=True)
+                if held
+            ]
+        )
+        width = self._widths[self._rank]
+        sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
+        received = exchange(self._group, messages, sizes, [k * width for k in self._received])
+        return received.view(sum(self._received), width)
+
+    def return_rows(self, rows: Tensor) -> Tensor:
+        """Sends the rows of `arrived`, [K, C] on the CPU, back to the senders; returns theirs, [M, D]."""
+        width = self._widths[self._rank]
+        sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
+        send_sizes = [k * width for k in self._received]
+        received = exchange(self._group, rows.flatten(), send_sizes, sizes)
+        columns = sum(piece.columns for piece in self._chosen)
+        stitched = received.new_zeros(self._ids.numel(), columns)
+        for rank, answer in enumerate(received.split(sizes)):
+            positions, held = self._positions[rank], self._pieces[rank]
+            by_piece = answer.view(positions.numel(), self._widths[rank]).split(
+                [piece.columns for piece in held], 1
+            )
+            for piece, values in zip(held, by_piece, strict=True):
+                stitched[positions, _columns(piece)] = values
+        return stitched.to(self._device)
+
+    def return_numbers(self, numbers: Tensor) -> Tensor:
+        """Sends a number for each of `arrived`, [K] on the CPU, back to the senders; returns theirs, [M].
+
+        Only ranks of the first piece send: others pass any tensor of the same dtype.
+        """
+        first = set(self._chosen[0].ranks)
+        send_sizes = self._received if self._rank in first else [0] * len(self._received)
+        receive_sizes = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
+        sent = numbers[: sum(send_sizes)]
+        received = exchange(self._group, sent, send_sizes, receive_sizes)
+        stitched = received.new_zeros(self._ids.numel())
+        stitched[torch.cat([self._positions[rank] for rank in sorted(first)])] = received
+        return stitched.to(self._device)
+
+
+def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:
+    """Returns for each rank of a piece the positions in `ids`, ascending, of the ids that it owns."""
+    if not layout.rows_are_spread:
+        return [torch.arange(ids.numel(), device="cpu")]
+    parts = owners(ids, layout.row_ranks)
+    sizes = torch.bincount(parts, minlength=layout.row_ranks)
+    return torch.argsort(parts, stable=True).split(sizes.tolist())
+
+
+def _columns(piece: Piece) -> slice:
+    return slice(piece.first_column, piece.first_column + piece.columns)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +26,8 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks.agreement import exchange, gather_results
-from torchrec_dyn.ranks.id_exchange import IdExchange
 from torchrec_dyn.ranks.layout import Piece, TableLayout
-from torchrec_dyn.ranks.routing import ids_per_rank, owners
+from torchrec_dyn.ranks.routing import IdExchange, ids_per_rank, owners
 from torchrec_dyn.storage import (
     CanonicalRows,
     IdMap,
@@ -43,6 +42,7 @@ from torchrec_dyn.table import (
     TableShard,
     check_draw,
     check_ids,
+    check_rows,
     draw_places,
     ids_at,
     stamp_of,
@@ -80,16 +80,13 @@ class Table:
     options: DynamicTableConfig
     optimizer: RowOptimizer
     key: str = ""  # in the model's state dict, e.g. "sparse.ebc.embedding_bags.user"; "": not known
-    maps: tuple[IdMap, ...] | None = (
-        None  # chosen ids and rows of each shard, for deltas; None: all
-    )
+    # Chosen ids and rows of each shard, for deltas; None: all.
+    maps: tuple[IdMap, ...] | None = None
     features: tuple[str, ...] = ()
-    frozen: set[str] = field(
-        default_factory=set
-    )  # names of the frozen tables of a sharded collection
-    placeholder: nn.Parameter | None = (
-        None  # of an unsharded table: frozen if it requires no gradient
-    )
+    # Names of the frozen tables of a sharded collection.
+    frozen: set[str] = field(default_factory=set)
+    # Of an unsharded table: frozen if it requires no gradient.
+    placeholder: nn.Parameter | None = None
     initializers: dict[str, Initializer] = field(default_factory=dict)
 
     @classmethod
@@ -136,11 +133,6 @@ class Table:
         return tuple((shard.first_column, shard.columns) for shard in self.shards)
 
     @property
-    def column_ranges(self) -> list[tuple[int, int]]:
-        """The first column of each shard on this rank, and the column after its last."""
-        return [(first, first + columns) for first, columns in self.columns]
-
-    @property
     def embedding_dim(self) -> int:
         """D."""
         last = self.layout.pieces[-1]
@@ -157,14 +149,6 @@ class Table:
         # A rank without shards of the table has equal lists for any two collections.
         is_same_table = self.lock is other.lock and self.name == other.name
         return is_same_table and list(self.shards) == list(other.shards)
-
-    def check_model(self, model: Table) -> None:
-        """Raises ValueError if tensors loaded for these shards are passed to another model."""
-        if not self.has_shards_of(model):
-            raise ValueError(
-                f"{model.where}: expected tensors loaded into this model's own state dict, got tensors of "
-                "another model's state dict. Make the state dict with this model, then call dcp.load."
-            )
 
     def owns(self, ids: Tensor) -> Tensor:
         """Returns a mask of the ids [M] int64 that belong to this rank, [M] bool."""
@@ -243,14 +227,18 @@ class Table:
             with self.lock:  # the rows of another optimizer do not replace these rows meanwhile
                 self.shards[0].assign(ids, rows)
             return
-        exchange = self._send("assign", ids, lambda: _check_rows(rows, ids, self.embedding_dim))
+        exchange = self._send(
+            "assign",
+            ids,
+            lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim)),
+        )
         arrived = exchange.send_rows(to_host(rows.detach().to(self.dtype)))
         parts = arrived.split([shard.columns for shard in self.shards], 1)
 
         def prepare() -> tuple[None, list[Callable[[], None]]]:
-            both = zip(self.shards, parts, strict=True)
             return None, [
-                shard.prepare_assign(exchange.arrived, part.contiguous()) for shard, part in both
+                shard.prepare_assign(exchange.arrived, part.contiguous())
+                for shard, part in zip(self.shards, parts, strict=True)
             ]
 
         self._change("assign", prepare)
@@ -309,13 +297,12 @@ class Table:
             self.placeholder.requires_grad_(not is_frozen)
             return
         verb = "freeze" if is_frozen else "unfreeze"
-        of_ranks = self._gather(verb, lambda: [shard.step for shard in self.shards])
-        steps = {rank: of_shards for rank, of_shards in enumerate(of_ranks) if of_shards}
-        if len({step for of_shards in of_ranks for step in of_shards}) > 1:
+        steps = self._gather(verb, lambda: [shard.step for shard in self.shards])
+        if len(set(chain(*steps))) > 1:
             raise ValueError(
-                f"{self.where}.{verb}: expected every shard at the same training step, got "
-                f"{steps} by rank. Call it on all ranks between the same two batches; if an interrupt came "
-                "into a batch, load a checkpoint first."
+                f"{self.where}.{verb}: expected every shard at the same training step, got {steps} by rank. "
+                "Call it on all ranks between the same two batches; if an interrupt came into a batch, "
+                "load a checkpoint first."
             )
         with turn_of(self), commit(self):
             for shard in self.shards:
@@ -375,22 +362,23 @@ class Table:
         if self.group is None:
             return self.shards[0].sample_ids(n, seed)
         first = self._first.ranks
-        of_ranks = self._gather("sample_ids", lambda: (n, seed, *self._counted_for_draws()))
-        asked = [of_rank[:2] for of_rank in of_ranks]
-        if any(other != asked[0] for other in asked):
+        asked, counts, after = zip(
+            *self._gather("sample_ids", lambda: ((n, seed), *self._counted_for_draws())),
+            strict=True,
+        )
+        if len(set(asked)) > 1:
             raise ValueError(
-                f"{self.where}.sample_ids: expected the same n and seed on every rank, got {asked} by rank."
+                f"{self.where}.sample_ids: expected the same n and seed on every rank, got {[*asked]}."
             )
         # In canonical order: the ranges of the ranks follow each other, and then the last ids of all.
-        begins = [0, *accumulate(of_ranks[rank][2] for rank in first)]
-        after = [number for rank in first for number in of_ranks[rank][3]]
-        last = torch.tensor(after, dtype=torch.int64, device="cpu")
+        begins = [0, *accumulate(counts[rank] for rank in first)]
+        last = torch.tensor([*chain(*after)], dtype=torch.int64, device="cpu")
         rows = begins[-1] + last.numel()
         check_draw(f"{self.where}.sample_ids", n, seed, rows)
         places = draw_places(rows, n, seed)
         part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
         drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
-        sizes = [0] * len(of_ranks)
+        sizes = [0] * len(asked)
         for rank, count in zip(first, drawn, strict=True):
             sizes[rank] = count
         sent = places[:0]
@@ -427,11 +415,8 @@ class Table:
         """Returns the counts of the whole table, the same on every rank. As `torchrec_dyn.read_stats`."""
         if self.group is None:
             return self.stats()
-        of_ranks = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
-        return _whole_stats(
-            [of_ranks[rank][0] for rank in self._first.ranks],
-            [shard for of_rank in of_ranks for shard in of_rank],
-        )
+        stats = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
+        return _whole_stats([stats[rank][0] for rank in self._first.ranks], [*chain(*stats)])
 
     @property
     def _first(self) -> Piece:
@@ -462,9 +447,9 @@ class Table:
 
         def checked() -> Tensor:
             self.lock.check_at_rest()
-            _check_ids(ids)
+            own = check_ids("ids", ids)
             check()
-            return to_host(ids.detach().contiguous())
+            return to_host(own)
 
         assert self.group is not None
         call = f"{self.where}.{verb}"
@@ -498,43 +483,17 @@ def _stamp(shard: TableShard) -> tuple[int, ...]:
 
 
 def _whole_stats(row_shards: Sequence[Stats], shards: Sequence[Stats]) -> Stats:
-    """Joins the counts of a table's shards.
+    """Joins the counts of a table's shards: of those with the first columns, as all have the same ids.
 
-    Column shards have the same ids and get the same batches, so only the shards with the first columns are
-    used, but for what depends on columns. Entries that are not named in this function are counts; they are
+    `shards` are the stats of all shards. Entries that are not named in this function are counts; they are
     summed.
-
-    `row_shards` are the stats of the shards with the first columns, `shards` those of all shards.
     """
     whole: Stats = {name: sum(shard[name] for shard in row_shards) for name in row_shards[0]}
-    for name in OF_EVERY_SHARD:
+    for name in (*OF_EVERY_SHARD, "probe_length_max"):
         whole[name] = max(shard[name] for shard in row_shards)
     for name in ("bytes", "nonfinite"):
         whole[name] = sum(shard[name] for shard in shards)
-    whole["load"] = whole["rows"] / whole["slots"] if whole["slots"] else 0.0
     probed = sum(shard["probe_length_mean"] * shard["rows"] for shard in row_shards)
-    whole["probe_length_mean"] = probed / whole["rows"] if whole["rows"] else 0.0
-    whole["probe_length_max"] = max(shard["probe_length_max"] for shard in row_shards)
+    whole["load"] = whole["rows"] / max(1, whole["slots"])
+    whole["probe_length_mean"] = probed / max(1, whole["rows"])
     return whole
-
-
-def _check_ids(ids: Tensor) -> None:
-    if not isinstance(ids, Tensor):
-        raise ValueError(f"expected ids as a tensor, got {type(ids).__name__}.")
-    if ids.dtype != torch.int64:
-        raise ValueError(f"expected ids of dtype int64, got {ids.dtype}. Convert with ids.long().")
-    if ids.is_meta:
-        raise ValueError("expected ids with values, got ids on the meta device.")
-    if ids.dim() != 1:
-        raise ValueError(f"expected ids [M], got {list(ids.shape)}.")
-
-
-def _check_rows(rows: Tensor, ids: Tensor, embedding_dim: int) -> None:
-    if not isinstance(rows, Tensor):
-        raise ValueError(f"expected rows as a tensor, got {type(rows).__name__}.")
-    if tuple(rows.shape) != (ids.numel(), embedding_dim):
-        raise ValueError(f"expected rows [{ids.numel()}, {embedding_dim}], got {list(rows.shape)}.")
-    if rows.is_meta:
-        raise ValueError("expected rows with values, got rows on the meta device.")
-    if not rows.is_floating_point():
-        raise ValueError(f"expected floating point rows, got {rows.dtype}.")

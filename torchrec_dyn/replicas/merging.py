@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.life import Clock
 from torchrec_dyn.replicas.exchange import (
     DIGEST_BYTES,
@@ -29,21 +29,18 @@ from torchrec_dyn.replicas.merge import HAS_ROW, ROW, IdStates, Verdict
 from torchrec_dyn.replicas.side import Changes, Merged, Side
 from torchrec_dyn.storage import canonical_order
 
-# Merged rows of one part that are sent at once; a rank receives so many bytes from each replica.
-_ROUND_BYTES = 8 << 20
 
-
-class Run(NamedTuple):
-    """A run of the rows of one side in one part: those with places [begin, end)."""
+class SideRows(NamedTuple):
+    """Rows of one side in one part: those with places [begin, end)."""
 
     side: int
     begin: int
     end: int
 
 
-def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[list[Run]]:
+def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[list[SideRows]]:
     """Returns the rows of S sides in rounds of at most `most` bytes, and at least one row, each."""
-    rounds: list[list[Run]] = []
+    rounds: list[list[SideRows]] = []
     left = 0
     for side, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
         begin = 0
@@ -52,7 +49,7 @@ def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[
                 rounds.append([])
                 left = max(most, size)
             end = min(count, begin + left // size)
-            rounds[-1].append(Run(side, begin, end))
+            rounds[-1].append(SideRows(side, begin, end))
             left -= (end - begin) * size
             begin = end
     return rounds
@@ -220,7 +217,7 @@ class _Rows:
         # Their places in the part of this rank, [S].
         self._places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
         self._rounds = [
-            rounds_of([ids.numel() for ids, _ in part], self._sizes, _ROUND_BYTES)
+            rounds_of([ids.numel() for ids, _ in part], self._sizes, knobs.ROUND_BYTES)
             for part in self._chosen
         ]
 
@@ -240,7 +237,7 @@ class _Rows:
             for side in range(len(self._sides))
         ]
 
-    def _runs(self, part: int, number: int) -> list[Run]:
+    def _runs(self, part: int, number: int) -> list[SideRows]:
         rounds = self._rounds[part]
         return rounds[number] if number < len(rounds) else []
 

@@ -1,4 +1,7 @@
-"""Builds served tables from a full checkpoint and the deltas after it, a chunk of rows at a time."""
+"""Builds served tables from a full checkpoint and the deltas after it, a chunk of rows at a time.
+
+Each writer holds the lock, writes a generation aside, and switches to it.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,42 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import MergedTable, commit, open_checkpoint
-from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, only_writer
-from torchrec_dyn.serving.id_maps import maps_of, slots_for
+from torchrec_dyn import knobs
+from torchrec_dyn.checkpoint_format import (
+    MergedTable,
+    SavedTable,
+    open_checkpoint,
+    replace_file,
+    sync_to_disk,
+)
+from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, new_mapped, only_writer
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
+    CURRENT,
+    GENERATION,
+    MANIFEST,
+    ROWS_FILE,
+    SLOTS,
     Manifest,
     ServedEntry,
     ServedTable,
+    known_generation,
     laid_out,
     new_generation,
     new_rows_file,
+    read_manifest,
     served_manifest,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.writing import (
-    CHUNK_BYTES,
-    chosen_tables,
-    complete,
-    new_slots,
-    replacing,
-    switch,
-)
+from torchrec_dyn.serving.tensor_index import write_index
 from torchrec_dyn.storage import new_key, unsigned
 
 Folder = str | os.PathLike[str]
@@ -73,8 +84,7 @@ def build_new(
 ) -> str:
     """Builds a directory from a full checkpoint and the deltas after it; returns its generation."""
     row_format = RowFormat(rows)
-    check_target(target)
-    if target.exists():
+    if os.path.lexists(target):
         raise ValueError(
             f"serving.build: expected nothing at {target}, got something. "
             f"Build at a path that does not exist, such as {target / 'tables'}, or remove it first."
@@ -91,7 +101,7 @@ def build_new(
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    commit(target.parent)
+    sync_to_disk(target.parent)
     return generation
 
 
@@ -155,19 +165,7 @@ def _serve(
     row_format: RowFormat,
     entry: ServedEntry | None,
 ) -> str:
-    generation = write_tables(folder, saved, row_format, entry)
-    # The files of before go at once, too: some of their rows may have been forgotten.
-    switch(folder, generation)
-    return generation
-
-
-def write_tables(
-    folder: Path,
-    saved: Mapping[str, MergedTable],
-    row_format: RowFormat,
-    entry: ServedEntry | None,
-) -> str:
-    """Writes a generation with these tables, and returns its name: it is complete, but not served yet."""
+    """Writes a generation with these tables and serves it; returns its name."""
     tables = laid_out({name: _new_table(table) for name, table in saved.items()})
     generation, rows_file = new_generation(folder), new_rows_file()
     maps = maps_of(new_slots(folder / generation, tables), tables)
@@ -175,7 +173,7 @@ def write_tables(
     try:
         for name, table in saved.items():
             row_sum = 0
-            for chunk in table.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+            for chunk in table.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
                 written = row_format.encode(chunk["weight"], f"serving.build(table='{name}')")
                 maps[name].put(chunk["ids"], appender.append(written))
                 row_sum += sum_of_rows(name, chunk["ids"], written)
@@ -186,6 +184,8 @@ def write_tables(
     finally:
         appender.close()
     complete(folder, generation, manifest)
+    # Older generations go at once: they may have rows that were forgotten since.
+    switch(folder, generation)
     return generation
 
 
@@ -202,15 +202,6 @@ def _new_table(table: MergedTable) -> ServedTable:
     )
 
 
-def check_target(target: Path) -> None:
-    """Raises ValueError for a link to nothing, or to itself: no directory can be renamed to such a path."""
-    if target.is_symlink() and not target.exists():
-        raise ValueError(
-            f"{target}: expected a directory of served tables or nothing, got a link to "
-            f"{os.path.realpath(target)}, where nothing is. Give that path instead, or remove the link."
-        )
-
-
 def remove_unfinished(target: Path) -> None:
     """Removes what killed builds of a directory left beside it.
 
@@ -225,3 +216,91 @@ def remove_unfinished(target: Path) -> None:
         if (folder / LOCK).is_file():
             with suppress(SecondWriter, OSError), only_writer(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def replacing(folder: Path, before: str | None) -> Iterator[None]:
+    """Holds the lock of a directory while generation `before`, which the caller read, is replaced.
+
+    If another generation is served by now, it raises SecondWriter. After an error no new file is left.
+    """
+    with only_writer(folder):
+        if (now := known_generation(folder)) != before:
+            raise SecondWriter(
+                f"{folder}: expected generation {before} as before, got {now} of another writer. Try again."
+            )
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        try:
+            yield
+        except BaseException:
+            if known_generation(folder) == before:
+                _remove_all_but(folder, sizes.keys())
+                for name, size in sizes.items():
+                    if re.fullmatch(
+                        ROWS_FILE, name
+                    ):  # gives back the room of rows that were appended
+                        with suppress(OSError):
+                            os.truncate(folder / name, size)
+            raise
+
+
+def chosen_tables(
+    saved: Mapping[str, SavedTable], names: Sequence[str] | None, where: str
+) -> dict[str, SavedTable]:
+    """Returns the named tables (None: all tables) by name, in the order of their names."""
+    known = sorted(table.name for table in saved.values())
+    wanted = sorted(set(known if names is None else names))
+    missing = [name for name in wanted if name not in known]
+    if missing or not wanted:
+        raise ValueError(f"{where}: expected tables among {known}, got {missing or 'none'}.")
+    chosen: dict[str, SavedTable] = {}
+    for key, table in saved.items():
+        if table.name in chosen and table.name in wanted:
+            raise ValueError(
+                f"{where}: expected one table named '{table.name}', got '{chosen[table.name].key}' and "
+                f"'{key}'. Save one of the two collections alone."
+            )
+        chosen[table.name] = table
+    return {name: chosen[name] for name in wanted}
+
+
+def new_slots(
+    generation: Path, tables: Mapping[str, ServedTable], copied: Tensor | None = None
+) -> Tensor:
+    """Creates the directory of a generation and its file of id maps, [bytes] uint8, writable.
+
+    copied: [bytes] uint8, id maps of the same ranges of slots as those of `tables`; None: the maps are empty.
+    """
+    generation.mkdir()
+    size = SLOT_BYTES * sum(table.capacity for table in tables.values())
+    return new_mapped(generation / SLOTS, size, copied)
+
+
+def complete(folder: Path, generation: str, manifest: Manifest) -> None:
+    """Commits a generation to the disk, all but its name in `current`."""
+    sync_to_disk(folder / generation / SLOTS)
+    write_index(folder, generation, manifest)
+    replace_file(folder / generation / MANIFEST, manifest.to_json().encode())
+    sync_to_disk(folder)
+
+
+def switch(folder: Path, generation: str, before: str | None = None) -> None:
+    """Serves a complete generation from now on, and removes all others but `before`."""
+    replace_file(folder / CURRENT, f"{generation}\n".encode())
+    kept = [name for name in (generation, before) if name is not None]
+    files = [read_manifest(folder, name).rows_file for name in kept]
+    _remove_all_but(folder, {*kept, *files})
+
+
+def _remove_all_but(folder: Path, names: Set[str]) -> None:
+    """Removes the generations and rows files, unfinished ones too, that do not have one of these names."""
+    for path in folder.iterdir():
+        if path.name in names or not re.fullmatch(f"{GENERATION}|{ROWS_FILE}", path.name):
+            continue
+        if path.is_dir():
+            # First: a reader that misses another file misses this one too, and opens the next generation.
+            with suppress(OSError):
+                (path / SLOTS).unlink()
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

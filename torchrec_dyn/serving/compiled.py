@@ -67,11 +67,7 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
 
 
 def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, list[str]]:
-    """Exports a module as a program of two lists of tensors: of the call, and of the served tables.
-
-    Returns:
-        The program, and the names of the tensors of the second list in the index of a generation.
-    """
+    """Exports a module as a program of two lists of tensors: of the call, and of the served tables."""
     lookups = _lookups_of(module)
     flat = _Flat(module, inputs, lookups)
     folder = lookups[0].folder

@@ -90,10 +90,6 @@ def traced_features(
 
     Returns:
         ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.
-
-    Raises:
-        ValueError: if features or their weights are missing, ids have another dtype, or the batch has a size
-            per feature.
     """
     check_keyed(features, where)
     check_one_batch_size(features, where)

@@ -16,15 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import FileWriter, naming
 
 LOCK = "lock"
 # MAP_NORESERVE of Linux; Python has the name from 3.13 on. Pages are only read, so no memory is reserved for
 # copies of them.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-# Linux keeps what one write fills in pages of 2 MiB, if it begins at a multiple of their size and the file
-# system can (ext4 since Linux 6.16). Random rows of a mapped file then miss the TLB far less often.
-HUGE_PAGE = 2 << 20
 
 
 class DamagedTables(ValueError):
@@ -53,11 +51,9 @@ def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     file = FileWriter(path)
     try:
         if copied is None:
-            file.allocate(size)
-            # Without zeros, the first write to each small page would add this page.
-            zeros = bytes(HUGE_PAGE)
-            for place in range(0, size, HUGE_PAGE):
-                file.write(place, memoryview(zeros)[: size - place])
+            zeros = memoryview(bytes(knobs.HUGE_PAGE_BYTES))
+            for place in range(0, size, knobs.HUGE_PAGE_BYTES):
+                file.write(place, zeros[: size - place])
         else:
             file.write(0, copied.numpy())
     finally:
@@ -102,7 +98,7 @@ class Appender:
     def _add(self, data: Tensor) -> None:
         self._waiting.append(data)
         self.used += data.numel()
-        end = self.used // HUGE_PAGE * HUGE_PAGE
+        end = self.used // knobs.HUGE_PAGE_BYTES * knobs.HUGE_PAGE_BYTES
         if end > self._written:
             self._write_until(end)
 
@@ -121,7 +117,7 @@ class Appender:
         self.flush()
         if self._file.length() < size:
             self._file.resize(size)
-        self._file.commit()
+        self._file.sync()
 
     def close(self) -> None:
         """Closes the file. Without `finish` its bytes may not be on the disk yet."""

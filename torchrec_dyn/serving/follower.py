@@ -12,16 +12,21 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import Entry, SavedChain, open_checkpoint, read_chain
-from torchrec_dyn.serving.builder import build_instead, build_new, check_target, remove_unfinished
+from torchrec_dyn.checkpoint_format import (
+    Entry,
+    SavedChain,
+    SavedTable,
+    open_checkpoint,
+    read_chain,
+)
+from torchrec_dyn.serving.builder import build_instead, build_new, remove_unfinished
 from torchrec_dyn.serving.files import DamagedTables, SecondWriter
 from torchrec_dyn.serving.manifest import (
     Manifest,
@@ -38,6 +43,7 @@ _LONGEST_WAIT = 60.0
 _MOST_SECONDS = 10**9  # time.sleep refuses more than 2^63 nanoseconds
 
 Ids = dict[str, Tensor]  # by table, [M] int64
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class ForkedChain(ValueError):
@@ -51,10 +57,10 @@ class Followed:
     Attributes:
         entry: the entry whose rows are served.
         generation: name of the generation, as `generation` of a serving collection.
-        changed: by table the ids whose rows are new or other than in the entry `since`, [M] int64; None if
-            any row may be other: nothing was taken before, the tables were built from a full save, or the
+        changed: ids by table whose rows are new or differ from those of the entry `since`, [M] int64; None
+            if any row may differ: nothing was taken before, the tables were built from a full save, or the
             entries since then were removed.
-        removed: by table the ids that lost their row since then and have none, [M] int64; None as `changed`.
+        removed: ids by table that lost their row since then, [M] int64; None where `changed` is.
             An id that came and went since then is among them.
         lag: seconds from the moment of the rows to the moment when they could be served; the clocks of two
             machines may differ, so it is at least 0.
@@ -76,18 +82,6 @@ class Followed:
         return self.entry.dense
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The served tables and the entries as read together.
-
-    `generation` is None if nothing is served or `current` is lost, `damage` the error of a lost manifest.
-    """
-
-    generation: str | None
-    damage: DamagedTables | None
-    chain: SavedChain
-
-
 class Follower:
     """Brings a directory of served tables to the newest entry of a directory of `Checkpoints`.
 
@@ -98,7 +92,7 @@ class Follower:
         tables: names of the tables to serve; None: as served, all at first.
         since: id of the entry (`followed.entry.id`) whose rows the caller has taken, for `changed` and
             `removed`; None: none.
-        follow_forks: True to serve the newest entry also if what is served is not before it.
+        follow_forks: True to serve the newest entry even if it does not come after what is served.
 
     Attributes:
         since: id of the entry that `poll` has returned last. A caller that could not take its rows sets it
@@ -107,8 +101,7 @@ class Follower:
             and why.
 
     Raises:
-        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables, or is a link
-            to nothing.
+        ValueError: `path` is one checkpoint, or `to` has rows of another dtype or other tables.
     """
 
     def __init__(
@@ -125,14 +118,13 @@ class Follower:
         self.path, self.to, self.since = Path(path).absolute(), Path(to).absolute(), since
         self.skipped: list[str] = []
         self._rows, self._tables, self._follow_forks = rows, tables, follow_forks
-        self._known: Manifest | None = None  # of what is served, also when its file is lost
-        self._fault: tuple[object, str] | None = None  # raised at the last look
+        self._known: Manifest | None = None  # the last that was read; its file may be lost since
+        self._fault: str | None = None  # the error of the last poll
         if (self.path / ".metadata").exists() and not read_chain(self.path).entries:
             raise ValueError(
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
                 "torch.distributed.checkpoint. Serve it with serving.build, or give the directory of entries."
             )
-        check_target(self.to)
         remove_unfinished(self.to)
         self._look()
 
@@ -142,12 +134,11 @@ class Follower:
     def poll(self) -> Followed | None:
         """Serves the newest entry that leads on from what is served, if it is not served yet.
 
-        All deltas up to it are applied together; if that fails, the first of them alone, which needs less
-        room. An entry older than what is served is never taken. If the manifest of what is served is lost, or
-        a file of it is damaged, the newest full save and the deltas after it take its place, with a warning.
+        An entry older than what is served is never taken. If the manifest of what is served is lost, or a
+        file of it is damaged, the newest full save and the deltas after it take its place, with a warning.
 
         Returns:
-            What is served; None if it is of the entry `since`.
+            What is served now; None if that is the entry `since`.
 
         Raises:
             ForkedChain: the newest entry does not come after what is served. `follow_forks` allows it.
@@ -156,34 +147,35 @@ class Follower:
                 be built. What is served stays. Each call tries again; an error that lasts is raised once, and
                 stands in `skipped` then.
             OSError: the disk is full, or fails; once, too.
-            MemoryError: there is too little memory (torch: RuntimeError). What is served is whole.
+            MemoryError: there is too little memory (torch: RuntimeError); once, too.
         """
         self.skipped = []
         try:
-            followed = self._to_newest(self._look())
+            followed = self._to_newest()
         except (ForkedChain, SecondWriter):
             raise
-        except (ValueError, OSError) as error:
-            fault = _fault_of(error)
-            if self._fault is None or self._fault[0] != fault[0]:
-                self._fault = fault
-                self.skipped.append(fault[1])
+        except Exception as error:
+            if not _may_pass(error):
                 raise
-            self.skipped.append(self._fault[1])
+            text = _text_of(error)
+            self.skipped.append(text)
+            lasts, self._fault = text == self._fault, text
+            if not lasts:
+                raise
             return None
         self._fault = None
         return followed
 
     def lag(self) -> float | None:
         """Returns the seconds since the moment of the served rows; None if they are of no entry here."""
-        seen = self._look()
-        entry = None if seen.damage else self._entry(seen.chain)
+        _, damage, chain = self._look()
+        entry = None if damage else self._entry(chain)
         return None if entry is None else _seconds_since(entry)
 
     def served(self) -> str | None:
         """Returns the id of the entry that is served; None if nothing is, or its manifest is lost."""
-        entry = None if self._look().damage else self._served
-        return None if entry is None else entry.id
+        _, damage, _ = self._look()
+        return None if damage or self._served is None else self._served.id
 
     @property
     def _served(self) -> ServedEntry | None:
@@ -194,17 +186,15 @@ class Follower:
         served = self._served
         return next((entry for entry in chain.entries if served and entry.id == served.id), None)
 
-    def _look(self) -> _Seen:
-        """Reads what is served, then the entries: what is served is among them then."""
-        check_target(self.to)
+    def _look(self) -> tuple[str | None, DamagedTables | None, SavedChain]:
+        """Reads the name of the served generation, the error of a lost manifest, and then the entries."""
         if not self.to.exists():
             self._known = None
-            return _Seen(None, None, read_chain(self.path))
-        before = known_generation(self.to)
+            return None, None, read_chain(self.path)
         try:
-            before, manifest = served_manifest(self.to)
+            name, manifest = served_manifest(self.to)
         except DamagedTables as damage:
-            return _Seen(before, damage, read_chain(self.path))
+            return known_generation(self.to), damage, read_chain(self.path)
         wanted = None if self._tables is None else sorted(self._tables)
         for what, want, got in (
             ("rows", self._rows, manifest.row_format.dtype),
@@ -216,105 +206,104 @@ class Follower:
                     "from another directory."
                 )
         self._known = manifest
-        return _Seen(before, None, read_chain(self.path))
+        return name, None, read_chain(self.path)
 
-    def _check_fork(self, chain: SavedChain) -> bool:
-        """Returns True if the newest entry does not come after what is served, and that is allowed."""
-        if self._served is None or not _is_fork(chain, self._served):
-            return False
-        if not self._follow_forks:
-            raise ForkedChain(
-                f"{self.path}: expected entries that come after the served one, got "
-                f"{chain.entries[-1].path.name}, which does not: training was restored at an older entry, or "
-                "this is another directory. To serve its rows, follow with follow_forks=True (--forks)."
-            )
-        return True
-
-    def _to_newest(self, seen: _Seen) -> Followed | None:
-        chain, served = seen.chain, self._served
+    def _to_newest(self) -> Followed | None:
+        before, damage, chain = self._look()
+        served = self._served
         last = 0 if served is None else served.sequence
         self.skipped = [line for line in chain.skipped if _sequence_of(line) > last]
         if served is not None and not chain.entries:
             self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
         is_fork = self._check_fork(chain)
-        least = 0 if is_fork else self._least(seen)
-        if (way := self._newest_way(seen, least)) is not None:
-            return self._serve(way, seen, least, is_fork)
-        if seen.damage is not None:
-            raise ValueError(" ".join([str(seen.damage), *self.skipped])) from seen.damage
+        begin = None if served is None or damage is not None else served.id
+        if way := self._newest_way(chain, begin, 0 if is_fork else self._least(damage, chain)):
+            # Before the rows are served: the entries may be removed then.
+            changes = self._changes(chain, way[-1])
+            generation = self._serve(way, before, damage, chain)
+            self._known = read_manifest(self.to, generation)
+            return self._followed(way[-1], generation, changes, is_fork)
+        if damage is not None:
+            raise ValueError(" ".join([str(damage), *self.skipped])) from damage
         now = self._entry(chain)
-        if now is None or seen.generation is None:
+        if now is None or before is None:
             return None
-        return self._followed(now, seen.generation, self._changes(chain, now), False)
+        return self._followed(now, before, self._changes(chain, now), False)
 
-    def _newest_way(self, seen: _Seen, least: int) -> list[Entry] | None:
+    def _check_fork(self, chain: SavedChain) -> bool:
+        """Returns True if the newest entry does not come after what is served, and that is allowed."""
+        is_fork = self._served is not None and _is_fork(chain, self._served)
+        if is_fork and not self._follow_forks:
+            raise ForkedChain(
+                f"{self.path}: expected entries that come after the served one, got "
+                f"{chain.entries[-1].path.name}, which does not: training was restored at an older entry, or "
+                "this is another directory. To serve its rows, follow with follow_forks=True (--forks)."
+            )
+        return is_fork
+
+    def _least(self, damage: DamagedTables | None, chain: SavedChain) -> int:
+        """Returns the lowest sequence of an entry to serve: what is served is not newer."""
+        if self._served is not None:
+            return self._served.sequence + (damage is None)
+        if self._known is None and damage is None:
+            return 0
+        # What is served may be of any entry.
+        return chain.entries[-1].sequence if chain.entries else 0
+
+    def _newest_way(self, chain: SavedChain, begin: str | None, least: int) -> list[Entry] | None:
         """Returns the way to the newest entry that has one, from sequence `least` on."""
-        begin = None if self._served is None or seen.damage is not None else self._served.id
-        for entry in reversed(seen.chain.entries):
+        for entry in reversed(chain.entries):
             if entry.sequence < least:
                 break
-            if (way := _way_to(seen.chain, entry, begin)) is not None:
+            if (way := _way_to(chain, entry, begin)) is not None:
                 return way
             self.skipped.append(f"{entry.path.name}: an entry before it is missing.")
         return None
 
-    def _least(self, seen: _Seen) -> int:
-        """Returns the lowest sequence of an entry to serve: what is served is not older."""
-        if self._known is None and seen.damage is None:
-            return 0
-        if self._served is None:  # not known: what is served may be of any entry
-            return seen.chain.entries[-1].sequence if seen.chain.entries else 0
-        return self._served.sequence + (seen.damage is None)
-
-    def _serve(self, way: list[Entry], seen: _Seen, least: int, is_fork: bool) -> Followed | None:
-        """Serves the last entry of a way, or what can be served in its place."""
-        try:
-            return self._take(way, seen, is_fork)
-        except SecondWriter:
-            raise
-        except (ValueError, OSError) as error:
-            if isinstance(error, DamagedTables) and not way[0].is_full:
-                instead = _way_to(seen.chain, way[-1], None)
-                seen = replace(seen, damage=error)
-            else:  # the first alone needs less room, or what is damaged comes after it
-                instead = way[:1] if len(way) > 1 and way[0].sequence >= least else None
-            if instead is None:
-                raise
-        return self._take(instead, seen, is_fork)
-
-    def _take(self, way: Sequence[Entry], seen: _Seen, is_fork: bool) -> Followed | None:
-        """Serves the last entry of a way: a full save and deltas are built, deltas are applied."""
-        now, folders = way[-1], [entry.tables for entry in way]
-        # Before the rows are served: the entries may be removed then.
-        changes = self._changes(seen.chain, now)
+    def _serve(
+        self,
+        way: Sequence[Entry],
+        before: str | None,
+        damage: DamagedTables | None,
+        chain: SavedChain,
+    ) -> str:
+        """Applies the deltas of a way, or builds from its full save; returns the generation."""
+        now = way[-1]
         entry = ServedEntry(now.sequence, now.id, now.chain)
-        if not way[0].is_full:
-            assert seen.generation is not None
-            generation = apply_deltas(self.to, folders, seen.generation, entry)
-        elif not self.to.exists():
-            rows = torch.float32 if self._rows is None else self._rows
-            generation = build_new(folders, self.to, rows, self._tables, entry)
-        else:
-            kind, tables = self._choice(seen)
-            generation = build_instead(folders, self.to, kind, tables, seen.generation, entry)
-            if seen.damage is not None:
-                warnings.warn(
-                    f"Follower: {seen.damage} The tables were built anew from {way[0].path}.",
-                    stacklevel=5,
-                )
-        self._known = read_manifest(self.to, generation)
-        return self._followed(now, generation, changes, is_fork)
+        if way[0].is_full:
+            return self._build(way, entry, before, damage)
+        assert before is not None
+        try:
+            return apply_deltas(self.to, [step.tables for step in way], before, entry)
+        except DamagedTables as error:
+            if (line := chain.line_of(now)) is None:
+                raise
+            return self._build(line, entry, before, error)
 
-    def _choice(self, seen: _Seen) -> tuple[torch.dtype, Sequence[str] | None]:
-        """Returns dtype and names of the tables to build in the place of those that are served."""
+    def _build(
+        self,
+        line: Sequence[Entry],
+        entry: ServedEntry,
+        before: str | None,
+        damage: DamagedTables | None,
+    ) -> str:
+        rows, tables = self._rows, self._tables
         if self._known is not None:
-            return self._known.row_format.dtype, tuple(self._known.tables)
-        if self._rows is None:
+            rows, tables = self._known.row_format.dtype, tuple(self._known.tables)
+        elif damage is not None and rows is None:
             raise ValueError(
-                f"{seen.damage} Or follow with the dtype of its rows, as rows=torch.float32 "
-                "(--dtype float32), and tables= if not all were served: they are built then."
+                f"{damage} Or follow with the dtype of its rows, as rows=torch.float32 (--dtype float32), "
+                "and tables= if not all were served: they are built then."
             )
-        return self._rows, self._tables
+        folders, rows = [step.tables for step in line], rows or torch.float32
+        if not self.to.exists():
+            return build_new(folders, self.to, rows, tables, entry)
+        generation = build_instead(folders, self.to, rows, tables, before, entry)
+        if damage is not None:
+            warnings.warn(
+                f"Follower: {damage} The tables were built anew from {line[0].path}.", stacklevel=5
+            )
+        return generation
 
     def _followed(
         self, now: Entry, generation: str, changes: tuple[Ids, Ids] | None, is_fork: bool
@@ -322,12 +311,10 @@ class Follower:
         """Returns an entry for the caller; None if it is that which the caller has."""
         if now.id == self.since:
             return None
-        changed, removed = (None, None) if changes is None else changes
-        followed = Followed(
-            now, generation, changed, removed, _seconds_since(now), self.skipped, is_fork
-        )
+        changed, removed = changes or (None, None)
+        lag = _seconds_since(now)
         self.since = now.id
-        return followed
+        return Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
 
     def _changes(self, chain: SavedChain, now: Entry) -> tuple[Ids, Ids] | None:
         """Returns the ids that changed and that were removed since the caller's entry; None: any may have."""
@@ -336,9 +323,27 @@ class Follower:
         way = _way_to(chain, now, self.since)
         if way is None or any(entry.is_full for entry in way):
             return None
-        with suppress(ValueError, OSError):  # removed or damaged since they were applied
-            return _joined([_ids_of(entry, [*self._known.tables]) for entry in way])
-        return None
+        changed = dict.fromkeys(self._known.tables, _NO_IDS)
+        removed = dict(changed)
+        try:
+            for saved in (open_checkpoint(entry.tables).tables.values() for entry in way):
+                for table in saved:
+                    if table.name in changed:
+                        _add_changes(table, changed, removed)
+        except (ValueError, OSError):  # removed or damaged since they were applied
+            return None
+        return changed, removed
+
+
+def _add_changes(delta: SavedTable, changed: Ids, removed: Ids) -> None:
+    """Adds the ids of a delta of a table: what came last of each id counts."""
+    name = delta.name
+    ids = delta.read("ids") if delta.num_rows else _NO_IDS
+    gone = delta.read("removed") if delta.rows_of("removed") else _NO_IDS
+    left = changed[name][~torch.isin(changed[name], gone)]
+    changed[name] = torch.cat([left, ids]).unique()
+    gone = torch.cat([removed[name], gone]).unique()
+    removed[name] = gone[~torch.isin(gone, changed[name])]
 
 
 def _is_fork(chain: SavedChain, served: ServedEntry) -> bool:
@@ -366,35 +371,6 @@ def _way_to(chain: SavedChain, entry: Entry, begin: str | None) -> list[Entry] |
         if before.is_full or (begin is not None and before.parent == begin):
             return way[::-1]
     return None
-
-
-def _ids_of(entry: Entry, tables: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the changed and the removed ids of a delta, by table."""
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    return {
-        table.name: (
-            table.read("ids") if table.num_rows else nothing,
-            table.read("removed") if "removed" in table.names else nothing,
-        )
-        for table in open_checkpoint(entry.tables).tables.values()
-        if table.name in tables
-    }
-
-
-def _joined(deltas: Sequence[Mapping[str, tuple[Tensor, Tensor]]]) -> tuple[Ids, Ids]:
-    """Joins the changed and removed ids of deltas in order, by table: what came last of each id."""
-    changed, removed = {}, {}
-    for name in deltas[0]:
-        parts = [ids for delta in deltas for ids in delta[name]]
-        is_removed = torch.arange(len(parts), device="cpu") % 2 == 1
-        lengths = torch.tensor([len(ids) for ids in parts], device="cpu")
-        distinct, which = torch.cat(parts).unique(return_inverse=True)
-        last = torch.zeros_like(distinct).scatter_reduce_(
-            0, which, torch.arange(len(which), device="cpu"), "amax"
-        )
-        is_gone = is_removed.repeat_interleave(lengths)[last]
-        changed[name], removed[name] = distinct[~is_gone], distinct[is_gone]
-    return changed, removed
 
 
 def _seconds_since(entry: Entry) -> float:
@@ -425,13 +401,13 @@ def follow(
         path: the directory of `Checkpoints`.
         to: the directory of served tables.
         every: seconds between two looks, from 0 to 10^9.
-        rows: as of `Follower`.
-        tables: as of `Follower`.
-        since: as of `Follower`.
-        follow_forks: as of `Follower`.
+        rows: see `Follower`.
+        tables: see `Follower`.
+        since: see `Follower`.
+        follow_forks: see `Follower`.
 
     Raises:
-        ValueError: `every` is no such number, or as of `Follower`; at the call, before the first look.
+        ValueError: `every` is no such number, or an argument of `Follower` is wrong; before the first look.
     """
     if not isinstance(every, Real) or not 0 <= every <= _MOST_SECONDS:
         raise ValueError(
@@ -443,33 +419,36 @@ def follow(
 
 
 def _looks(follower: Follower, every: float) -> Iterator[Followed]:
-    warned: set[object] = set()
+    warned: set[str] = set()
     wait = every
     while True:
         try:
-            followed = follower.poll()
-            faults: list[tuple[object, str]] = [(line, line) for line in follower.skipped]
+            followed, faults = follower.poll(), [*follower.skipped]
         except Exception as error:
-            if not isinstance(error, (ValueError, OSError)) and not lacks_memory(error):
+            if not _may_pass(error):
                 raise
-            followed, faults = None, [_fault_of(error)]
+            followed, faults = None, [_text_of(error)]
         if followed is not None:
             yield followed
             wait = every
         else:
             for fault in faults:
-                if warned.isdisjoint(fault):
-                    warnings.warn(f"serving.follow: {fault[1]}", stacklevel=2)
+                if fault not in warned:
+                    warnings.warn(f"serving.follow: {fault}", stacklevel=2)
             wait = min(2 * wait, max(every, _LONGEST_WAIT)) if faults else every
             time.sleep(wait)
-        warned = {part for fault in faults for part in fault}
+        warned = set(faults)
 
 
-def _fault_of(error: Exception) -> tuple[object, str]:
-    """Returns what is the same each time that an error is raised again, and its text."""
-    if isinstance(error, OSError):  # its text has the name of a new file each time
-        return error.errno or str(error), str(error)
-    if isinstance(error, ValueError):
-        return str(error), str(error)
-    kind = type(error).__name__
-    return kind, f"expected memory to serve an entry, got {kind}: {error}. It is tried again."
+def _may_pass(error: Exception) -> bool:
+    """Returns True for an error that a later poll may not have."""
+    return isinstance(error, (ValueError, OSError)) or lacks_memory(error)
+
+
+def _text_of(error: Exception) -> str:
+    """Returns the same text each time that an error is raised again: no name of a new file."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return str(OSError(error.errno, error.strerror))
+    if isinstance(error, (ValueError, OSError)):
+        return str(error)
+    return f"expected memory to serve an entry, got {type(error).__name__}: {error}. It is tried again."

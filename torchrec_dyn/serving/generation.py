@@ -25,7 +25,7 @@ from torchrec_dyn.serving.manifest import (
     with_current,
 )
 from torchrec_dyn.serving.row_format import sum_of_rows
-from torchrec_dyn.serving.tensor_index import check_index
+from torchrec_dyn.serving.tensor_index import BLOCK_SHIFT, check_index
 from torchrec_dyn.storage import unsigned
 
 
@@ -49,19 +49,18 @@ class Generation(nn.Module):
         self.row_dtype = manifest.row_format.dtype
         self.nbit = manifest.rows if manifest.row_format.is_nbit else ""  # "int8" or "int4"
         self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
-        cut = manifest.blocks()
-        layout = []
-        self._cuts: list[tuple[int, int, int]] = []  # columns, rows of a block, blocks
-        for table_name, table in zip(tables, self.tables, strict=True):
-            shift, blocks = cut[table_name]
-            part = table.embedding_dim, 1 << shift, blocks
-            if part not in self._cuts:  # tables of the same width share blocks
-                self._cuts.append(part)
-            first = sum(number for _, _, number in self._cuts[: self._cuts.index(part)])
-            layout.append([first, blocks, shift, table.embedding_dim])
+        # By number of columns: tables of the same width share blocks.
+        self._row_counts = {
+            manifest.tables[table].embedding_dim: manifest.whole_rows(table) for table in tables
+        }
+        layout: dict[int, list[int]] = {}
+        for columns, count in self._row_counts.items():
+            first = sum(blocks for _, blocks, *_ in layout.values())
+            layout[columns] = [first, -(-count >> BLOCK_SHIFT), BLOCK_SHIFT, columns]
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("layout", torch.tensor(layout, device="cpu"), persistent=False)
+        lines = [layout[table.embedding_dim] for table in self.tables]
+        self.register_buffer("layout", torch.tensor(lines, device="cpu"), persistent=False)
         at_rest = torch.tensor([(-1, table.key) for table in self.tables], device="cpu").view(-1, 2)
         self.register_buffer("_at_rest", at_rest, persistent=False)
         # Views of `slots` and `rows`, made once. An exported program makes views of its own two buffers.
@@ -84,10 +83,7 @@ class Generation(nn.Module):
         return pairs[pairs[:, 1] > 0, 0].contiguous()
 
     def blocks(self) -> list[Tensor]:
-        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; [] for rows of int8 and int4.
-
-        `layout` has the blocks of each table.
-        """
+        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; none for int8 and int4."""
         return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
 
     def _maps(self) -> list[Tensor]:
@@ -96,11 +92,10 @@ class Generation(nn.Module):
     def _blocks(self) -> list[Tensor]:
         if self.nbit:
             return []
-        blocks = []
-        for columns, rows, count in self._cuts:
-            elements = rows * columns * count
-            numbers = self.rows[: elements * self.row_dtype.itemsize].view(self.row_dtype)
-            blocks += list(numbers.view(count, rows, columns).unbind()) if elements else []
+        numbers, blocks = self.rows.view(self.row_dtype), []
+        for columns, count in self._row_counts.items():
+            rows = numbers[: columns * count].view(count, columns)
+            blocks += rows.split(1 << BLOCK_SHIFT)
         return blocks
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.serving.files import DamagedTables
 from torchrec_dyn.serving.manifest import Manifest, ServedTable
 
@@ -24,8 +24,6 @@ SLOT_BYTES = 16
 _LINE_SLOTS = 4
 # A new map has the first load. Deltas fill it up to the second load; then a larger map is made.
 _LOAD, _MOST_LOAD = 0.7, 0.8
-# Bytes of slots, and of the rows that a caller reads with them, that are in memory at once.
-_PIECE_BYTES = 4 << 20
 
 
 def slots_for(ids: int) -> int:
@@ -71,22 +69,12 @@ class ServedMap:
 
         The more bytes the caller reads of each row, `row_bytes`, the fewer ids at a time.
         """
-        size = max(1, _PIECE_BYTES // (SLOT_BYTES + row_bytes))
+        size = max(1, knobs.MAP_PIECE_BYTES // (SLOT_BYTES + row_bytes))
         for first in range(0, len(self.slots), size):
             piece = self.slots[first : first + size]
             slots = piece[:, 1].nonzero().view(-1)
             pairs = piece[slots]
             yield pairs[:, 0].contiguous(), pairs[:, 1] - 1, slots + first
-
-    def extent(self) -> tuple[int, int, int]:
-        """Returns the number of ids, and the least and the largest number in the slots: row + 1, or 0."""
-        taken, low, high = 0, 0, 0
-        for piece in self.slots[:, 1].split(_PIECE_BYTES // SLOT_BYTES):
-            if len(piece):
-                least, largest = piece.aminmax()
-                low, high = min(low, int(least)), max(high, int(largest))
-            taken += int(piece.count_nonzero())
-        return taken, low, high
 
     def renumber(self, slots: Tensor, rows: Tensor) -> None:
         """Replaces the rows of ids, in slots [M] int64 as `pieces` yields them, by rows [M] int64."""
@@ -106,8 +94,10 @@ def checked_maps(path: Path, slots: Tensor, manifest: Manifest) -> dict[str, Ser
     """Returns the id maps in a file, slots [bytes] uint8; DamagedTables unless all their rows can be read."""
     maps = maps_of(slots, manifest.tables)
     for name, width in manifest.widths().items():
-        expected, rows = manifest.tables[name].num_rows, manifest.rows_bytes // width
-        ids, low, high = maps[name].extent()
+        numbers = maps[name].slots[:, 1]
+        ids, expected = int(numbers.count_nonzero()), manifest.tables[name].num_rows
+        low, high = map(int, numbers.aminmax()) if len(numbers) else (0, 0)
+        rows = manifest.rows_bytes // width
         if ids != expected or low < 0 or high > rows:
             raise DamagedTables(
                 f"{path}: expected a map of {expected} ids of table '{name}' to rows in [0, {rows}), got "

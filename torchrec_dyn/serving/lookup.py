@@ -9,7 +9,6 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +56,7 @@ class UnseenRows:
 
     def __init__(self, name: str, table: ServedTable) -> None:
         self._columns = table.embedding_dim
-        self._dtype = table.trained_dtype
+        self._dtype: torch.dtype = getattr(torch, table.trained_as)
         self._key = table_key(table.seed, name, "initial row")
         initializer = named_initializer(table.initializer)
         if initializer is None:
@@ -100,8 +99,7 @@ class ServedLookup(nn.Module):
         super().__init__()
         if unseen not in ("zeros", "initial"):
             raise ValueError(f'{where}.unseen: expected "zeros" or "initial", got {unseen!r}.')
-        self._given = Path(folder)
-        self.folder = self._given.absolute()  # the process may change its working directory
+        self.folder = Path(folder).absolute()  # the process may change its working directory
         self._configs = list(configs)
         self._where = where
         self._verify = verify
@@ -257,23 +255,13 @@ class ServedLookup(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without the generation: a copy would hold all rows in memory of its own. With the path as given: a
-        # relative one is one of the process that unpickles.
+        # Without the generation: a copy would hold all rows in memory of its own.
         modules = {name: child for name, child in self._modules.items() if name != "generation"}
-        without = {"folder": self._given, "_modules": modules, "_served": (), "_unseen": []}
-        return {**self.__dict__, **without}
+        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._given, self.folder = self.folder, self.folder.absolute()
         self.refresh()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ServedLookup:
-        # A copy in the same process serves the directory of the original, also after os.chdir.
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        twin.__setstate__({**copy.deepcopy(self.__getstate__(), memo), "folder": self.folder})
-        twin._given = self._given
-        return twin
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raises ValueError: torch.jit.script calls it for each module of a model."""

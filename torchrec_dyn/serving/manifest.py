@@ -2,7 +2,7 @@
 
     current                    name of the served generation: a small file, replaced by a rename
     rows-51ab20fe              rows of all tables, as row_format.py encodes them; row r of a table is at
-                               byte r * row_bytes. Rows are only appended; after the last row it is sparse
+                               byte r * row_bytes. Rows are only appended
     000001-51ab20fe/           a generation: it never changes, and is complete before `current` names it
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
@@ -18,10 +18,10 @@ manifest.json, keys sorted:
         "num_rows": 100, "row_sum": 789, "seed": 0, "sums": {"ids": 123, "weight": 456},
         "trained_as": "float32"}}}
 
-`digest` is of all other fields. `entry` is the entry of `Checkpoints` whose rows are served, null for another
-checkpoint. `sums` are the content sums of the saved table: a delta must begin at these sums. `row_sum` is the
-content sum of the encoded rows. `key` is the secret key of the hash that gives the ids of a table their slots
-(csrc/slot_hash.h): who reads it can make ids that share slots.
+`digest` is the digest of all other fields. `entry` is the entry of `Checkpoints` whose rows are served, null
+for another checkpoint. `sums` are the content sums of the saved table: a delta must begin at these sums.
+`row_sum` is the content sum of the encoded rows. `key` is the secret key of the hash that gives the ids of a
+table their slots (csrc/slot_hash.h): who reads it can make ids that share slots.
 
 Files with names of other forms are neither read nor removed. A generation or a rows file is removed when
 neither the current generation nor the generation before needs it, or when the tables were built again and the
@@ -80,12 +80,6 @@ class ServedTable:
     num_rows: int = 0  # ids with a row
     first_slot: int = 0  # of its map in `slots`
 
-    @property
-    def trained_dtype(self) -> torch.dtype:
-        """Dtype of its rows in training."""
-        dtype: torch.dtype = getattr(torch, self.trained_as)
-        return dtype
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -119,24 +113,10 @@ class Manifest:
         return max(1, self.rows_bytes // self.widths()[table])
 
     def file_bytes(self) -> int:
-        """Returns the bytes of the rows file that lookups may read: whole blocks and a row of each table."""
-        widths = self.widths()
-        blocks = [(count << shift) * widths[name] for name, (shift, count) in self.blocks().items()]
+        """Returns the bytes of the rows file that lookups may read: at least one row of each table."""
         spare = self.row_format.spare_bytes
         behind = max(spare(table.embedding_dim) for table in self.tables.values())
-        return max([self.rows_bytes + behind, *blocks, *widths.values()])
-
-    def blocks(self) -> dict[str, tuple[int, int]]:
-        """Returns shift and number of blocks of each table: the rows file cut into blocks of 2^shift rows.
-
-        A table has at most 16 blocks (csrc/storage/blocks.h).
-        """
-        cut = {}
-        for name, width in self.widths().items():
-            rows = -(-self.rows_bytes // width)
-            shift = max(0, rows.bit_length() - 4)
-            cut[name] = shift, -(-rows >> shift)
-        return cut
+        return max([self.rows_bytes + behind, *self.widths().values()])
 
     def to_json(self) -> str:
         """Returns the text of the manifest file."""

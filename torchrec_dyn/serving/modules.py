@@ -49,24 +49,11 @@ class _Refreshable:
         """Serves the deltas that were applied so far, from the next call on.
 
         Any thread may call it at any time.
-
-        Returns:
-            True if there was a new generation.
-
-        Raises:
-            ValueError: if the new generation does not match the collection; the old generation stays served.
         """
         return self._lookup.refresh()
 
     def ids(self, table: str) -> Tensor:
-        """Returns the ids of a table that have a row in the served generation, [N] int64, in any order.
-
-        Args:
-            table: name of the table.
-
-        Raises:
-            ValueError: if the collection has no such table.
-        """
+        """Returns the ids of a table that have a row in the served generation, [N] int64, in any order."""
         names = [config.name for config in self._configs]
         if table not in names:
             raise ValueError(

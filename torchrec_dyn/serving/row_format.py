@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import fbgemm_gpu  # noqa: F401  (registers the ops)
 import torch
@@ -82,10 +83,6 @@ class RowFormat:
     def stored_dtype(self) -> torch.dtype:
         """Dtype of stored rows as a tensor: rows of int8 and int4 are bytes, with scale and bias."""
         return torch.uint8 if self.is_nbit else self.dtype
-
-    def stored_columns(self, columns: int) -> int:
-        """Returns the number of columns of stored rows as a tensor of `stored_dtype`."""
-        return self.row_bytes(columns) // self.stored_dtype.itemsize
 
     def encode(self, rows: Tensor, where: str) -> Tensor:
         """Returns rows [M, D] encoded, [M, row_bytes] uint8; ValueError if a number does not fit."""
@@ -200,32 +197,24 @@ class NBitPooling(nn.Module):
         self._most = max(columns)
         self._most_int4 = self._most if dtype == INT4 else 0
         self._most_int8 = self._most if dtype == torch.int8 else 0
-        ends = torch.tensor([0, *columns], device="cpu").cumsum(0).int()
-        host = torch.full(
-            (features,), EmbeddingLocation.HOST.value, dtype=torch.int32, device="cpu"
-        )
-        types = torch.full((features,), _TYPES[dtype].as_int(), dtype=torch.uint8, device="cpu")
-        self.register_buffer("_ends", ends, persistent=False)
-        self.register_buffer("_places", host, persistent=False)
-        self.register_buffer("_types", types, persistent=False)
-        self.register_buffer(
-            "_begins", torch.zeros(features, device="cpu").long(), persistent=False
-        )
-        self.register_buffer(
-            "_none", torch.empty(0, dtype=torch.uint8, device="cpu"), persistent=False
-        )
+        place, kind = EmbeddingLocation.HOST.value, _TYPES[dtype].as_int()
+        for name, numbers, number_type in (
+            ("_ends", list(accumulate(columns, initial=0)), torch.int32),
+            ("_places", [place] * features, torch.int32),
+            ("_types", [kind] * features, torch.uint8),
+            ("_begins", [0] * features, torch.int64),
+            ("_none", [], torch.uint8),
+        ):
+            buffer = torch.tensor(numbers, dtype=number_type, device="cpu")
+            self.register_buffer(name, buffer, persistent=False)
 
     def forward(
         self, written: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
     ) -> Tensor:
         """Gathers rows and pools them by bag: [B, sum of D] float32.
 
-        Args:
-            written: [bytes] uint8, the rows of all tables.
-            rows: [N] int64; row -1 counts as zeros.
-            offsets: [F * B + 1] int64, ascending from 0 to N; the kernel does not check this.
-            weights: [N] float32, contiguous, or None.
-            mean: True to divide each bag by its length.
+        Shapes: written [bytes] uint8, rows [N] int64, offsets [F * B + 1] int64, weights [N]
+        float32.
         """
         mode = PoolingMode.MEAN if mean else PoolingMode.SUM
         return self._call(len(self._places), written, rows, offsets, mode, weights)

@@ -38,8 +38,8 @@ from torchrec_dyn.serving.manifest import SLOTS, Manifest
 
 TENSORS, KEYS = "tensors", "keys"
 ALL_ROWS = "rows"
-# One block of up to 2^31 rows, the most that a layout can name.
-_SHIFT = 31
+# Rows are in blocks of 2^31 rows, the most that a layout can name; the last block may have fewer.
+BLOCK_SHIFT = 31
 
 
 class IndexedTensor(NamedTuple):
@@ -51,11 +51,6 @@ class IndexedTensor(NamedTuple):
     first_byte: int
     shape: tuple[int, ...]
 
-    def text(self) -> str:
-        """Returns the text of the line."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return " ".join(map(str, [self.name, dtype, self.file, self.first_byte, *self.shape]))
-
 
 def name_in_index(table: str, part: str) -> str:
     """Returns the name of a table's tensor; `part` is "slots", "key" or "rows"."""
@@ -63,7 +58,7 @@ def name_in_index(table: str, part: str) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Returns True for a name in an index that is of the key of a table."""
+    """Returns True if a name in an index names the key of a table."""
     return name.endswith(".key")
 
 
@@ -80,10 +75,10 @@ def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
         yield IndexedTensor(
             name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
         )
-        shape = manifest.whole_rows(name), row_format.stored_columns(table.embedding_dim)
-        yield IndexedTensor(
-            name_in_index(name, "rows"), row_format.stored_dtype, rows_file, 0, shape
-        )
+        stored = row_format.stored_dtype
+        columns = row_format.row_bytes(table.embedding_dim) // stored.itemsize
+        shape = manifest.whole_rows(name), columns
+        yield IndexedTensor(name_in_index(name, "rows"), stored, rows_file, 0, shape)
     yield IndexedTensor(ALL_ROWS, torch.uint8, rows_file, 0, (manifest.rows_bytes,))
 
 
@@ -121,7 +116,10 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
 
 
 def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
-    lines = "".join(line.text() + "\n" for line in indexed(generation, manifest))
+    lines = ""
+    for name, kind, file, first, shape in indexed(generation, manifest):
+        words = [name, str(kind).removeprefix("torch."), file, first, *shape]
+        lines += " ".join(map(str, words)) + "\n"
     pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
     return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}
 
@@ -163,7 +161,7 @@ class GivenTables(nn.Module):
     def layout(self) -> Tensor:
         """The layout of `blocks`, [T, 4] int64: each table has one block."""
         return torch.tensor(
-            [[t, 1, _SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
+            [[t, 1, BLOCK_SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
         )
 
     def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +172,7 @@ class GivenTables(nn.Module):
         """Returns the rows of each table, for rows of float32 or float16."""
         # The file may have more rows of this width, of other tables.
         return [
-            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << _SHIFT))
+            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << BLOCK_SHIFT))
             for rows in self._of("rows")
         ]
 

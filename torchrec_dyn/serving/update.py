@@ -17,11 +17,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     SavedTable,
     content_sum,
     from_words,
     open_checkpoint,
+)
+from torchrec_dyn.serving.builder import (
+    chosen_tables,
+    complete,
+    new_slots,
+    replacing,
+    switch,
 )
 from torchrec_dyn.serving.files import Appender, DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import (
@@ -45,18 +53,7 @@ from torchrec_dyn.serving.manifest import (
     without_files,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.writing import (
-    CHUNK_BYTES,
-    chosen_tables,
-    complete,
-    new_slots,
-    replacing,
-    switch,
-)
 from torchrec_dyn.storage import new_key, unsigned
-
-# A rows file is rewritten when it has more unused bytes than bytes in use plus this number.
-_WASTE_BYTES = 1 << 20
 
 
 def apply_delta(folder: str | os.PathLike[str], delta: str | os.PathLike[str]) -> None:
@@ -86,21 +83,18 @@ def apply_deltas(
 ) -> str:
     """Applies deltas in order, all of them in one new generation after `before`; returns its name."""
     with replacing(path, before):
-        generation = write_changes(path, before, deltas, entry)
+        generation = _write_changes(path, before, deltas, entry)
         switch(path, generation, before)
     return generation
 
 
-def write_changes(
+def _write_changes(
     path: Path,
     before: str,
     deltas: Sequence[str | os.PathLike[str]],
     entry: ServedEntry | None,
 ) -> str:
-    """Writes the generation that deltas make of generation `before`, and returns its name: it is complete.
-
-    `entry` is the entry of `Checkpoints` of the last delta.
-    """
+    """Writes the generation that deltas make of generation `before`; returns its name."""
     try:
         manifest = read_manifest(path, before)
         slots = mapped(path / before / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
@@ -126,7 +120,7 @@ def write_changes(
         after = replace(manifest, tables=tables, rows_bytes=appender.used, entry=entry)
         widths = after.widths()
         in_use = sum(table.num_rows * widths[name] for name, table in tables.items())
-        if after.rows_bytes > 2 * in_use + _WASTE_BYTES:
+        if after.rows_bytes > 2 * in_use + knobs.WASTE_BYTES:
             after = _compacted(path, after, maps, rows)
         else:
             appender.finish(after.file_bytes())
@@ -195,12 +189,7 @@ def _with_room(
     """Returns the tables with larger maps, of new keys, where the rows of the deltas may not fit."""
     tables: dict[str, ServedTable] = {}
     for name, table in served.items():
-        changed = [saved[name] for saved in deltas]
-        most = table.num_rows + sum(delta.num_rows for delta in changed)
-        if len(changed) > 1 and not has_room(table.capacity, most):
-            # The same ids change again and again.
-            ids = torch.cat([delta.read("ids") for delta in changed if delta.num_rows])
-            most = table.num_rows + len(ids.unique())
+        most = table.num_rows + sum(saved[name].num_rows for saved in deltas)
         if not has_room(table.capacity, most):
             table = replace(table, capacity=slots_for(most), key=new_key())
         tables[name] = table
@@ -242,14 +231,14 @@ class _Change:
         removed = torch.empty(0, dtype=torch.int64, device="cpu")
         if "removed" in delta.names:
             removed = delta.read("removed")
-        for ids in removed.split(max(1, CHUNK_BYTES // self._rows.shape[1])):
+        for ids in removed.split(max(1, knobs.SERVED_CHUNK_BYTES // self._rows.shape[1])):
             absent = len(ids) - self._take(name, ids, served)
             if absent:
                 raise self._does_not_fit(
                     "removed ids that are served", f"{absent} ids without a row"
                 )
         num_rows -= len(removed)
-        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=CHUNK_BYTES):
+        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
             ids = chunk["ids"]
             num_rows += len(ids) - self._take(name, ids, served)
             written = self._format.encode(chunk["weight"], self._where)

@@ -1,37 +1,33 @@
 """The sharding types: how ids are sent to their rows, and how outputs are sent back.
 
-Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `pooled` and `sequence`: they have
-a class for each sharding type of TorchRec, composed of `input_dists`, `grouped_lookups` and `output_dists`.
-`output_dists` stitches column shards. A new sharding type also needs a line in `SHARDING_TRAITS` of
-`ranks`; all other code reads that table.
+Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `shardings`, which has a class for
+each sharding type of TorchRec, composed of `dists` and `grouped_lookups`. A new sharding type also needs a
+line in `SHARDING_TRAITS` of `ranks`; all other code reads that table.
 
 All-to-alls, awaitables and contexts are TorchRec's.
 """
 
-from torchrec_dyn.sharding.batch_check import BatchCheck
-from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
-from torchrec_dyn.sharding.grouped_lookups import (
-    PrefetchedSteps,
-    ask_ahead,
-    drop_steps,
-    kernels_of,
-    prefetch,
-    set_batch,
-)
-from torchrec_dyn.sharding.input_dists import remove_stale_forwards
-from torchrec_dyn.sharding.output_dists import (
-    MeanDivisor,
-    divide,
-    outputs_by_column,
-    pooled_in_order,
-    sequences_in_order,
-)
-from torchrec_dyn.sharding.padded_batch import (
+from torchrec_dyn.sharding.batches import (
+    BatchCheck,
+    Expansion,
     Restoration,
+    SendOnce,
     pad_batch,
     with_an_example,
     without_examples,
 )
-from torchrec_dyn.sharding.send_once import Expansion, SendOnce
+from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
+from torchrec_dyn.sharding.dists import (
+    MeanDivisor,
+    divide,
+    outputs_by_column,
+    remove_stale_forwards,
+)
+from torchrec_dyn.sharding.grouped_lookups import (
+    PrefetchedSteps,
+    kernels_of,
+    prefetch,
+    set_batch,
+)
 from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
-from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS, pooled_sharding
+from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

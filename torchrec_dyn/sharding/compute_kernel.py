@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, Sharded
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import (
     PrefetchedStep,
@@ -24,25 +25,15 @@ from torchrec_dyn.lookup import (
 )
 from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.sharding.send_once import counts_of
+from torchrec_dyn.sharding.batches import counts_of
 from torchrec_dyn.table import TableShard
 
 OPTIONS_KEY = "torchrec_dyn"
-# Types of devices on which prefetching takes the steps of tables: there the host waits where it reads. On the
-# CPU nothing is gained, and without prefetched steps the calls between two batches (erase, freeze, save) find
-# the tables as after the first of the two.
-PREFETCHED_STEPS_ON = {"cuda"}
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Options of a table for which TorchRec's config has no field.
-
-    Attributes:
-        row_limit: most rows that one rank may hold.
-        rows_are_spread: True if several ranks share the rows of the table.
-        is_frozen: True if the table starts frozen.
-    """
+    """Options of a table for which TorchRec's config has no field; `row_limit` is that of one rank."""
 
     config: DynamicTableConfig
     row_limit: int
@@ -53,12 +44,11 @@ class TableOptions:
 class KernelOptions:
     """The options of all tables of a collection, by table name, as one value of `fused_params`.
 
-    TorchRec groups tables by equal fused_params, and copies these deeply. One object for all tables, which
-    equals only itself and is never copied, does not split the groups.
+    TorchRec groups tables by equal fused_params, and copies these deeply: one object, which is never copied.
     """
 
-    def __init__(self, tables: Mapping[str, TableOptions]) -> None:
-        self.tables = dict(tables)
+    def __init__(self) -> None:
+        self.tables: dict[str, TableOptions] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelOptions:
         return self
@@ -91,14 +81,8 @@ def _make_table(
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     """Looks up one table group, pooled or as sequences, and owns its optimizer.
 
-    It has no `nn.Parameter`: DDP must not see the rows.
-
-    Attributes:
-        tables: tables of the group, in its order.
-        ids_are_sent_once: True if a rank sends each id once per table; weights, if any, are then counts.
-        bags_of_ranks: sender layout of the next batch: the number of bags of each feature from each sender,
-            in the order of the batch. Not used if the number of bags varies by feature.
-        prefetched_step: the step of the next batch, if it was taken ahead; the next forward uses it up.
+    It has no `nn.Parameter`: DDP must not see the rows. `bags_of_ranks` are the bags of each feature from
+    each sender of the next batch, and `prefetched_step` is its step, if it was taken ahead.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
@@ -118,7 +102,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (output_dists.py)
-        self._group = TableGroup(
+        self.group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
             pooling,
@@ -129,17 +113,12 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
             for table, shard in zip(self.tables, shards, strict=True)
         }
-        self._optimizer = DynamicOptimizer([self._group], params, optimizer.learning_rate)
+        self._optimizer = DynamicOptimizer([self.group], params, optimizer.learning_rate)
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
         """TorchRec's table group."""
         return self._config
-
-    @property
-    def group(self) -> TableGroup:
-        """The `TableGroup` that looks up the tables."""
-        return self._group
 
     def replace_shards(self, shards: Sequence[TableShard]) -> None:
         """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
@@ -147,7 +126,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.tables = [
             by_column.get((table.name, table.first_column), table) for table in self.tables
         ]
-        self._group.replace_tables(self.tables)
+        self.group.replace_tables(self.tables)
 
     @property
     def emb_module(self) -> nn.Module:
@@ -162,19 +141,13 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Looks up N ids in the group's F features, in the order of its tables.
 
-        Returns:
-            Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and
-            feature by feature. Sequences: [N, columns].
+        Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and feature
+        by feature. Sequences: [N, columns].
         """
         ahead, self.prefetched_step = self.prefetched_step, None
         weights = features.weights_or_none() if self._config.is_weighted else None
-        if self._config.is_weighted and weights is None:
-            raise ValueError(
-                f"DynamicKernel(tables={self._config.table_names()}): expected features with "
-                "weights, got none. The collection was made with is_weighted=True."
-            )
         varies = features.variable_stride_per_key()
-        output = self._group(
+        output = self.group(
             features.values(),
             features.offsets().long(),
             weights,
@@ -197,7 +170,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Returns each id's occurrences in its sender's batch, [N] int64; None if all are 1 or not used."""
-        has_counts = self.ids_are_sent_once and self._group.has_life
+        has_counts = self.ids_are_sent_once and self.group.has_life
         return counts_of(features.weights()) if has_counts else None
 
     def _scores(self, features: KeyedJaggedTensor) -> Tensor | None:
@@ -215,28 +188,27 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> PrefetchedStep | None:
         """Prepares the forward of a batch: takes its training step, or inserts rows for unseen ids.
 
-        Where this gains time, the step is taken now and returned, if the caller keeps it for the forward
-        (`keeps_step`). Else the forward takes it, and ids of tables where no step decides get rows now.
+        The step is taken where this gains time, and if the caller keeps it for the forward (`keeps_step`).
         """
         if not self.training:
             return None
         counts, step = features.length_per_key(), None
-        if keeps_step and self._group.device.type in PREFETCHED_STEPS_ON:
+        if keeps_step and self.group.device.type in knobs.PREFETCHED_STEPS_ON:
             times, scores = self._times(features), self._scores(features)
-            step = self._group.prefetch_step(features.values(), counts, times, scores)
+            step = self.group.prefetch_step(features.values(), counts, times, scores)
         if step is None:
-            self._group.prefetch(features.values(), features.offsets(), counts=counts)
+            self.group.prefetch(features.values(), features.offsets(), counts=counts)
         return step
 
     def ask_ahead(self, features: KeyedJaggedTensor) -> None:
         """Asks for the rows in mapped files of the ids in `features` that have a row here."""
-        if not self._group.in_files:
+        if not self.group.in_files:
             return
         ids: dict[int, Tensor] = {}
-        for t in self._group.in_files:
+        for t in self.group.in_files:
             names = self._config.embedding_tables[t].feature_names
             ids[t] = torch.cat([features[name].values() for name in names])
-        self._group.ask_ahead(ids, self.training)
+        self.group.ask_ahead(ids, self.training)
 
     # Methods that TorchRec's lookups and collections call on any kernel. State dicts of the kernel contain no
     # rows, and there is no cache of rows.

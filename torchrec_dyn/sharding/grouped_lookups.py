@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias
+from itertools import chain
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,7 @@ class _RefusesStateTracker:
 
 
 class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables of one sharding type on this rank.
-
-    Attributes:
-        node_size: number of ranks of a node if rows are spread within nodes, else 1.
-    """
+    """Looks up the pooled tables of one sharding type; `node_size` ranks share rows within a node."""
 
     node_size: int = 1
 
@@ -68,7 +65,11 @@ class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
         # TorchRec preallocates the output, as float32 or float16 only, and every kernel writes its part.
         # Here outputs may be bfloat16.
         by_group = [
-            output.split(_values_per_rank(features, config.embedding_dims()))
+            output.split(
+                values_per_rank(
+                    zip(*features.stride_per_key_per_rank(), strict=True), config.embedding_dims()
+                )
+            )
             for output, features, config in zip(
                 self._forward(features_by_group),
                 features_by_group,
@@ -79,26 +80,15 @@ class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
         return torch.cat([part for parts in zip(*by_group, strict=True) for part in parts])
 
 
-def _values_per_rank(features: KeyedJaggedTensor, widths: Sequence[int]) -> list[int]:
-    """Returns how many values of a group's output each rank receives, with a batch size per feature.
-
-    `features` are the group's from all ranks; widths [F] are those of their outputs.
-    """
-    return [
-        sum(bags * width for bags, width in zip(rank_bags, widths, strict=True))
-        for rank_bags in zip(*features.stride_per_key_per_rank(), strict=True)
-    ]
+def values_per_rank(bags: Iterable[Sequence[int]], widths: Sequence[int]) -> list[int]:
+    """Returns how many values each rank receives; bags [ranks][F] by feature, widths [F] of outputs."""
+    return [sum(n * width for n, width in zip(row, widths, strict=True)) for row in bags]
 
 
 class SequenceLookup(_RefusesStateTracker, GroupedEmbeddingsLookup):
     """Looks up the sequence tables of one sharding type on this rank."""
 
     node_size: int = 1  # TorchRec does not spread rows of sequence tables within nodes
-
-    def set_ids_sent_once(self) -> None:
-        """Sets the kernels to batches with each id once per table, with counts if some table has a life."""
-        for kernel in self._emb_modules:
-            kernel.ids_are_sent_once = True
 
     def _create_embedding_kernel(
         self,
@@ -118,8 +108,7 @@ def prefetch(
 ) -> None:
     """Prepares the forward of a batch: inserts rows for unseen ids, or takes training steps.
 
-    `lookups` has one for each sharding type, `features` the ids that arrived for each. The steps are added to
-    `steps`, for kernels that have none there; if it is None, no steps are taken.
+    Each lookup gets the ids that arrived for its sharding type. Steps are added to `steps`, if given.
     """
     for lookup, lookup_features in zip(lookups, features, strict=True):
         assert isinstance(lookup, (PooledLookup, SequenceLookup))
@@ -140,44 +129,27 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
             yield kernel
 
 
-def ask_ahead(lookups: Iterable[nn.Module], features: KeyedJaggedTensor) -> None:
-    """Asks for the rows in mapped files of a later batch, as far as this rank has them.
-
-    `features` is this rank's part of the batch, before its ids are sent to their owners.
-    """
-    for kernel in kernels_of(lookups):
-        kernel.ask_ahead(features)
-
-
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:
-    """Sets the kernels of all lookups to the next batch: its sender layout, and steps that were taken ahead.
+    """Sets the kernels to the next batch: its sender layout, and steps that were taken ahead.
 
-    `contexts` has TorchRec's context of the batch for each lookup, after the input dist. The steps are
-    removed from `steps`: a second forward of the batch takes steps of its own.
+    The steps are removed from `steps`: a second forward of the batch takes steps of its own.
     """
     for lookup, context in zip(lookups, contexts, strict=True):
-        assert isinstance(lookup, (PooledLookup, SequenceLookup))
-        bags, size = context.batch_size_per_rank, lookup.node_size
+        bags, size = context.batch_size_per_rank, cast(PooledLookup, lookup).node_size
         # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
         as_arrived = [rank_bags for place in range(size) for rank_bags in bags[place::size]]
-        for kernel in lookup._emb_modules:
+        for kernel in kernels_of([lookup]):
             kernel.bags_of_ranks = as_arrived
             # Also None: an interrupt may have left the step of another batch.
             kernel.prefetched_step = steps.pop(kernel, None)
 
 
-def drop_steps(lookups: Iterable[nn.Module]) -> None:
-    """Drops steps that a failed forward has not used: a step keeps its rows from being reused."""
-    for kernel in kernels_of(lookups):
-        kernel.prefetched_step = None
-
-
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
     """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding."""
 
-    lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]]
+    lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]] = PooledLookup
 
     def create_lookup(
         self,
@@ -196,27 +168,16 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         )
         if hasattr(sharding, "_intra_pg"):
             lookup.node_size = sharding._intra_pg.size()
-        _match_empty_output(
-            lookup, [group for rank_groups in groups_per_rank for group in rank_groups]
-        )
+        # TorchRec makes the empty output of a rank without tables as float32, but a rank expects to receive
+        # the dtype that it sends.
+        if groups := list(chain.from_iterable(groups_per_rank)):
+            names = ", ".join(groups[0].table_names())
+            dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
+            empty = lookup._dummy_embs_tensor.detach().to(dtype)
+            lookup._dummy_embs_tensor = empty.requires_grad_()
         return lookup
 
 
 def device_of(sharding: Any, device: torch.device | None) -> torch.device | None:
     """Returns `device`, or the device of a TorchRec sharding if it is None."""
     return device if device is not None else sharding._device
-
-
-def _match_empty_output(
-    lookup: PooledLookup | SequenceLookup, groups: Sequence[GroupedEmbeddingConfig]
-) -> None:
-    """Converts the empty output of a rank without tables to the output dtype of the other ranks.
-
-    TorchRec creates it as float32, but a rank expects to receive the dtype that it sends. `groups` are the
-    table groups of all ranks.
-    """
-    if groups:
-        names = ", ".join(groups[0].table_names())
-        dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
-        empty = lookup._dummy_embs_tensor.detach().to(dtype)
-        lookup._dummy_embs_tensor = empty.requires_grad_()

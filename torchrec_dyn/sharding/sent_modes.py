@@ -1,7 +1,7 @@
 """The mode and the form of a batch are sent with it: they are those of all ranks.
 
-A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. And a
-batch with a size per feature cannot be read as one with one size, or the other way round. So each rank sends
+A rank in evaluation runs no backward, and the others would wait for it, or read what it sends next. A batch
+with a size per feature cannot be read as one with a single size, nor the reverse. So each rank sends
 its mode and its form, and a difference is an error on every rank, before any table changes.
 
 A rank with torn tables sends that, too: all ranks raise its error.
@@ -41,12 +41,7 @@ _END = -1
 
 
 class SentBatch(KeyedJaggedTensor):
-    """A batch that is sent with the mode of its rank.
-
-    Attributes:
-        trains: True in training.
-        is_torn: True if tables of the rank are torn (`storage.commit`).
-    """
+    """A batch that is sent with the mode of its rank: whether it trains, and has torn tables."""
 
     trains: bool
     is_torn: bool
@@ -100,8 +95,8 @@ class SentBatch(KeyedJaggedTensor):
         lengths, ids, *weights = tensors
         sent: list[Tensor] | None = None
         if variable_stride_per_key:
-            if found := _without_ends(lengths, num_workers * len(keys)):
-                sent = [found[0], ids, found[1], *weights]
+            if parts := _without_ends(lengths, num_workers * len(keys)):
+                sent = [parts[0], ids, parts[1], *weights]
         elif lengths.numel() == len(keys) * sum(stride_per_rank or ()):
             sent = tensors
         if sent is None:  # `check_modes` raises
@@ -120,7 +115,7 @@ class SentBatch(KeyedJaggedTensor):
 def _with_ends(lengths: Tensor, sizes: list[int]) -> Tensor:
     """Returns lengths [L] of F features of these sizes, each feature's followed by `_END`: [L + F]."""
     end = lengths.new_full((1,), _END)
-    return torch.cat([part for of_feature in lengths.split(sizes) for part in (of_feature, end)])
+    return torch.cat([part for feature in lengths.split(sizes) for part in (feature, end)])
 
 
 def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | None:
@@ -139,10 +134,10 @@ def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentB
     """Returns a batch, with the same tensors, that is sent with a mode."""
     if isinstance(features, SentBatch):
         return features
-    made = SentBatch.__new__(SentBatch)
-    made.__dict__.update(features.__dict__)
-    made.trains, made.is_torn = trains, is_torn
-    return made
+    batch = SentBatch.__new__(SentBatch)
+    batch.__dict__.update(features.__dict__)
+    batch.trains, batch.is_torn = trains, is_torn
+    return batch
 
 
 def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> KeyedJaggedTensor:

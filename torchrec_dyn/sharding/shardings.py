@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,9 +11,7 @@ from torch import Tensor
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
-    EmbeddingSharding,
     EmbeddingShardingContext,
-    EmbeddingShardingInfo,
 )
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
@@ -24,21 +23,21 @@ from torchrec.distributed.sharding.tw_sequence_sharding import TwSequenceEmbeddi
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
-from torchrec.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
+from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.sharding.grouped_lookups import (
-    CreatesLookup,
-    PooledLookup,
-    SequenceLookup,
-    device_of,
-)
-from torchrec_dyn.sharding.input_dists import NodeRowWiseInputDist, RoutesIds
-from torchrec_dyn.sharding.output_dists import (
+from torchrec_dyn.sharding.dists import (
     GridOutputDist,
+    NodeRowWiseInputDist,
     NodeRowWiseOutputDist,
+    RoutesIds,
     RowWiseOutputDist,
     outputs_by_column,
+)
+from torchrec_dyn.sharding.grouped_lookups import (
+    CreatesLookup,
+    SequenceLookup,
+    device_of,
 )
 
 
@@ -55,33 +54,22 @@ def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
-    """Sets the names, widths and order with which a column-wise or grid sharding stitches column shards.
-
-    `groups` are in the order in which their outputs arrive.
-    """
-    configs = [config for rank_configs in groups for config in rank_configs]
-    names = [name for config in configs for name in config.embedding_names()]
-    widths = [width for config in configs for width in config.embedding_dims()]
-    shards = [shard for config in configs for shard in config.embedding_shard_metadata()]
-    by_column = outputs_by_column(
-        names, [shard.shard_offsets[1] if shard is not None else 0 for shard in shards]
-    )
+    """Sets how a column-wise or grid sharding stitches column shards; `groups` are in order of arrival."""
+    configs = list(chain.from_iterable(groups))
+    names = list(chain.from_iterable(config.embedding_names() for config in configs))
+    widths = list(chain.from_iterable(config.embedding_dims() for config in configs))
+    shards = list(chain.from_iterable(config.embedding_shard_metadata() for config in configs))
+    by_column = outputs_by_column(names, shards)
     sharding._embedding_names = names
     sharding._embedding_dims = widths
-    sharding._embedding_order = [i for positions in by_column.values() for i in positions]
+    sharding._embedding_order = list(chain.from_iterable(by_column.values()))
     sharding._combined_embedding_names = list(by_column)
     sharding._combined_embedding_dims = [
         sum(widths[i] for i in positions) for positions in by_column.values()
     ]
 
 
-class _CreatesPooledLookup(CreatesLookup):
-    """Mixin for TorchRec's pooled shardings."""
-
-    lookup_class = PooledLookup
-
-
-class _WithinNode(_CreatesPooledLookup):
+class _WithinNode(CreatesLookup):
     """Mixin for TorchRec's pooled shardings that spread rows over the ranks of a node."""
 
     def create_input_dist(
@@ -98,16 +86,13 @@ class _WithinNode(_CreatesPooledLookup):
         )
 
 
-class _WholeRows(_CreatesPooledLookup):
+class _WholeRows(CreatesLookup):
     """Mixin for TorchRec's pooled shardings that keep all rows of a column range on one rank."""
 
     def create_output_dist(
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates the output dist for batches with and without a batch size per feature.
-
-        TorchRec's creates at the first batch only what that batch needs.
-        """
+        """Creates the output dist for both kinds of batch; TorchRec's has what the first batch needs."""
         output_dist: Any = super().create_output_dist(device)
         output_dist._create_output_dist_module(
             EmbeddingShardingContext(variable_batch_per_feature=True)
@@ -130,7 +115,7 @@ class TableColumnWisePooled(ColumnWisePooled, TwCwPooledEmbeddingSharding):
     """Column ranges of tables on the ranks of one node."""
 
 
-class RowWisePooled(_CreatesPooledLookup, RoutesIds, RwPooledEmbeddingSharding):
+class RowWisePooled(RoutesIds, RwPooledEmbeddingSharding):
     """Rows spread over all ranks."""
 
     def create_output_dist(
@@ -186,37 +171,22 @@ POOLED_SHARDINGS: Mapping[str, Any] = {
 }
 
 
-def pooled_sharding(
-    infos: list[EmbeddingShardingInfo],
-    env: ShardingEnv,
-    device: torch.device | None,
-    permute_embeddings: bool,
-    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
-) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
-    """Creates the sharding of all tables of one type. The arguments are TorchRec's."""
-    kind = POOLED_SHARDINGS[infos[0].param_sharding.sharding_type]
-    options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
-    if issubclass(kind, CwPooledEmbeddingSharding):
-        options["permute_embeddings"] = permute_embeddings
-    return kind(infos, env, device, **options)
-
-
-class _CreatesSequenceLookup(CreatesLookup):
-    """Mixin for TorchRec's sequence shardings."""
+class TableWiseSequence(CreatesLookup, TwSequenceEmbeddingSharding):
+    """Whole tables on one rank each."""
 
     lookup_class = SequenceLookup
 
 
-class TableWiseSequence(_CreatesSequenceLookup, TwSequenceEmbeddingSharding):
-    """Whole tables on one rank each."""
-
-
-class ColumnWiseSequence(_CreatesSequenceLookup, CwSequenceEmbeddingSharding):
+class ColumnWiseSequence(CreatesLookup, CwSequenceEmbeddingSharding):
     """Column ranges of tables on any ranks."""
 
+    lookup_class = SequenceLookup
 
-class RowWiseSequence(_CreatesSequenceLookup, RoutesIds, RwSequenceEmbeddingSharding):
+
+class RowWiseSequence(RoutesIds, RwSequenceEmbeddingSharding):
     """Rows spread over all ranks."""
+
+    lookup_class = SequenceLookup
 
 
 SEQUENCE_SHARDINGS = {

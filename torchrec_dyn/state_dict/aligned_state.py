@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import CHUNK_BYTES
+from torchrec_dyn import knobs
 from torchrec_dyn.state_dict.places import Places, Runs
 from torchrec_dyn.state_dict.staged_rows import StagedRows
 from torchrec_dyn.storage import CanonicalRows
@@ -27,7 +27,7 @@ def present_rows(
 
     `runs` is the position of the shard's rows in the whole table, `places` those of the staged rows.
     """
-    most = max(1, CHUNK_BYTES // (4 * columns))
+    most = max(1, knobs.CHUNK_BYTES // (4 * columns))
     for run in runs.mine:
         for begin in range(0, run.rows, most):
             end = min(run.rows, begin + most)

@@ -180,7 +180,11 @@ def _load_of(
         if target.is_own(table):
             return []
         if target.load is not None and target.load.staged is not None:
-            target.table.check_model(table)
+            if not target.table.has_shards_of(table):
+                raise ValueError(
+                    f"{table.where}: expected tensors of this model's own state dict, got tensors of "
+                    "another model's. Make the state dict with this model, then call dcp.load."
+                )
             return [target.load]
     load = TableLoad(table, has_rows=not is_optimizer, has_state=is_optimizer)
     fill(load, saved)

@@ -261,9 +261,9 @@ class TableLoad:
         # Every shard needs the row-wise state of all cuts: it is read once and put into each shard's store.
         has_columns = name == "weight" or name in self.table.optimizer.state_names
         is_cut = has_columns and not self.table.optimizer.is_rowwise(name)
-        columns = self.table.column_ranges if is_cut else None
+        ranges = [(first, first + columns) for first, columns in self.table.columns]
         places = self.waiting_places if name == "waiting" else self.places
-        return list(chunks_to_read(self.saved[name], places, columns))
+        return list(chunks_to_read(self.saved[name], places, ranges if is_cut else None))
 
     def stores(self, name: str) -> list[tuple[RowStore, int]]:
         """Returns the staged stores of a tensor, and the column of the tensor at which each begins."""
@@ -451,6 +451,7 @@ class TableLoad:
             self._commits, self._aligned_to = [], []
             for target in self.targets:  # loaded again, their tensors are the table's own
                 target.canonical = self._present
+            self.targets = []  # each refers to this load: tables of a deleted model go without the collector
 
 
 class LoadSession:

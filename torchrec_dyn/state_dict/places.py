@@ -7,7 +7,6 @@ after the last range, at most S, are single places at the end of the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,58 +14,36 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint_format import ChunkedTensor, place_of
+from torchrec_dyn.checkpoint_format import ChunkedTensor
 from torchrec_dyn.ranks import Table, ids_per_rank, mixed_ranges
-from torchrec_dyn.storage import CanonicalRows, unsigned
+from torchrec_dyn.storage import CanonicalRows, first_place, unsigned
 
 
 class Share(NamedTuple):
-    """The number of ids on a rank; all-gathered to find the places of each rank.
+    """The number of ids on a rank; all-gathered to find the places of each rank."""
 
-    Attributes:
-        part: number of the rank among the ranks that share the rows.
-        rows: number of rows of the rank.
-        tail: mixed ids of the rank after the last range, ascending.
-    """
-
-    part: int
+    part: int  # number of the rank among the ranks that share the rows
     rows: int
-    tail: list[int]
+    tail: list[int]  # mixed ids after the last range, ascending
 
 
 class Run(NamedTuple):
-    """Rows that are neighbours on this rank and in the whole table.
+    """Rows that are neighbours on this rank and in the whole table."""
 
-    Attributes:
-        here: place of the first row in the canonical order of this rank.
-        place: place of the first row in the canonical order of the whole table.
-        rows: number of rows.
-    """
-
-    here: int
-    place: int
+    here: int  # place of the first row in the canonical order of this rank
+    place: int  # its place in that of the whole table
     rows: int
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Position of the rows of one rank in the whole table.
-
-    Attributes:
-        total: number of rows of the whole table.
-        mine: the runs of the rank, empty if it holds no rows.
-    """
+class Runs(NamedTuple):
+    """Position of the rows of one rank in the whole table, which has `total` rows."""
 
     total: int
     mine: list[Run]
 
 
 class Places:
-    """Ranges of places that this rank reads; their rows are numbered 0, 1, 2, ... in this order.
-
-    Args:
-        ranges: begin and end of each range; overlapping and adjacent ranges are joined.
-    """
+    """Ranges [begin, end) of places that this rank reads; their rows are numbered 0, 1, 2, ... in order."""
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
         self.ranges = _joined(ranges)
@@ -115,7 +92,10 @@ def places_of_part(read: Callable[[int, int], Tensor], total: int, part: int, ra
     """Returns the places of the ids of a part; `read` reads some of the `total` saved ids."""
     ranges = mixed_ranges(part, ranks)
     return Places(
-        [(place_of(read, total, own.start), place_of(read, total, own.stop)) for own in ranges]
+        [
+            (first_place(read, total, own.start), first_place(read, total, own.stop))
+            for own in ranges
+        ]
     )
 
 
@@ -131,11 +111,7 @@ def share_of(rows: CanonicalRows, table: Table) -> Share:
 
 
 def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
-    """Returns the position of the rows of a rank in the whole table.
-
-    `shares` are of all ranks, of each part at least one; None for a rank without rows, as the `part` of such
-    a rank.
-    """
+    """Returns the position of the rows of a part, None: of no part, from the shares of all ranks."""
     by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
     for number in sorted(by_part):
@@ -155,12 +131,9 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
 def chunks_to_read(
     saved: TensorStorageMetadata, places: Places, columns: Sequence[tuple[int, int]] | None
 ) -> Iterator[ChunkStorageMetadata]:
-    """Yields the parts of the saved chunks of a tensor that must be read.
+    """Yields the parts of the saved chunks of a tensor that must be read, of some ranges of columns.
 
     A part spans neighbouring column shards: DCP's reader loads the whole chunk for each part.
-
-    `columns` are of each column shard the first column and the column after the last; None: all columns, or
-    one dimension only.
     """
     ranges = None if columns is None else _joined(columns)
     for chunk in saved.chunks:

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import ChunkedTensor
 from torchrec_dyn.state_dict.loading import TableLoad
 from torchrec_dyn.state_dict.row_sums import SumsAsRead
-
-_WINDOW_ROWS = 1 << 18
-# Bytes that are read together: they are summed, and the others copied, before they leave the caches.
-_PIECE_BYTES = 2 << 20
 
 
 class _Piece(NamedTuple):
@@ -39,7 +36,7 @@ def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     is_whole = len(table.cuts) == 2 and table.has_first_column and table.device.type == "cpu"
     load.sums_as_read = SumsAsRead(table.name) if is_whole and load.has_rows else None
     blocks = {name: load.wanted(name) for name in rows}
-    for first in range(0, load.total, _WINDOW_ROWS):
+    for first in range(0, load.total, knobs.LOADED_ROWS):
         _read_window(load, rows, blocks, first)
 
 
@@ -95,8 +92,8 @@ def _pieces(
     for one in blocks:
         row, column = one.offsets[0], one.offsets[1] if len(one.offsets) > 1 else 0
         end, columns = row + one.sizes[0], one.sizes[1] if len(one.sizes) > 1 else 1
-        row, end = max(row, first), min(end, first + _WINDOW_ROWS)
-        most = _PIECE_BYTES // (columns * number_bytes) if number_bytes else end - row
+        row, end = max(row, first), min(end, first + knobs.LOADED_ROWS)
+        most = knobs.LOADED_PIECE_BYTES // (columns * number_bytes) if number_bytes else end - row
         for begin in range(row, end, max(1, most)):
             yield _Piece(begin, min(max(1, most), end - begin), column, columns)
 

@@ -44,10 +44,7 @@ def sums_of_shard(
 def present_sums(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[RowTensor]
 ) -> dict[str, int]:
-    """Returns `sums_of_shard`, and keeps the sums in the shard's log of changes, if it lists touched rows.
-
-    With kept sums only the rows touched since then are read.
-    """
+    """Returns `sums_of_shard`, by the rows touched since the last call if the log of changes lists them."""
     log = shard.change_log
     touched = None if log is None else log.touched
     if touched is None:
@@ -98,12 +95,7 @@ def _sums_of(
 
 
 class SumsAsRead:
-    """The content sums of the rows of one table that were read so far.
-
-    Attributes:
-        sums: sums by tensor.
-        numbers: counts of summed numbers by tensor.
-    """
+    """The content sums of the rows of one table that were read so far, and how many numbers, by tensor."""
 
     def __init__(self, table: str) -> None:
         self._table = table

@@ -9,7 +9,7 @@ Legend: R rows of the whole table, K times, W summed tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,29 +40,18 @@ from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
 
 
 class Counts(NamedTuple):
-    """The numbers of one rank that holds rows of a table; all-gathered.
-
-    Attributes:
-        share: its share of the rows.
-        waiting: its share of the waiting ids; None if it lacks the first column, or no ids wait.
-        step: number of training forwards.
-        clock: numbers [2, K], from the first rank that holds rows; else None.
-    """
+    """The numbers of one rank that holds rows of a table; all-gathered."""
 
     share: Share
-    waiting: Share | None
-    step: int
-    clock: list[list[int]] | None
+    waiting: Share | None  # None: it lacks the first column, or no ids wait
+    step: int  # number of training forwards
+    clock: list[list[int]] | None  # [2, K], from the first rank that holds rows
 
 
 class TableSource:
     """The tensors of one table as it is now, for state dicts; valid until its shards change.
 
     `entry` loads the tensors; None: they are not loaded.
-
-    Attributes:
-        canonical: the rows of each shard in canonical order.
-        waiting: the waiting ids of the first shard; None if no ids wait.
     """
 
     def __init__(self, table: Table, entry: Any = None) -> None:
@@ -91,54 +80,62 @@ class TableSource:
     ) -> tuple[dict[str, SavedTensor], dict[str, SavedTensor]]:
         """Returns the tensors of the model's and of the optimizer's state dict."""
         table, held = self.table, [counts for counts in by_rank if counts is not None]
-        clocks = [counts.clock for counts in held if counts.clock is not None]
-        small = _small_tensors(table, held[0].step, clocks[0] if clocks else None)
-        readers = self._readers()
+        small = _small_tensors(table, held[0].step, [counts.clock for counts in held])
         saved = {
             name: whole_tensor(tensor, table.rank == 0, self._entry)
             for name, tensor in small.items()
         }
-        runs = runs_of([counts.share for counts in held], table.part)
-        counts_waiting = table.options.counts_waiting
-        waiting_runs = runs_of(
-            [counts.waiting for counts in held], table.part if counts_waiting else None
-        )
-        for name, (columns, dtype) in _whole_tensors(table).items():
-            its_runs = waiting_runs if name == "waiting" else runs
-            parts = [
-                Part(
-                    (run.place, *reader.first),
-                    (run.rows, *reader.columns),
-                    reader.of(run),
-                    reader.is_saved,
-                )
-                for reader in readers.get(name, ())
-                for run in its_runs.mine
-            ]
-            saved[name] = SavedTensor((its_runs.total, *columns), dtype, parts, self._entry)
-        row = sum(counts is not None for counts in by_rank[: table.rank])
+        readers = self._readers()
+        saved |= self._row_tensors(held, readers)
         states = table.optimizer.state_names
-        of_model = [name for name in MODEL_NAMES if name in saved]
-        of_optimizer = ["optimizer_config", *states, "step"]
-        for checksum, summed in (
-            (MODEL_CHECKSUM, of_model),
-            (OPTIMIZER_CHECKSUM, [*of_optimizer, *(["ids"] if states else [])]),
-        ):
-            words = _Checksum(
-                table.name,
-                [reader for name in summed for reader in readers.get(name, ()) if reader.is_saved],
-                {name: small[name] for name in summed if name in small},
-                0 if table.group is None else held[0].step,
-            )
-            parts = (
-                [Part((row, 0), (1, CHECKSUM_WORDS), words.read)] if table.part is not None else []
-            )
-            size = len(held), CHECKSUM_WORDS
-            saved[checksum] = SavedTensor(size, torch.int64, parts, self._entry)
+        model_names = [name for name in MODEL_NAMES if name in saved]
+        optimizer_names = ["optimizer_config", *states, "step"]
+        summed = [*optimizer_names, *(["ids"] if states else [])]
+        saved[MODEL_CHECKSUM] = self._checksum(model_names, small, readers, by_rank)
+        saved[OPTIMIZER_CHECKSUM] = self._checksum(summed, small, readers, by_rank)
         return (
-            {name: saved[name] for name in (*of_model, MODEL_CHECKSUM)},
-            {name: saved[name] for name in (*of_optimizer, OPTIMIZER_CHECKSUM)},
+            {name: saved[name] for name in (*model_names, MODEL_CHECKSUM)},
+            {name: saved[name] for name in (*optimizer_names, OPTIMIZER_CHECKSUM)},
         )
+
+    def _row_tensors(
+        self, held: Sequence[Counts], readers: Mapping[str, Sequence[_RowReader]]
+    ) -> dict[str, SavedTensor]:
+        """Returns the tensors by row, also on a rank that holds no rows."""
+        table = self.table
+        rows = runs_of([counts.share for counts in held], table.part)
+        waits = table.options.counts_waiting
+        waiting = runs_of([counts.waiting for counts in held], table.part if waits else None)
+        saved = {}
+        for name, (columns, dtype) in _whole_tensors(table).items():
+            runs = waiting if name == "waiting" else rows
+            parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs.mine]
+            saved[name] = SavedTensor((runs.total, *columns), dtype, parts, self._entry)
+        return saved
+
+    def _checksum(
+        self,
+        names: Sequence[str],
+        small: Mapping[str, Tensor],
+        readers: Mapping[str, Sequence[_RowReader]],
+        by_rank: Sequence[Counts | None],
+    ) -> SavedTensor:
+        """Returns the checksum of some tensors: a row of sums, and the step, from each rank with rows."""
+        table = self.table
+        steps = [counts.step for counts in by_rank if counts is not None]
+        place = sum(counts is not None for counts in by_rank[: table.rank])
+        step = 0 if table.group is None else steps[0]
+        own = [reader for name in names for reader in readers.get(name, ()) if reader.is_saved]
+
+        def read(start: int, stop: int) -> Tensor:
+            sums = {
+                name: sum_of_small(table.name, name, small[name]) for name in names if name in small
+            }
+            words = as_words(add_sums(sums, *({reader.name: reader.total()} for reader in own)))
+            return torch.cat([words, torch.tensor([step], device="cpu")])[None][start:stop]
+
+        parts = [Part((place, 0), (1, CHECKSUM_WORDS), read)] if table.part is not None else []
+        return SavedTensor((len(steps), CHECKSUM_WORDS), torch.int64, parts, self._entry)
 
     def _readers(self) -> dict[str, list[_RowReader]]:
         """Returns the readers of this rank's rows, by tensor."""
@@ -158,13 +155,16 @@ class _RowReader:
     def __init__(self, tensor: RowTensor, shard: TableShard, rows: CanonicalRows) -> None:
         self.name, self.first, self.columns, self.is_saved = tensor
         self._shard, self._rows = shard, rows
-        self._sums: dict[
-            int, tuple[int, int]
-        ] = {}  # of stretches that were read, by start: stop and sum
+        # Of stretches that were read, by start: stop and sum.
+        self._sums: dict[int, tuple[int, int]] = {}
 
-    def of(self, run: Run) -> Callable[[int, int], Tensor]:
-        """Returns a function that reads the rows [start, stop) of a run."""
-        return lambda start, stop: to_host(self._read(run.here + start, run.here + stop))
+    def part(self, run: Run) -> Part:
+        """Returns the part of the whole tensor at a run."""
+
+        def read(start: int, stop: int) -> Tensor:
+            return to_host(self._read(run.here + start, run.here + stop))
+
+        return Part((run.place, *self.first), (run.rows, *self.columns), read, self.is_saved)
 
     def total(self) -> int:
         """Returns the content sum of all rows, and reads those that were not read."""
@@ -197,22 +197,6 @@ class _RowReader:
         return values
 
 
-class _Checksum(NamedTuple):
-    """This rank's row of a checksum: the sums of the rows that it saves, and of all small tensors."""
-
-    table: str
-    readers: Sequence[_RowReader]
-    small: dict[str, Tensor]
-    step: int
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Returns rows [start, stop) of the one row [1, W + 1] int64."""
-        sums = {name: sum_of_small(self.table, name, tensor) for name, tensor in self.small.items()}
-        of_rows = ({reader.name: reader.total()} for reader in self.readers)
-        words = as_words(add_sums(sums, *of_rows))
-        return torch.cat([words, torch.tensor([self.step], device="cpu")])[None][start:stop]
-
-
 def row_tensors(table: Table, shard: TableShard) -> list[RowTensor]:
     """Returns the tensors by row of a shard: a rank saves ids and scores only with the first column."""
     tensors = [RowTensor("weight", (shard.first_column,), (shard.columns,))]
@@ -230,10 +214,7 @@ def row_tensors(table: Table, shard: TableShard) -> list[RowTensor]:
 def saved_tensors(
     tables: Sequence[Table], call: str, make: Callable[[Table], TableSource]
 ) -> list[tuple[dict[str, SavedTensor], dict[str, SavedTensor]]]:
-    """Returns the tensors of each table, of the model's and of the optimizer's state dict. Collective.
-
-    The tables, at least one, in their order, and `call`, are the same on all ranks.
-    """
+    """Returns the tensors of each table, of the model's and of the optimizer's state dict. Collective."""
     sources: list[TableSource] = []
 
     def count() -> list[Counts | None]:
@@ -252,12 +233,9 @@ def saved_tensors(
 
 
 def saved_sums(tables: Sequence[Table], call: str) -> list[dict[str, int]]:
-    """Returns the content sums of each table, by tensor. Collective.
-
-    The tables, in their order, and `call`, are the same on all ranks.
-    """
+    """Returns the content sums of each table, by tensor. Collective."""
     by_rank = gather_results(tables[0].group, call, lambda: [sums_here(table) for table in tables])
-    return [add_sums(*of_table) for of_table in zip(*by_rank, strict=True)]
+    return [add_sums(*parts) for parts in zip(*by_rank, strict=True)]
 
 
 def sums_here(table: Table) -> dict[str, int]:
@@ -277,8 +255,8 @@ def sums_here(table: Table) -> dict[str, int]:
         if table.has_first_column:
             sums += [{"waiting": reader.total()} for reader in source._readers().get("waiting", ())]
         if _is_first(table):
-            small = _small_tensors(table, table.shards[0].step, _clock(table))
-            sums += [{name: sum_of_small(table.name, name, one)} for name, one in small.items()]
+            small = _small_tensors(table, table.shards[0].step, [_clock(table)])
+            sums += [{name: sum_of_small(table.name, name, saved)} for name, saved in small.items()]
     return add_sums(*sums)
 
 
@@ -293,15 +271,17 @@ def _clock(table: Table) -> list[list[int]] | None:
     return life.clock.export().tolist() if life is not None and _is_first(table) else None
 
 
-def _small_tensors(table: Table, step: int, clock: list[list[int]] | None) -> dict[str, Tensor]:
+def _small_tensors(
+    table: Table, step: int, clocks: Sequence[list[list[int]] | None]
+) -> dict[str, Tensor]:
     small = {
         "config": to_bytes(table.config),
         "step": torch.tensor(step, device="cpu"),
         "optimizer_config": to_bytes(optimizer_config(table.optimizer, table.cuts)),
     }
     if table.options.has_life:
-        times: list[list[int]] = clock or [[], []]
-        small["clock"] = torch.tensor(times, dtype=torch.int64, device="cpu")
+        times = [clock for clock in clocks if clock is not None] or [[[], []]]
+        small["clock"] = torch.tensor(times[0], dtype=torch.int64, device="cpu")
     return small
 
 

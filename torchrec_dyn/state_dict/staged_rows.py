@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint_format import (
     DAMAGED,
     add_sums,
@@ -29,10 +29,8 @@ from torchrec_dyn.life import NO_STEP, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.storage import CROSSING_BYTES, CanonicalRows, IdMap, RowStore, unsigned
+from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore, unsigned
 from torchrec_dyn.table import TableShard, beside, named_states
-
-_READ_AT_ONCE = 1 << 20
 
 
 def put_block(
@@ -275,8 +273,8 @@ class StagedRows:
         last, life = self._last_step, self.rows.life
         if life is None or not self.has_scores:
             return last
-        for start in range(0, self.places.count, _READ_AT_ONCE):
-            stop = min(self.places.count, start + _READ_AT_ONCE)
+        for start in range(0, self.places.count, knobs.IDS_LOADED_TOGETHER):
+            stop = min(self.places.count, start + knobs.IDS_LOADED_TOGETHER)
             rows = torch.arange(start, stop, device=self._device)
             last_seen, counts = life.scores.read(rows)
             last = max(last, last_step({"last_seen": last_seen, "count": counts}))
@@ -342,7 +340,7 @@ class StagedRows:
         here = torch.arange(kept, device=self._device)
         for name, store in stores.items():
             store.reserve(kept)
-            most = max(1, CROSSING_BYTES // store.row_bytes)
+            most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
             for some, from_rows in zip(here.split(most), places.split(most), strict=True):
                 store.write(some, self._stores[name][0].read(from_rows))
         scores = Scores(rows.weights.shift, self._device)

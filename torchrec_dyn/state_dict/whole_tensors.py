@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import (
-    CHUNK_BYTES,
-    MODEL_CHECKSUM,
-    SavedTensor,
-    is_canonical,
-    numbers_of,
-)
+from torchrec_dyn import knobs
+from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM, SavedTensor, is_canonical, numbers_of
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict.loading import TENSORS, TableLoad
@@ -87,7 +82,7 @@ def _fill_rows(load: TableLoad, by_row: Mapping[str, Tensor]) -> None:
     if "waiting" in given:
         load.receive("waiting", (0, 0), given.pop("waiting"))
     for name, rows in given.items():
-        step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
+        step = max(1, knobs.CHUNK_BYTES // max(1, rows[:1].nbytes))
         for start in range(0, count, step):
             span = slice(start, start + step)
             chosen = span if order is None else order[span].to(rows.device)

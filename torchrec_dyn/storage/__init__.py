@@ -8,6 +8,7 @@ Rows never move, and state is plain tensors. Nothing here depends on policies, o
 from torchrec_dyn.storage.block_memory import check_directory, lacks_memory, lasting
 from torchrec_dyn.storage.canonical_rows import (
     CanonicalRows,
+    first_place,
     signed,
     unsigned,
 )
@@ -21,19 +22,24 @@ from torchrec_dyn.storage.change_log import (
     unrecorded,
 )
 from torchrec_dyn.storage.host_reads import (
-    CROSSING_BYTES,
     HostRead,
     gather_pair,
     gather_reads,
     host_numbers,
+    keep_in_use,
     on_device,
     places_of,
     read,
     read_together,
+    stream_on,
     to_host,
+    wait_for_stream,
 )
 from torchrec_dyn.storage.id_map import (
+    BLOCKS,
+    CLOCKS,
     SLOT_BYTES,
+    TABLES,
     IdMap,
     MapList,
     canonical_keys,
@@ -51,7 +57,5 @@ from torchrec_dyn.storage.row_store import (
     most_block_bytes,
     most_store_bytes,
 )
-from torchrec_dyn.storage.stream_order import keep_in_use, stream_on, wait_for_stream
 from torchrec_dyn.storage.table_lock import TableLock, changes, locked, turn_of
-from torchrec_dyn.storage.tokens import BLOCKS, CLOCKS, TABLES
 from torchrec_dyn.storage.touched_rows import SumRows

@@ -10,22 +10,23 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from math import isqrt
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.storage.id_map import IdMap
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.storage.id_map import IdMap, canonical_keys
 
 # A window is found by one scan of the slots and kept for the next tensor: 16 bytes a row.
 _WINDOW_ROWS = 2 << 20
-_KEPT_ROWS = 4 << 20  # in windows and lists of all tables together
 _WINDOW_BITS = 12
 _WORD_BITS = 64
+# A large table is scanned four times: else the time of its scans would grow with the square of its rows.
+_MOST_SCANS = 4
 # A map with the ids of less than one in so many rows is sorted by row: in less time than a list of all takes.
 _SPARSE, _LEAST_SORTED = 8, 512
 
@@ -36,18 +37,18 @@ class _Window(NamedTuple):
     rows: Tensor
 
 
-class _Listed(NamedTuple):
+class _IdsOfRows(NamedTuple):
     first: int
     ids: Tensor  # of the rows from `first` on
     has_id: Tensor
 
 
-class _Cells:
-    """The places at which the cells of a map begin, shared by its readers while the map's stamp stays."""
+class _Scans:
+    """What scans of a map have found, shared by the readers of one moment: one scan serves all tensors."""
 
     def __init__(self, id_map: IdMap, stamped: Any) -> None:
-        self._map = id_map
-        self.stamped = stamped
+        self._map, self.stamped = id_map, stamped
+        self.scans: list[_Window | _IdsOfRows] = []
 
     @cached_property
     def begins(self) -> list[int]:
@@ -55,16 +56,29 @@ class _Cells:
         counts = ops.count_cells(*self._map.arrays(), _WINDOW_BITS).cpu()
         return [0, *counts.cumsum(0).tolist()]
 
+    def keep(self, scan: _Window | _IdsOfRows) -> None:
+        """Keeps a scan, and drops the oldest scans if those of all maps together have too many rows."""
+        with _lock:
+            self.scans = [*self.scans, scan]
+            held = [(owner, rows) for owner, rows in _kept if owner() is not None]
+            _kept[:] = [*held, (weakref.ref(self), scan.ids.numel())]
+            while len(_kept) > 1 and sum(rows for _, rows in _kept) > knobs.KEPT_ROWS:
+                oldest = _kept.pop(0)[0]()
+                if oldest is not None:
+                    oldest.scans = oldest.scans[1:]
 
-# By the number of the map's object, which the cells keep alive.
-_cells: weakref.WeakValueDictionary[int, _Cells] = weakref.WeakValueDictionary()
+
+_lock = threading.RLock()  # a writer may read chunks on all its threads
+_kept: list[tuple[weakref.ref[_Scans], int]] = []  # the owners and rows of all scans, oldest first
+# By the number of the map's object, which the scans keep alive.
+_scans: weakref.WeakValueDictionary[int, _Scans] = weakref.WeakValueDictionary()
 
 
-def _cells_of(id_map: IdMap, stamped: Any) -> _Cells:
-    cells = _cells.get(id(id_map))
-    if cells is None or cells.stamped is None or cells.stamped != stamped:
-        cells = _cells[id(id_map)] = _Cells(id_map, stamped)
-    return cells
+def _scans_of(id_map: IdMap, stamped: Any) -> _Scans:
+    scans = _scans.get(id(id_map))
+    if scans is None or scans.stamped is None or scans.stamped != stamped:
+        scans = _scans[id(id_map)] = _Scans(id_map, stamped)
+    return scans
 
 
 def signed(word: int) -> int:
@@ -78,22 +92,16 @@ def unsigned(number: int) -> int:
 
 
 class CanonicalRows:
-    """The contents of one map in canonical order, valid until the map changes.
-
-    `read`, `stretches` and `by_row` raise RuntimeError if the table has changed since.
-
-    `stamp` returns a value that changes whenever the table changes.
-    """
+    """The contents of one map in canonical order; RuntimeError once `stamp` returns another value."""
 
     def __init__(self, id_map: IdMap, where: str, stamp: Callable[[], Any]) -> None:
         ops.raise_errors(id_map.slots)
-        _kept.enter(self, id_map)
         self._map = id_map
         self._where = where
         self._stamp = stamp
         self._stamped = stamp()
         self.count = id_map.num_ids
-        self._cells = _cells_of(id_map, self._stamped)
+        self._scans = _scans_of(id_map, self._stamped)
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
@@ -118,24 +126,30 @@ class CanonicalRows:
         nothing = torch.empty(0, dtype=torch.int64, device=self._map.slots.device)
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
-    def stretches(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, at most `most` at a time."""
-        for start in range(0, self.count, most):
-            yield self.read(start, min(self.count, start + most))
-
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time.
+        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows.
 
-        `rows` is the number of rows of the table, with those that have no id. Only few of many are sorted.
+        The next piece overwrites the rows.
         """
         self.check_unchanged()
         if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)
             return
-        left = self.count
-        for ids, numbers in self._map.by_row(rows, most, self._listed):
-            left -= ids.numel()
-            yield ids, numbers
+        left, step = self.count, 1 << max(1, most).bit_length() - 1
+        places = torch.arange(min(rows, step), device=self._map.slots.device)
+        numbers = torch.empty_like(places)
+        at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
+        for first in range(0, rows, at_once):
+            ids, has_id = self._ids_of_rows(first, min(rows, first + at_once))
+            is_full = bool(has_id.all())
+            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
+                own = numbers[: len(here)]
+                torch.add(places[: len(here)], first, out=own)
+                first += len(here)
+                if not (is_full or used.all()):
+                    here, own = here[used], own[used]
+                left -= len(here)
+                yield here, own
         if left:
             raise RuntimeError(
                 f"torchrec_dyn bug: {self._where} has ids of rows that it does not have."
@@ -145,9 +159,9 @@ class CanonicalRows:
         """`by_row` of a map with the ids of few of the rows: sorts these, and does not list all rows."""
         ids, rows = (torch.cat(parts) for parts in zip(*self._map.pieces(), strict=True))
         rows, order = rows.sort()
-        for some, numbers in zip(ids[order].split(most), rows.split(most), strict=True):
+        for part, numbers in zip(ids[order].split(most), rows.split(most), strict=True):
             if numbers.numel():
-                yield some, numbers
+                yield part, numbers
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError if the table has changed since this object was made."""
@@ -158,97 +172,51 @@ class CanonicalRows:
                 "copy.deepcopy(state_dict)."
             )
 
-    def _listed(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        for listed in _kept.of(self._map, self._stamped, _Listed):
-            if listed.first == first and len(listed.ids) == last - first:
-                return listed.ids, listed.has_id
-        listed = _Listed(first, *self._map.ids_of_rows(first, last))
+    def _ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        for scan in self._scans.scans:
+            if isinstance(scan, _IdsOfRows) and (scan.first, len(scan.ids)) == (
+                first,
+                last - first,
+            ):
+                return scan.ids, scan.has_id
+        scan = _IdsOfRows(first, *ops.ids_of_rows(*self._map.arrays(), first, last))
         # In a larger map the first rows would be dropped before they are listed again.
-        if self.count <= _KEPT_ROWS:
-            _kept.keep(self._map, self._stamped, listed)
-        return listed.ids, listed.has_id
+        if self.count <= knobs.KEPT_ROWS:
+            self._scans.keep(scan)
+        return scan.ids, scan.has_id
 
     def _window_at(self, place: int) -> _Window:
-        begins = self._cells.begins
+        begins = self._scans.begins
         first = bisect_right(begins, place) - 1
-        for window in _kept.of(self._map, self._stamped, _Window):
-            if window.begin <= place < window.begin + window.ids.numel():
-                return window
+        for scan in self._scans.scans:
+            if isinstance(scan, _Window) and 0 <= place - scan.begin < scan.ids.numel():
+                return scan
         last = max(first + 1, bisect_right(begins, begins[first] + _WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
-        ids, rows = ops.ids_between(
-            *self._map.arrays(), signed(first << width), signed((last << width) - 1)
-        )
-        window = _Window(begins[first], ids, rows)
-        _kept.keep(self._map, self._stamped, window)
+        low, high = signed(first << width), signed((last << width) - 1)
+        window = _Window(begins[first], *ops.ids_between(*self._map.arrays(), low, high))
+        self._scans.keep(window)
         return window
 
 
-_Scan = TypeVar("_Scan", _Window, _Listed)
+def first_place(read: Callable[[int, int], Tensor], count: int, mixed: int) -> int:
+    """Returns the first place from which on mixed ids are at least `mixed`, unsigned.
 
-
-class _Held(NamedTuple):
-    map: weakref.ref[IdMap]
-    readers: set[object]
-    scans: list[tuple[Any, _Window | _Listed]]  # stamps and scans, oldest first
-
-
-class _KeptScans:
-    """Windows and lists of the maps that are being read: one scan of a map serves all tensors of a table.
-
-    Calls are safe on several threads: a writer may read chunks on all its threads.
+    `read` returns the ids at the places [first, last) of `count` in canonical order: single ids, until few
+    are left.
     """
-
-    def __init__(self) -> None:
-        # Reentrant: garbage collection may call `_leave` on a thread that holds the lock.
-        self._lock = threading.RLock()
-        # By the number of the map's object. An interrupt in `_leave` leaves an entry of a map that is gone
-        # later, and another map may get its number.
-        self._held: dict[int, _Held] = {}
-        self._order: deque[tuple[int, int]] = deque()  # map and rows of all scans, oldest first
-
-    @property
-    def _rows(self) -> int:
-        """The rows of all scans. Not a number of its own: an interrupt in `keep` would leave it wrong."""
-        return sum(rows for _, rows in self._order)
-
-    def enter(self, reader: object, id_map: IdMap) -> None:
-        """Keeps scans of the map as long as a reader of it lives."""
-        key, token = id(id_map), object()
-        # First: an interrupt in between leaves no reader behind.
-        weakref.finalize(reader, self._leave, key, token)
-        with self._lock:
-            if key in self._held and self._held[key].map() is not id_map:
-                self._drop(key)
-            self._held.setdefault(key, _Held(weakref.ref(id_map), set(), [])).readers.add(token)
-
-    def _leave(self, key: int, token: object) -> None:
-        """Drops the scans of a map after its last reader."""
-        with self._lock:
-            held = self._held.get(key)
-            if held is None:
-                return
-            held.readers.discard(token)
-            if not held.readers:
-                self._drop(key)
-
-    def _drop(self, key: int) -> None:
-        self._order = deque(other for other in self._order if other[0] != key)
-        del self._held[key]
-
-    def of(self, id_map: IdMap, stamp: Any, kind: type[_Scan]) -> list[_Scan]:
-        """Returns the scans of one kind of a map with this stamp."""
-        with self._lock:
-            scans = list(self._held[id(id_map)].scans)
-        return [scan for at, scan in scans if isinstance(scan, kind) and at == stamp]
-
-    def keep(self, id_map: IdMap, stamp: Any, scan: _Window | _Listed) -> None:
-        """Keeps a scan, and drops the oldest scans if all together have too many rows."""
-        with self._lock:
-            self._held[id(id_map)].scans.append((stamp, scan))
-            self._order.append((id(id_map), scan.ids.numel()))
-            while len(self._order) > 1 and self._rows > _KEPT_ROWS:
-                self._held[self._order.popleft()[0]].scans.pop(0)
-
-
-_kept = _KeptScans()
+    if not 0 < mixed < 1 << _WORD_BITS:
+        return 0 if mixed <= 0 else count
+    low, high, key = 0, count, mixed - (1 << _WORD_BITS - 1)  # as canonical_keys has it
+    # Mixed ids are spread evenly: the search begins near its end.
+    expected, reach = mixed * count >> _WORD_BITS, 4 * isqrt(count)
+    near: Iterator[int] = iter((expected - reach, expected + reach))
+    while high - low > knobs.IDS_READ_TOGETHER:
+        middle = next(near, (low + high) // 2)
+        if not low <= middle < high:
+            continue
+        if int(canonical_keys(read(middle, middle + 1))) < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low + int((canonical_keys(read(low, high)) < key).sum()) if low < high else low

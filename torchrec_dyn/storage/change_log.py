@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.storage.host_reads import HostRead, places_of, read
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import (
@@ -36,15 +37,11 @@ from torchrec_dyn.storage.touched_rows import TouchedRows, touch_rows
 _SLOTS_AT_ONCE = 1 << 20
 _ID_BYTES = 8
 # Ids in a GPU's log that are not sifted yet: 48 KiB, or 1.5 bytes for each row of the limit.
-_LEAST_UNSIFTED = 1 << 12
 _UNSIFTED_SHARE = 8
 
 
 def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
-    """Returns the bytes of the log of a table with `rows` rows, if all change between two markers.
-
-    Without the removed ids.
-    """
+    """Returns the bytes of the log of a table if all rows change between two markers and no id is removed."""
     marks = marks_bytes(rows, row_limit, device_type)
     if device_type != "cpu":
         return 2 * marks
@@ -64,14 +61,7 @@ class Version:
 
 
 class _Removed(NamedTuple):
-    """Ids that were removed after the same version.
-
-    Attributes:
-        at: the version of the removal.
-        ids: [M] int64.
-        added: [M] int32, the version at which each id was added.
-        is_sifted: True if a version lay between addition and removal of each of these ids.
-    """
+    """Ids [M] int64 that were removed after version `at`, and the versions [M] int32 of their additions."""
 
     at: int
     ids: Tensor
@@ -79,25 +69,8 @@ class _Removed(NamedTuple):
     is_sifted: bool = False
 
 
-class _Erased(NamedTuple):
-    """Ids [M] int64 that the user erased after version `at`, with and without a row."""
-
-    at: int
-    ids: Tensor
-
-
 class ChangeLog:
-    """The changes of one table, or of one column shard of it.
-
-    Attributes:
-        number: number of the latest version, an int32: at one version a second it lasts 68 years.
-        token: an object that identifies this log and this number.
-        touched: the changed rows, on the CPU; None on a GPU.
-        changed: for each row the version at which it last changed, on a GPU; None on the CPU.
-        added: for each row the version at which its id was added.
-        removed: the removed ids; those that are not sifted are last.
-        erased: the ids that the user erased, as long as a version that keeps them is in use.
-    """
+    """The changes of one table, or of one column shard of it. The latest version has `number`, an int32."""
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
         self._row_limit, self._device = row_limit, device
@@ -108,7 +81,7 @@ class ChangeLog:
         self.touched, self.changed = self._nothing_changed(device)
         self.added = RowMarks(row_limit, device)
         self.removed: list[_Removed] = []
-        self.erased: list[_Erased] = []
+        self.erased: list[tuple[int, Tensor]] = []
 
     def _nothing_changed(
         self, device: torch.device
@@ -121,6 +94,9 @@ class ChangeLog:
     def is_in_use(self) -> bool:
         """True if a version is held."""
         return len(self._versions) > 0
+
+    def _numbers(self) -> list[int]:
+        return [version.number for version in self._versions]
 
     def version(self, id_map: IdMap, withheld: Tensor, keeps_erased: bool = False) -> Version:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
@@ -142,19 +118,19 @@ class ChangeLog:
         """Notes that the user erases ids [M] int64, with or without a row; only a version may ask for it."""
         kept = self._still_asked()
         if ids.numel() and any(version.keeps_erased for version in self._versions):
-            kept.append(_Erased(self.number, ids))
+            kept.append((self.number, ids))
         self.erased = kept
 
-    def _still_asked(self) -> list[_Erased]:
+    def _still_asked(self) -> list[tuple[int, Tensor]]:
         """Returns the erased ids that a version in use keeps."""
         asking = [version.number for version in self._versions if version.keeps_erased]
         since = min(asking, default=self.number + 1)
-        return [piece for piece in self.erased if piece.at >= since]
+        return [(at, ids) for at, ids in self.erased if at >= since]
 
     def erased_ids(self, since: Version) -> Tensor:
         """Returns the ids [M] int64 that the user erased since a version that keeps them, each once."""
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        pieces = [piece.ids.to(self._device) for piece in self.erased if piece.at >= since.number]
+        pieces = [ids.to(self._device) for at, ids in self.erased if at >= since.number]
         return torch.unique(torch.cat([nothing, *pieces]))
 
     def has_come_since(self, rows: Tensor, since: Version) -> Tensor:
@@ -193,26 +169,19 @@ class ChangeLog:
             self.touched.rest = None
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
-        """Returns `removed` as it must be when these ids are removed, and changes nothing.
-
-        ids [M] int64; rows [M] int64, their former rows.
-        """
-        versions = [version.number for version in self._versions]
+        """Returns `removed` as it must be when ids [M] int64 lose their rows [M] int64; changes nothing."""
+        versions = self._numbers()
         removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
         if rows.numel():
             _append(removed, _Removed(self.number, ids, self.added.read(rows)))
         unsifted = [piece for piece in removed if not piece.is_sifted]
-        most = 0 if rows.is_cpu else max(_LEAST_UNSIFTED, self._row_limit // _UNSIFTED_SHARE)
+        most = (
+            0 if rows.is_cpu else max(knobs.LEAST_UNSIFTED_IDS, self._row_limit // _UNSIFTED_SHARE)
+        )
         if sum(piece.ids.numel() for piece in unsifted) > most:
-            # Other ids were added after the latest version before their removal.
-            latest = [max((m for m in versions if m <= of.at), default=0) for of in unsifted]
-            kept = [of.added < version for of, version in zip(unsifted, latest, strict=True)]
-            counts = yield [is_kept.count_nonzero() for is_kept in kept]
             del removed[-len(unsifted) :]
-            for piece, is_kept, count in zip(unsifted, kept, counts, strict=True):
-                places = places_of(is_kept, count)
-                sifted = _Removed(piece.at, piece.ids[places], piece.added[places], is_sifted=True)
-                _append(removed, sifted)
+            for piece in (yield from _sifted(unsifted, versions)):
+                _append(removed, piece)
         return removed
 
     def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
@@ -222,10 +191,9 @@ class ChangeLog:
     def replaced(
         self, ids: Tensor, rows: Tensor, high: int, device: torch.device
     ) -> dict[str, object]:
-        """Returns the attributes of the log if all former ids are removed, and all present ids added.
+        """Returns the log's attributes if ids [M] int64 lose rows [M] int64 and all present ids are new.
 
-        ids [M] int64 are the former ids, rows [M] int64 their former rows; `high`, the number of rows handed
-        out, and `device` are the present ones.
+        `high`, the number of rows handed out, and `device` are the present ones.
         """
         most = max(high, self.added.capacity)
         touched, changed = self._nothing_changed(device)
@@ -247,10 +215,7 @@ class ChangeLog:
         return {**marks, "removed": removed, "_device": device}
 
     def changed_rows(self, since: Version, id_map: IdMap) -> tuple[Tensor, Tensor]:
-        """Returns the ids whose row changed, or was given to them, since a version of this log, and the rows.
-
-        Both are [M] int64, in any order.
-        """
+        """Returns the ids whose row changed or came since a version, and the rows, [M] int64 each."""
         if self.touched is not None:
             return self.touched.changed(since.number, id_map)
         assert self.changed is not None
@@ -275,24 +240,35 @@ class ChangeLog:
     def bytes(self) -> int:
         """Bytes of the marks, of the listed ids, and of the removed and erased ids."""
         removed = sum(piece.ids.nbytes + piece.added.nbytes for piece in self.removed)
-        removed += sum(piece.ids.nbytes for piece in self.erased)
+        removed += sum(ids.nbytes for _, ids in self.erased)
         changed = self.touched or self.changed
         return (0 if changed is None else changed.bytes) + self.added.bytes + removed
+
+
+def _sifted(pieces: Sequence[_Removed], versions: Sequence[int]) -> HostRead[list[_Removed]]:
+    """Returns removed ids without those that were added after the latest version before their removal."""
+    latest = [max((m for m in versions if m <= piece.at), default=0) for piece in pieces]
+    masks = [piece.added < version for piece, version in zip(pieces, latest, strict=True)]
+    counts = yield [mask.count_nonzero() for mask in masks]
+    places = [places_of(mask, count) for mask, count in zip(masks, counts, strict=True)]
+    return [
+        _Removed(piece.at, piece.ids[own], piece.added[own], is_sifted=True)
+        for piece, own in zip(pieces, places, strict=True)
+    ]
 
 
 def _append(pieces: list[_Removed], last: _Removed) -> None:
     """Appends a piece that is not empty. Joins pieces: many steps remove a few ids each."""
     if last.ids.numel():
         pieces.append(last)
-    while len(pieces) > 1 and _are_joined(*pieces[-2:]):
-        last, first = pieces.pop(), pieces.pop()
+    while len(pieces) > 1:
+        first, last = pieces[-2:]
+        if (first.at, first.is_sifted) != (last.at, last.is_sifted):
+            break
+        if first.ids.numel() > 2 * last.ids.numel():
+            break
         ids, added = torch.cat([first.ids, last.ids]), torch.cat([first.added, last.added])
-        pieces.append(last._replace(ids=ids, added=added))
-
-
-def _are_joined(first: _Removed, last: _Removed) -> bool:
-    is_alike = (first.at, first.is_sifted) == (last.at, last.is_sifted)
-    return is_alike and first.ids.numel() <= 2 * last.ids.numel()
+        pieces[-2:] = [last._replace(ids=ids, added=added)]
 
 
 def note_changed(
@@ -301,10 +277,7 @@ def note_changed(
     rows: Tensor,
     table_offsets: Tensor,
 ) -> None:
-    """Records rows, before they or their scores are written.
-
-    Shapes: logs [T], ids [N] int64, rows [N] int64, table_offsets [T + 1] int64.
-    """
+    """Records rows [N] int64 of ids [N] int64, or of each table's map, before they or their scores change."""
     if all(log is None for log in logs):
         return
     if _on_cpu(logs):
@@ -329,16 +302,14 @@ def note_update(
     if _on_cpu(logs):
         note_changed(logs, id_maps, rows, table_offsets)
         return (), None
-    return list_bits([None if log is None else log.changed for log in logs])
+    marks = [None if log is None else log.changed for log in logs]
+    return list_bits([None if own is None else (own.bits, own.shift) for own in marks])
 
 
 def unrecorded(
     logs: Sequence[ChangeLog | None], noted: Sequence[object] | None
 ) -> list[ChangeLog | None]:
-    """Returns the logs, [T], with None for those without a new version since the rows were recorded.
-
-    noted: `tokens_of` the logs when they were; None if they were not.
-    """
+    """Returns the logs, None for those without a new version since `noted`, the `tokens_of` the logs then."""
     pairs = zip(logs, noted or [None] * len(logs), strict=True)
     return [None if log is None or log.token is token else log for log, token in pairs]
 

@@ -8,6 +8,7 @@ host and device in pieces.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,9 +34,7 @@ def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
 def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
     """Runs a host read and returns its result.
 
-    `meanwhile` queues kernels that do not need the numbers. It is called once, before the host waits for the
-    first numbers of a GPU: the GPU runs these kernels while the host goes on. It is not called if there is
-    nothing to wait for.
+    `meanwhile` queues kernels that do not need the numbers, once, before the host waits for the first ones.
     """
     try:
         asked = next(reading)
@@ -47,33 +46,24 @@ def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = No
             elif meanwhile is None:
                 numbers = torch.hstack(list(asked)).tolist()
             else:
-                copy = _HostCopy(torch.hstack(list(asked)))
-                meanwhile()
-                meanwhile, numbers = None, copy.wait().tolist()
+                numbers = _read_meanwhile(torch.hstack(list(asked)), meanwhile)
+                meanwhile = None
             asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value
         return result
 
 
-class _HostCopy:
-    """A copy of values of a GPU to the host, under way: kernels that are queued next do not hold it up."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._copy = torch.empty(
-            values.shape,
-            dtype=values.dtype,
-            device="cpu",
-            pin_memory=torch.cuda.is_available(),
-        )
-        self._copy.copy_(values, non_blocking=True)
-        self._done = torch.cuda.Event()
-        self._done.record(torch.cuda.current_stream(values.device))
-
-    def wait(self) -> Tensor:
-        """Waits for the copy, not for the kernels behind it, and returns it."""
-        self._done.synchronize()
-        return self._copy
+def _read_meanwhile(values: Tensor, meanwhile: Callable[[], object]) -> list[int]:
+    """Returns numbers of a GPU; the host does not wait for the kernels that `meanwhile` queues."""
+    pinned = torch.cuda.is_available()
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
+    copy.copy_(values, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(values.device))
+    meanwhile()
+    done.synchronize()
+    return copy.tolist()
 
 
 def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Result]]:
@@ -113,10 +103,7 @@ def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:
-    """Returns the first places at which mask [M] is True, ascending, [count] int64; does not wait for a GPU.
-
-    -1 follows the last place if the mask has fewer.
-    """
+    """Returns the first `count` places where mask [M] is True, then -1; does not wait for a GPU."""
     if mask.is_cpu:  # where `nonzero_static` takes 11 microseconds, `nonzero` 3
         places = mask.nonzero().flatten()
         missing = count - places.numel()
@@ -126,20 +113,13 @@ def places_of(mask: Tensor, count: int) -> Tensor:
     return torch.nonzero_static(mask, size=count).flatten()
 
 
-# Rows that cross between a GPU and the host at a time: the copy is fast, and little memory is held twice.
-CROSSING_BYTES = 64 << 20
-
-
 def on_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values [...] of any dtype on a device; the same tensor if they are there already."""
+    """Returns values [...] on a device; the same tensor if they are there already."""
     return to_host(values) if device.type == "cpu" else values.to(device)
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Returns values [...] of any dtype on the CPU; the same tensor if they are there already.
-
-    From a GPU they are copied into pinned memory, which torch keeps for the next copy.
-    """
+    """Returns values [...] on the CPU, from a GPU through pinned memory, which torch keeps."""
     if values.is_cpu or not torch.cuda.is_available():
         return values.cpu()
     pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -147,10 +127,74 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def for_device(values: Tensor, device: torch.device) -> Tensor:
-    """Returns values [...] of any dtype that can be copied into rows on a device; moves another GPU's there.
+    """Returns values [...] that can be copied into rows on a device; moves another GPU's there.
 
     GPUs that cannot reach each other's memory copy between torch's memory only, as torch does it; rows are
     in ranges of addresses (block_memory.py), which torch does not know.
     """
     is_of_another_gpu = values.device.type == device.type and values.device != device
     return values.clone().to(device) if is_of_another_gpu else values
+
+
+class StreamOrder:
+    """The order of the calls of one collection. Its owner is the collection's lock, which callers hold."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None  # of the last call
+        self._done: Any = None  # event at the end of the last call
+        self._devices: tuple[torch.device, ...] = ()  # of the calls that run, one inside the other
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Runs one call: its kernels run after those of all earlier calls.
+
+        Does nothing without streams, and inside another turn on this device.
+        """
+        outer = self._devices
+        if device in outer or not _has_streams(device):
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._done is not None and stream != self._stream:
+            stream.wait_event(self._done)
+        try:
+            self._devices = (*outer, device)
+            yield
+        finally:  # also after an error: kernels may have started
+            self._devices = outer
+            if self._stream is None or self._stream.device != stream.device:
+                self._done = torch.cuda.Event()  # an event belongs to a GPU
+            self._done.record(stream)
+            self._stream = stream
+
+
+def stream_on(device: torch.device) -> Any:
+    """Returns the current stream; None on a device without streams."""
+    return torch.cuda.current_stream(device) if _has_streams(device) else None
+
+
+def wait_for_stream(stream: Any) -> None:
+    """Makes the current stream wait, on the GPU, for all present work of another; None has no work."""
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_stream(stream)
+
+
+def keep_in_use(*tensors: Tensor | None) -> None:
+    """Keeps the memory of tensors on one GPU until the present kernels of this stream have run.
+
+    Needed where a tensor of another stream is dropped early: its memory is free for that stream at once.
+    None and tensors of the CPU are skipped.
+    """
+    given = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+    if given and _has_streams(given[0].device):
+        # Asked for once: that takes longer than a record.
+        stream = torch.cuda.current_stream(given[0].device)
+        for tensor in given:
+            tensor.record_stream(stream)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_initialized()

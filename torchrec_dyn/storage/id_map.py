@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.storage.host_reads import host_numbers
-from torchrec_dyn.storage.stream_order import keep_in_use
-from torchrec_dyn.storage.tokens import SLOTS
+from torchrec_dyn import knobs, ops
+from torchrec_dyn.storage.host_reads import host_numbers, keep_in_use
 
 # A slot is an id and a row, 8 bytes each.
 SLOT_BYTES = 16
@@ -28,18 +26,10 @@ _FIRST_CAPACITY = 64
 # Small maps double at MAX_LOAD, at once. Large maps grow by a quarter, which bounds the bytes per row to
 # SLOT_BYTES * 1.25 / MAX_LOAD. They grow bit by bit: growth begins at _START_LOAD and ends before MAX_LOAD.
 # On a GPU they grow at once, at MAX_LOAD: one call moves all slots. Both arrays are in memory meanwhile.
-_LARGE_CAPACITY = 1 << 16
 _LARGE_GROWTH = 1.25
 _START_LOAD = 9 / 16
 # Statistics of a larger map sample at least this many slots: few enough to take no noticeable time.
 _PROBED = 1 << 18
-# Ids that one call inserts on the CPU: the op orders them by slot, which is fast within the caches of a core
-# (measured: 28 ns an id; 70 for 2 million ids at once).
-_INSERTED_TOGETHER = 1 << 15
-# Rows whose ids are listed by one scan of the slots, 9 bytes a row. A large table is scanned four times: else
-# the time of its scans would grow with the square of its rows.
-_ROWS_AT_ONCE = 2 << 20
-_MOST_SCANS = 4
 # Growth moves whole runs of slots, so it may move up to a run of slots more than needed.
 _RUN = 64
 # A huge page of outgoing slots is given back to the system when all of it has moved.
@@ -47,20 +37,16 @@ _PAGE_SLOTS = (2 << 20) // SLOT_BYTES
 
 
 def most_slots(ids: int, device_type: str = "cpu") -> int:
-    """Returns the most slots in memory of a map of up to `ids` ids, for any order of insertion.
-
-    The bound also holds while the map grows: off the CPU a map has its old and its new slots in memory for a
-    moment. Planners reserve memory for this number of slots.
-    """
+    """Returns the most slots in memory of a map of up to `ids` ids, however they come, also in growth."""
     needed = int(ids / MAX_LOAD) + 1
     if device_type != "cpu":
         # A map grows if it has fewer slots than needed: to 2 or 1.25 times as many, or to those needed.
-        small = min(needed, _LARGE_CAPACITY)
+        small = min(needed, knobs.LARGE_MAP_SLOTS)
         most = max(3 * small, small + needed, needed + int(needed * _LARGE_GROWTH))
         return max(_FIRST_CAPACITY, most + _LINE_SLOTS)
     return max(
         _FIRST_CAPACITY,
-        2 * min(needed, _LARGE_CAPACITY),
+        2 * min(needed, knobs.LARGE_MAP_SLOTS),
         # Growth may move the last 8 runs early: 8 (MAX_LOAD - _START_LOAD) / MAX_LOAD * 1.25 = 1 run of slots
         # ahead. Also, a capacity is rounded up to whole lines.
         int(needed * _LARGE_GROWTH) + _RUN + _LINE_SLOTS,
@@ -73,7 +59,7 @@ def new_key() -> int:
 
 
 def canonical_keys(ids: Tensor) -> Tensor:
-    """Returns keys of ids [M] int64, [M] int64: their order is the canonical order, by mixed id, unsigned."""
+    """Returns keys of ids [M] int64, [M] int64, whose order is the canonical order: by mixed id, unsigned."""
     # Flipping the sign bit turns the unsigned order into the signed order.
     return ops.mix64(ids) ^ torch.iinfo(torch.int64).min
 
@@ -84,16 +70,14 @@ def canonical_order(ids: Tensor) -> Tensor:
 
 
 class IdMap:
-    """The map from every id of a table to its row.
+    """The map from every id of a table to its row, for `num_ids` ids.
 
     Attributes:
         slots: [C, 2] int64: id, row + 1; an empty slot has 0 in place of row + 1.
-        outgoing: [C', 2] int64, while the map grows the smaller array from which slots move; else None.
-            None after every call, if the slots are not on the CPU.
+        outgoing: [C', 2] int64, on the CPU while the map grows, the smaller array from which slots move.
         moved: number of outgoing slots that have moved; -1 if `outgoing` is None.
-        num_ids: number of ids, and so of slots in use.
-        key: key of the hash that gives ids their slots (csrc/slot_hash.h), random and secret: who chooses the
-            ids cannot choose ids that share slots. A copy of a table draws another key.
+        key: secret key of the hash that gives ids their slots (csrc/slot_hash.h): who chooses the ids cannot
+            choose ids that share slots. A copy of a table draws another key.
     """
 
     def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
@@ -113,8 +97,7 @@ class IdMap:
     def held(self) -> int:
         """Slots whose memory is in use.
 
-        While the map grows: the outgoing slots that have not moved yet, and the share of the new slots
-        that is filled. So growth takes no more memory than the grown map.
+        While the map grows: the outgoing slots that have not moved, and the filled share of the new ones.
         """
         if self.outgoing is None:
             return self.capacity
@@ -127,7 +110,7 @@ class IdMap:
         self._move_on(ids)
         if ids <= self._most_ids():
             return
-        factor = 2.0 if self.capacity < _LARGE_CAPACITY else _LARGE_GROWTH
+        factor = 2.0 if self.capacity < knobs.LARGE_MAP_SLOTS else _LARGE_GROWTH
         capacity = max(_FIRST_CAPACITY, int(self.capacity * factor), self._fewest_slots(ids))
         if self._limit is not None and ids <= self._limit:
             enough = max(self._fewest_slots(self._limit), self.capacity + _LINE_SLOTS)
@@ -143,7 +126,7 @@ class IdMap:
 
     def _grows_in_steps(self, capacity: int) -> bool:
         """Returns True if an array of `capacity` slots of this map is moved bit by bit."""
-        return self.slots.is_cpu and capacity >= _LARGE_CAPACITY
+        return self.slots.is_cpu and capacity >= knobs.LARGE_MAP_SLOTS
 
     def _fewest_slots(self, ids: int) -> int:
         """Returns the least capacity at which a map of `ids` ids does not have to grow yet."""
@@ -195,20 +178,19 @@ class IdMap:
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Returns the row of each of ids [M] int64; -1 for an absent id."""
-        return ops.lookup(ids, _offsets_of(ids), *self.arrays())[0]
+        return ops.lookup(ids, host_numbers([0, ids.numel()]), *self.arrays())[0]
 
     def insert(self, ids: Tensor, rows: Tensor) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
-        most = _INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
-        both = zip(ids.split(most), rows.split(most), strict=True)
-        for some, their_rows in both:
-            self.put(some, their_rows, self.num_ids + some.numel())
+        most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
+        for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
+            self.put(part, its_rows, self.num_ids + part.numel())
 
     def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
 
-        `num_ids` is the number of ids of the map with these ids. `again`: all ids may be in the map already,
-        and the map's `num_ids` may be wrong.
+        The map has `num_ids` ids then. `again`: all of them may be in the map already, and `num_ids` may be
+        wrong.
         """
         put_all([self], [ids.numel()], ids, rows, again)
         self.num_ids = num_ids
@@ -228,28 +210,6 @@ class IdMap:
         """Yields all ids and rows of each array of slots, in the order of the slots."""
         yield from map(ops.used_slots, self.arrays()[0])
 
-    def ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Returns the ids of the rows [first, last), and a mask [last - first] of the rows with an id."""
-        return ops.ids_of_rows(*self.arrays(), first, last)
-
-    def by_row(
-        self, rows: int, most: int, ids_of_rows: Callable[[int, int], tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the ids of the first rows, and these rows, ascending. The next piece overwrites the rows."""
-        step = 1 << max(1, most).bit_length() - 1
-        places = torch.arange(min(rows, step), device=self.slots.device)
-        numbers = torch.empty_like(places)
-        at_once = _ROWS_AT_ONCE * max(1, -(-rows // (_MOST_SCANS * _ROWS_AT_ONCE)))
-        for first in range(0, rows, at_once):
-            last = min(rows, first + at_once)
-            ids, has_id = ids_of_rows(first, last)
-            is_full = bool(has_id.all())
-            for here, used in zip(ids.split(step), has_id.split(step), strict=True):
-                those = numbers[: len(here)]
-                torch.add(places[: len(here)], first, out=those)
-                first += len(here)
-                yield (here, those) if is_full or used.all() else (here[used], those[used])
-
     def contents(self) -> tuple[Tensor, Tensor]:
         """Returns all ids and rows in canonical order, [M] int64 each."""
         ops.raise_errors(self.slots)
@@ -263,11 +223,7 @@ class IdMap:
         return self.held * SLOT_BYTES
 
     def stats(self) -> dict[str, int | float]:
-        """Returns slots, load (ids / slots), and the mean and the longest probe length of the ids.
-
-        Probe lengths of a large map are measured on a sample of some hundred thousand slots, so a longer
-        probe may exist.
-        """
+        """Returns slots, load, and the mean and the longest probe length, which large maps sample."""
         ids, total, longest = zip(
             *(
                 ops.probe_lengths(array, max(1, len(array) // _PROBED), self.key).tolist()
@@ -295,17 +251,10 @@ class IdMap:
             raise RuntimeError("torchrec_dyn bug: an id of an IdMap cannot be reached from home.")
 
 
-def _offsets_of(ids: Tensor) -> Tensor:
-    """Returns the `table_offsets` of the ids of one table."""
-    return host_numbers([0, ids.numel()])
-
-
 def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
-    """Returns T maps in the form that the ops take.
+    """Returns T maps as the ops take them: the slots of each map, then those that leave maps that grow.
 
-    Returns:
-        slots: the slots of each map, then the outgoing slots of each map that grows.
-        moved: [T, 2] int64, number of outgoing slots moved, -1 for a map that does not grow; and the keys.
+    And [T, 2] int64: outgoing slots moved, -1 for a map that does not grow, and the keys.
     """
     slots = [id_map.slots for id_map in maps]
     slots += [id_map.outgoing for id_map in maps if id_map.outgoing is not None]
@@ -315,10 +264,7 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
 def put_all(
     maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor, again: bool
 ) -> None:
-    """Adds ids to several maps at once. As `IdMap.put`, but the maps' `num_ids` stay.
-
-    ids [M] int64, rows [M] int64: of one map after the other, as many as `sizes` says.
-    """
+    """As `IdMap.put`, for several maps in turn, `sizes` ids each; their `num_ids` stay."""
     if not ids.numel():
         return
     offsets, arrays = host_numbers([*accumulate(sizes, initial=0)]), arrays_of(maps)
@@ -340,3 +286,25 @@ class MapList:
         if self._token is not token:
             self._arrays, self._token = arrays_of(self._maps), token
         return self._arrays
+
+
+class Token:
+    """An object that is replaced before the arrays of some table change; compared by identity.
+
+    Ops take the arrays of all tables of a group. To list the arrays of a thousand tables, or to ask each
+    table whether it has changed, takes as long as an op; so a group compares one token, shared by the
+    process.
+    """
+
+    def __init__(self) -> None:
+        self.now = object()
+
+    def renew(self) -> None:
+        """Replaces the token. Call it before the change: an interrupt may come between the two."""
+        self.now = object()
+
+
+SLOTS = Token()  # renewed before an id map gets other slots, or moves slots
+BLOCKS = Token()  # renewed before a store gets other blocks
+TABLES = Token()  # renewed before a table gets other contents or settings
+CLOCKS = Token()  # renewed before the clock of a table is set

@@ -14,33 +14,21 @@ import signal
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 # More than the calls inside each other that a change makes, behind its preparation, or what undoes it. A test
 # lets the stack end at every depth.
 _CALLS_OF_A_CHANGE = 64
 
 
-class _Lock(Protocol):
-    torn: frozenset[str]
-
-
-class _Table(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def lock(self) -> _Lock: ...
-
-
 class commit:
-    """Runs the commit of a change of tables, outside of training; the tables' locks are held.
+    """Runs the commit of a change of tables, outside of training, with their locks: it allocates no tensor.
 
-    All that can fail runs before: a commit allocates no tensor. In the main thread signals wait for the end
-    of the outermost commit. After an exception in it the tables are torn: their calls raise `torn_error`
-    until they are loaded, which is a commit that `replaces` all contents.
+    In the main thread signals wait for the end of the outermost commit. After an exception in it the tables
+    are torn: their calls raise `torn_error` until they are loaded, a commit that `replaces` all contents.
     """
 
-    def __init__(self, *tables: _Table, replaces: bool = False) -> None:
+    def __init__(self, *tables: Any, replaces: bool = False) -> None:
         self._tables, self._replaces = tables, replaces
         self._signals: _Signals | None = None
 
@@ -128,11 +116,10 @@ def torn_error(tables: str) -> RuntimeError:
 def run_to_end(*actions: Callable[[bool], object]) -> None:
     """Runs actions in order. An exception in between is raised after all of them have run.
 
-    The argument of an action is `again`: True if it may have run already, up to any of its parts. Running
-    twice in a row must have the same effect as running once.
+    Their argument `again` is True if the action may have run up to any of its parts: twice is as once.
     """
     coming = iter(actions)
-    action: Callable[[bool], object] = _no_action
+    action: Callable[[bool], object] = bool  # does nothing
     try:
         for action in coming:
             action(False)
@@ -151,7 +138,3 @@ def check_stack(calls: int = _CALLS_OF_A_CHANGE) -> None:
     """
     if calls:
         check_stack(calls - 1)
-
-
-def _no_action(again: bool) -> None:
-    """The action before the first action."""

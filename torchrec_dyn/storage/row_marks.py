@@ -9,25 +9,16 @@ Legend: T tables, N rows in table order, M rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.block_memory import lasting
 
-_BLOCK_ROWS = 1 << 18  # 1 MiB; a small table takes less
 # Approximate block count of a full table on a GPU: each block of a call costs host time.
 _MOST_BLOCKS = 16
 _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
-
-
-class HasBits(Protocol):
-    """An object with one bit for each row of a table: attributes as those of `RowMarks`."""
-
-    shift: int
-    bits: list[Tensor]
 
 
 def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
@@ -46,17 +37,18 @@ def bits_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
 
 def block_shift_of(row_limit: int, device_type: str) -> int:
     """Returns the binary logarithm of the rows of a block of marks."""
-    most = _BLOCK_ROWS if device_type == "cpu" else max(_BLOCK_ROWS, row_limit // _MOST_BLOCKS)
+    most = (
+        knobs.MARKED_ROWS
+        if device_type == "cpu"
+        else max(knobs.MARKED_ROWS, row_limit // _MOST_BLOCKS)
+    )
     return max(_LEAST_SHIFT, min(most, row_limit).bit_length() - 1)
 
 
 class RowMarks:
-    """An int32 for each row of a table, in blocks that never move.
+    """An int32 for each row of a table, in `blocks` [2^shift, 1] that never move.
 
-    Attributes:
-        blocks: blocks of marks, each [2^shift, 1] int32.
-        bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h).
-        shift: binary logarithm of the rows of a block.
+    `bits` are those of the rows of each block, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h).
     """
 
     def __init__(self, row_limit: int, device: torch.device) -> None:
@@ -99,7 +91,7 @@ class RowMarks:
             bits.zero_()  # after the marks: an interrupt may come between the two
 
     def at_least(self, mark: int) -> Tensor:
-        """Returns a flag for each row in the blocks, [capacity] bool: True if its mark is at least `mark`.
+        """Returns for each row in the blocks, [capacity] bool, whether its mark is at least `mark`.
 
         `mark` is at most the mark that the bits stand for.
         """
@@ -125,9 +117,9 @@ class RowMarks:
 def write_marks(
     tables: Sequence[RowMarks | None], rows: Tensor, table_offsets: Tensor, marks: Sequence[int]
 ) -> None:
-    """Writes marks [T], one for the rows of each table; None stands for a table without marks.
+    """Writes marks [T] for rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64.
 
-    rows [N] int64 in table order, -1 is skipped; table_offsets [T + 1] int64, where the rows of each begin.
+    None stands for a table without marks.
     """
     blocks: list[Tensor] = []
     layout = []
@@ -139,12 +131,12 @@ def write_marks(
     ops.mark_rows_(rows, table_offsets, blocks, *described)
 
 
-def list_bits(tables: Sequence[HasBits | None]) -> tuple[list[Tensor], Tensor]:
-    """Returns the bits of T tables as ops take them: all blocks, and their layout [T, 4]."""
+def list_bits(tables: Sequence[tuple[list[Tensor], int] | None]) -> tuple[list[Tensor], Tensor]:
+    """Returns bits and shifts of T tables as ops take them: all blocks, and their layout [T, 4]."""
     blocks: list[Tensor] = []
     layout = []
     for table in tables:
-        bits, shift = ([], _LEAST_SHIFT) if table is None else (table.bits, table.shift)
+        bits, shift = ([], _LEAST_SHIFT) if table is None else table
         layout.append([len(blocks), len(bits), shift - 3, 1])
         blocks.extend(bits)
     return blocks, torch.tensor(layout, device="cpu")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.storage.stream_order import keep_in_use
+from torchrec_dyn.storage.host_reads import keep_in_use
 
 _numbers = itertools.count(1)  # of all forwards of this process
 
@@ -43,12 +43,7 @@ class OpenForward:
 
 
 class OpenForwards:
-    """The open forwards of a group or of one table; a table includes those of all its groups.
-
-    Attributes:
-        forwards: the open forwards by number; a later forward has a higher number. An object that no longer
-            exists is closed, although its `__del__` may have been interrupted (Ctrl-C).
-    """
+    """The open forwards, by number, of a group or of one table; a table includes those of all its groups."""
 
     def __init__(self) -> None:
         self.forwards: dict[int, weakref.ref[OpenForward]] = {}
@@ -83,15 +78,7 @@ class OpenForwards:
 
 
 class Allocation(NamedTuple):
-    """Rows to hand out, and the free rows afterwards.
-
-    Attributes:
-        rows: [M] int64.
-        high_water_mark: `RowNumbers.high_water_mark` afterwards.
-        whole: number of tensors of free rows that stay whole.
-        rest: the rest of the next such tensor: no or one tensor.
-        num_free: number of free rows afterwards.
-    """
+    """Rows to hand out, [M] int64, and the free rows afterwards."""
 
     rows: Tensor
     high_water_mark: int
@@ -103,13 +90,8 @@ class Allocation(NamedTuple):
 class RowNumbers:
     """The row numbers of a table, handed out in the order 0, 1, 2, ..., freed rows first.
 
-    All counts are numbers of the host, so that nothing here waits for a GPU.
-
-    Attributes:
-        high_water_mark: number of rows ever handed out; every row below it is in use, free or withheld.
-        num_free: number of free rows.
-        withheld_parts: withheld rows that were freed together, each with the number of the latest forward
-            that was open then. The next call may release some of them.
+    All counts are numbers of the host, so that nothing here waits for a GPU. `high_water_mark` is the number
+    of rows ever handed out; every row below it is in use, free or withheld.
     """
 
     def __init__(self, forwards: OpenForwards, device: torch.device) -> None:
@@ -144,10 +126,7 @@ class RowNumbers:
         return Allocation(taken, high, whole, rest, num_free)
 
     def commit(self, allocation: Allocation) -> None:
-        """Hands out prepared rows; a second call directly after changes nothing.
-
-        The free rows must not change between `prepare` and this call.
-        """
+        """Hands out the rows that were just prepared; a second call directly after changes nothing."""
         self.high_water_mark, self.num_free = allocation.high_water_mark, allocation.num_free
         self._free[allocation.whole :] = allocation.rest
 
@@ -157,10 +136,9 @@ class RowNumbers:
         return self.high_water_mark + max(0, count - self.num_free)
 
     def free(self, rows: Tensor) -> None:
-        """Takes back the rows of removed ids; they are reused as soon as no open forward can hold them.
+        """Takes back rows [M] int64 of removed ids, reused as soon as no open forward can hold them.
 
-        rows [M] int64, distinct, handed out before. A second call with the same tensor directly after changes
-        nothing.
+        A second call with the same tensor directly after changes nothing.
         """
         is_new = not self.withheld_parts or self.withheld_parts[-1][1] is not rows
         if rows.numel() and is_new:

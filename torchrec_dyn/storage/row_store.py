@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import block_memory
 from torchrec_dyn.storage.block_memory import (
@@ -28,19 +28,9 @@ from torchrec_dyn.storage.block_memory import (
     lasting,
     mapped_block,
 )
-from torchrec_dyn.storage.host_reads import for_device
-from torchrec_dyn.storage.id_map import SLOT_BYTES
-from torchrec_dyn.storage.stream_order import keep_in_use
-from torchrec_dyn.storage.tokens import BLOCKS
+from torchrec_dyn.storage.host_reads import for_device, keep_in_use
+from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 
-# Upper bound of a block: large enough that a table has few blocks, small enough that the last, partly
-# used block costs little where memory is committed at once.
-_BLOCK_BYTES = 32 << 20
-# In files: a process can map some 65,000 of them, and an op takes a microsecond for each block. Disk space is
-# taken at once, and costs less than memory.
-_FILE_BYTES = 256 << 20
-# Rows that are read from files together: their pages, at most 4 KiB each, must fit into memory together.
-_READ_TOGETHER = 8192
 _LINE_BYTES = 64
 # Rows beyond so many bytes get a huge page: on small pages steps of 20 tables took 1.2 of the time.
 _SMALL_PAGES_BYTES = 128 << 10
@@ -50,28 +40,23 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def most_block_bytes(files: str | None) -> int:
     """Returns the upper bound of the bytes of a block on the CPU. `files` is that of its `RowStore`."""
-    return _BLOCK_BYTES if files is None else _FILE_BYTES
+    return knobs.BLOCK_BYTES if files is None else knobs.FILE_BYTES
 
 
 def block_shift(
-    row_limit: int, row_bytes: int, device_type: str = "cpu", most_bytes: int = _BLOCK_BYTES
+    row_limit: int, row_bytes: int, device_type: str = "cpu", most_bytes: int | None = None
 ) -> int:
-    """Returns the binary logarithm of the rows of a block; a small table takes one small block.
-
-    `row_bytes` are the bytes of a row's weights, `most_bytes` those of a block on the CPU.
-    """
-    if device_type in block_memory.RANGE_DEVICES:
+    """Returns the binary logarithm of the rows of a block; a small table takes one small block."""
+    if device_type in knobs.RANGE_DEVICES:
         return block_memory.range_shift(row_limit, row_bytes)
+    most_bytes = knobs.BLOCK_BYTES if most_bytes is None else most_bytes
     rows = max(1, min(most_bytes // max(1, row_bytes), row_limit))
     return max(4, rows.bit_length() - 1)
 
 
 def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "cpu") -> int:
-    """Returns the most bytes of a store with `rows` rows in use. Planners reserve this memory.
-
-    A CPU commits memory where rows are written.
-    """
-    if device_type not in block_memory.RANGE_DEVICES:
+    """Returns the most bytes of a store with `rows` rows in use, which planners reserve."""
+    if device_type not in knobs.RANGE_DEVICES:
         return rows * row_bytes
     whole, (blocks, rest) = 1 << shift, divmod(rows, 1 << shift)
     block_bytes = block_memory.most_bytes(whole, row_bytes, whole)
@@ -79,14 +64,9 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
 
 
 class RowStore:
-    """A store of rows of `columns` numbers.
+    """A store of rows in blocks [2^shift, columns]; in ranges the last may have fewer rows.
 
-    Attributes:
-        blocks: blocks of rows, each [2^shift, columns] of dtype; in ranges the last may have fewer rows.
-        shift: binary logarithm of the rows of a block.
-        columns: width of a row.
-        grows_in_place: True if the last block grows in a range of addresses (block_memory.py).
-        files: directory of the files from which the blocks are mapped; None: they are in memory.
+    `files` is the directory of the files from which the blocks are mapped; None: they are in memory.
     """
 
     def __init__(
@@ -103,7 +83,7 @@ class RowStore:
         self.device = device
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = device.type in block_memory.RANGE_DEVICES
+        self.grows_in_place = device.type in knobs.RANGE_DEVICES
         self.files = files
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
@@ -231,10 +211,7 @@ class RowStore:
         return store
 
     def with_copies(self, rows: Tensor, added: int) -> RowStore:
-        """Returns a store of copies of rows [M] int64, numbered from 0 on, and room for `added` more.
-
-        -1 becomes a row of zeros.
-        """
+        """Returns a store of copies of rows [M] int64, -1 as zeros, and room for `added` more."""
         block = self.read(torch.cat([rows, rows.new_full((added,), -1)]))
         shift = max(1, len(block) - 1).bit_length()
         store = RowStore(self.columns, shift, self.dtype, self.device)
@@ -244,7 +221,7 @@ class RowStore:
     def read(self, rows: Tensor) -> Tensor:
         """Returns copies of rows [M] int64, [M, columns]; -1 reads as zeros."""
         if self.files is not None:
-            parts = [self._read_from_files(some) for some in rows.split(_READ_TOGETHER)]
+            parts = [self._read_from_files(some) for some in rows.split(knobs.ROWS_READ_TOGETHER)]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.gather_rows(rows, self.blocks, self.shift, self.columns, self.dtype)
 
@@ -264,10 +241,7 @@ class RowStore:
         return store
 
     def check_process(self, where: str) -> None:
-        """Raises RuntimeError if this process is a fork of the one that mapped the files of the blocks.
-
-        Both have the same pages: what one writes, the other reads.
-        """
+        """Raises RuntimeError in a fork of the process that mapped the files: both have the same pages."""
         if self.files is not None and self._process != os.getpid():
             raise RuntimeError(
                 f"{where}: expected the process that made the table, got a fork of it, which shares the rows "
@@ -284,10 +258,7 @@ class RowStore:
         return self.read(rows)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Writes values [M, columns] to rows [M] int64. If a row is given twice, its last values stay.
-
-        They are rounded to the nearest number of the rows' dtype.
-        """
+        """Writes values [M, columns], rounded to nearest, to rows [M] int64; the last of equal rows stays."""
         if rows.numel() == 0:  # without a block the op cannot determine the dtype
             return
         self.check_process("RowStore")
@@ -302,10 +273,7 @@ class RowStore:
         return self.blocks[block][place : place + size[0], first_column : first_column + size[1]]
 
     def put(self, first_row: int, first_column: int, values: Tensor) -> None:
-        """Copies values [M, C] into a range of rows and columns, unless they are `within` this range already.
-
-        They are rounded to the nearest number of the rows' dtype.
-        """
+        """Copies values [M, C], rounded to nearest, into rows and columns, unless they lie there."""
         columns = slice(first_column, first_column + values.shape[1])
         end, row = first_row + len(values), first_row
         while row < end:
@@ -320,10 +288,7 @@ class RowStore:
     def converted(
         self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor], rows: int
     ) -> RowStore:
-        """Returns a store of the first rows in another shape. This store stays, and may be dropped then.
-
-        Shapes: convert [M, columns].
-        """
+        """Returns a store of the first rows, converted [M, columns]. This store may be dropped then."""
         result = self.empty(columns, dtype)
         result.reserve(rows)
         for number, (block, own) in enumerate(zip(result.blocks, self.blocks, strict=False)):
@@ -340,8 +305,7 @@ class RowStore:
     def keep_in_use(self, count: int | None = None) -> None:
         """Keeps the first `count` blocks, or all, which are dropped next, for present kernels of this stream.
 
-        Another stream may have allocated a block of torch's memory, and would use it again at once. A range
-        waits for all kernels itself.
+        A range waits for all kernels itself.
         """
         if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks[:count])
@@ -396,10 +360,7 @@ class InitialRows:
     def write(
         self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
     ) -> None:
-        """Writes the initial rows of ids [M] int64 to rows [M] int64 of a store of weights.
-
-        The same rows of `states`, the stores of optimizer state, get the numbers of a new row.
-        """
+        """Writes the initial rows of ids [M] int64 to rows [M] int64, and those of `states`."""
         ops.init_rows_(
             ids, rows, store.blocks, store.shift, store.columns, self._first_column,
             self._kind, self._parameters, self._key,

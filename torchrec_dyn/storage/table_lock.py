@@ -15,10 +15,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
-
+from torchrec_dyn.storage.host_reads import StreamOrder
 from torchrec_dyn.storage.interrupts import check_stack, torn_error
-from torchrec_dyn.storage.stream_order import StreamOrder
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -28,9 +26,8 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
     """A reentrant lock. A copy and an unpickled lock are new; copies of its tables share the new lock.
 
     Attributes:
-        streams: order of the calls that hold the lock, for tables on a GPU.
         is_changing: True while the thread that holds the lock is within a change of the tables (`changes`).
-        torn: names of the tables that an exception within a commit has torn (`commit`); a copy has them, too.
+        torn: names of the tables that an exception within a commit has torn (`commit`).
         passes_torn: True while the thread that holds the lock may use torn tables.
     """
 
@@ -47,8 +44,7 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
     def check_at_rest(self, also_torn: bool = False) -> None:
         """Raises RuntimeError if a table is torn, or if a signal handler has interrupted a change.
 
-        The lock is reentrant, so it does not keep a handler from tables that are half changed. Every call
-        that takes the lock for a user begins with this check.
+        The lock is reentrant, so it does not keep a handler from tables that are half changed.
         """
         also_torn = also_torn or (self.passes_torn and self._is_owned())  # type: ignore[attr-defined]
         if self.torn and not also_torn:
@@ -67,11 +63,6 @@ class TableLock(RLock):  # type: ignore[misc]  # typeshed: final; CPython: a bas
 class _Locked(Protocol):
     @property
     def lock(self) -> TableLock: ...
-
-
-class _OnDevice(_Locked, Protocol):
-    @property
-    def device(self) -> torch.device: ...
 
 
 _Owner = TypeVar("_Owner", bound=_Locked)
@@ -98,10 +89,7 @@ def locked(
 def changes(
     method: Callable[Concatenate[_Owner, _P], _T],
 ) -> Callable[Concatenate[_Owner, _P], _T]:
-    """Returns a method that nothing else of its thread may interrupt; it is called with `self.lock` held.
-
-    While it runs, tables may be half changed, or what it has listed of them must stay.
-    """
+    """Returns a method, called with `self.lock` held, within which a call of the same thread is refused."""
 
     @wraps(method)
     def marked(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -117,9 +105,9 @@ def changes(
 
 
 @contextmanager
-def turn_of(owner: _OnDevice, also_torn: bool = False) -> Iterator[None]:
+def turn_of(owner: Any, also_torn: bool = False) -> Iterator[None]:
     """Runs code as a method of an object that is `locked`; loads and copies may use torn tables, too."""
-    lock = owner.lock
+    lock: TableLock = owner.lock
     lock.check_at_rest(also_torn)
     with lock, lock.streams.turn(owner.device):
         passes_torn = lock.passes_torn

@@ -14,18 +14,16 @@ Legend: T tables, N rows in table order, M ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
+from torchrec_dyn import knobs, ops
 from torchrec_dyn.storage.canonical_rows import unsigned
 from torchrec_dyn.storage.host_reads import host_numbers
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import (
-    HasBits,
     block_shift_of,
     clear_bits,
     flags_of,
@@ -35,66 +33,46 @@ from torchrec_dyn.storage.row_marks import (
 # Returns the content sums, by tensor, of ids [M] int64, which have rows [M] int64.
 SumRows = Callable[[Tensor, Tensor], Mapping[str, int]]
 
-_LEAST_COMPACTED = 1 << 12
 _CPU = torch.device("cpu")
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Rest(NamedTuple):
-    """The content sums of the rows that were not touched since a version.
-
-    Attributes:
-        at: number of the version.
-        sums: the sums by tensor.
-        sum_rows: function that sums rows.
-    """
+    """The content sums, by tensor, of the rows not touched since version `at`; `sum_rows` sums rows."""
 
     at: int
     sums: Mapping[str, int]
     sum_rows: SumRows
 
 
-class _Listed(NamedTuple):
+class _Touched(NamedTuple):
     """Ids [M] int64 that were touched after version `at` and before the next version in use."""
 
     at: int
     ids: Tensor
 
 
-class _Numbered(Protocol):
-    number: int
-
-
-@dataclass
-class _Bits:
-    """The bits of a table, by block."""
-
-    bits: list[Tensor]
-    shift: int
-
-
-def _set_bits(table: HasBits, rows: Tensor) -> None:
-    ops.mark_new_(rows, host_numbers([0, rows.numel()]), *list_bits([table]))
+def _set_bits(bits: list[Tensor], shift: int, rows: Tensor) -> None:
+    ops.mark_new_(rows, host_numbers([0, rows.numel()]), *list_bits([(bits, shift)]))
 
 
 class TouchedRows:
     """The touched rows of one table, or of one column shard of it.
 
     Attributes:
-        shift: binary logarithm of the rows of a block.
-        bits: for each block the bits of its rows, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h): those
-            touched since the latest version, and those withheld at it, of which nothing is in the sums.
-        number: number of the latest version.
+        bits: for each block of rows its bits, [2^(shift - 3)] uint8 (csrc/storage/row_marks.h): of those
+        touched
+            since the latest version, `number`, and of those withheld at it, of which nothing is in the sums.
         rest: the sums of the other rows; None if they are not known.
     """
 
-    def __init__(self, row_limit: int, versions: Collection[_Numbered]) -> None:
+    def __init__(self, row_limit: int, versions: Collection[Any]) -> None:
         self.shift = block_shift_of(row_limit, "cpu")
         self.bits: list[Tensor] = []
         self.number = 0
         self.rest: Rest | None = None
         self._versions = versions
-        self._pieces: list[_Listed] = []
+        self._pieces: list[_Touched] = []
         self._is_listed = True  # False: ids of set bits may be missing in the list
 
     def reserve(self, rows: int) -> None:
@@ -117,15 +95,12 @@ class TouchedRows:
         return sum(piece.ids.numel() for piece in self._pieces)
 
     def begin(self, number: int, withheld: Tensor, id_map: IdMap) -> None:
-        """Begins a version with a higher number.
-
-        withheld [M] int64 are the withheld rows: they have no id, but may be written by a late gradient.
-        """
+        """Begins a version; withheld [M] int64 are rows without an id that a late gradient may write."""
         self._complete(id_map)
         self._compact(id_map)
         bits = [clear_bits(self.shift, _CPU) for _ in self.bits]
         if withheld.numel():
-            _set_bits(_Bits(bits, self.shift), withheld)
+            _set_bits(bits, self.shift, withheld)
         # Together: a row whose id is listed for this version has its bit, else it would be subtracted twice.
         self.bits, self.number = bits, number
 
@@ -133,7 +108,7 @@ class TouchedRows:
         """Records that rows [M] int64 were given to ids [M] int64, whatever the bits of the rows."""
         self._compact(id_map)
         try:
-            _set_bits(self, rows)
+            _set_bits(self.bits, self.shift, rows)
             self._list(ids)
         except BaseException:
             self.doubt()
@@ -192,7 +167,7 @@ class TouchedRows:
         needed = self._needed
         pieces = [piece for piece in self._pieces if piece.at >= min(needed)]
         if ids.numel():
-            pieces.append(_Listed(self.number, ids))
+            pieces.append(_Touched(self.number, ids))
         while len(pieces) > 1:
             first, last = pieces[-2:]
             if any(first.at < number <= last.at for number in needed):
@@ -219,7 +194,7 @@ class TouchedRows:
 
     def _compact(self, id_map: IdMap) -> None:
         """Drops repeated and removed ids if there are many."""
-        if self._count <= max(_LEAST_COMPACTED, 2 * id_map.num_ids):
+        if self._count <= max(knobs.LEAST_COMPACTED_IDS, 2 * id_map.num_ids):
             return
         ids = torch.cat([piece.ids for piece in self._pieces])
         sizes = [piece.ids.numel() for piece in self._pieces]
@@ -229,7 +204,7 @@ class TouchedRows:
         latest = torch.zeros_like(once).scatter_reduce_(0, places, at, "amax")
         has_row = id_map.lookup(once) >= 0
         self._pieces = [
-            _Listed(number, once[has_row & (latest == number)])
+            _Touched(number, once[has_row & (latest == number)])
             for number in sorted({piece.at for piece in self._pieces})
         ]
 
@@ -247,30 +222,28 @@ def touch_rows(
     rows: Tensor,
     table_offsets: Tensor,
 ) -> None:
-    """Touches rows before they are written; None stands for a table that records nothing.
+    """Touches rows [N] int64 in table order, -1 is skipped, before they are written; None records nothing.
 
-    rows [N] int64 in table order, -1 is skipped; ids [N] int64 of the rows, or the map of each table, which
-    is read whole to find them; table_offsets [T + 1] int64, where the rows of each table begin. Rows of
-    removed ids may be among them.
+    ids [N] int64 of the rows, or the map of each table, which is read whole to find them;
+    table_offsets [T + 1] int64. Rows of removed ids may be among them.
     """
-    listed = list_bits(tables)
+    listed = list_bits([None if table is None else (table.bits, table.shift) for table in tables])
     try:
         places, begins = ops.mark_new_(rows, table_offsets, *listed)
         if not places.numel():
             return
         bounds = begins.tolist()
         for t, table in enumerate(tables):
-            some = places[bounds[t] : bounds[t + 1]]
-            if table is None or not some.numel():
+            own = places[bounds[t] : bounds[t + 1]]
+            if table is None or not own.numel():
                 continue
             if isinstance(ids, Tensor):
-                table.list_touched(ids[some], rows[some])
+                table.list_touched(ids[own], rows[own])
             else:
-                table.list_touched(*_ids_of(rows[some], ids[t], table.capacity))
+                table.list_touched(*_ids_of(rows[own], ids[t], table.capacity))
     except BaseException:
-        for table in tables:
-            if table is not None:
-                table.doubt()
+        for table in filter(None, tables):
+            table.doubt()
         raise
 
 

@@ -8,7 +8,7 @@ arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
 
-from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_state
+from torchrec_dyn.table.checks import ROW_DTYPES, check_ids, check_rows, check_state
 from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
+from torchrec_dyn.config import MappedFiles
 from torchrec_dyn.life import check_life
-from torchrec_dyn.mapped_files import MappedFiles
 from torchrec_dyn.storage import check_directory
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,6 +87,8 @@ def _check_tensor(where: str, what: str, given: object) -> None:
             f"{where}: expected {what} as a tensor, got {type(given).__name__}. "
             "Convert with torch.as_tensor()."
         )
+    if given.is_meta:
+        raise ValueError(f"{where}: expected {what} with values, got {what} on the meta device.")
 
 
 def check_state(

@@ -13,15 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.life import BY_ROW, LIFE, last_step
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import (
-    CROSSING_BYTES,
-    RowStore,
-    locked,
-    on_device,
-    to_host,
-)
+from torchrec_dyn.storage import RowStore, locked, on_device, to_host
 from torchrec_dyn.table.arrays import TableArrays
 
 
@@ -99,7 +94,7 @@ def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
     if rows.is_cpu:
         return store.read(rows)
     values = torch.empty(rows.numel(), store.columns, dtype=store.dtype, device="cpu")
-    most = max(1, CROSSING_BYTES // store.row_bytes)
+    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
     for some, into in zip(rows.split(most), values.split(most), strict=True):
         into.copy_(to_host(store.read(some)))
     return values
@@ -183,7 +178,7 @@ def write_state(table: TableArrays, contents: Contents) -> None:
 
 def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor]) -> None:
     """Writes numbers of rows into a store, some at a time: they may be on another device."""
-    most = max(1, CROSSING_BYTES // store.row_bytes)
+    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
     for start in range(0, rows.numel(), most):
         some = rows[start : start + most]
         values = read(start, start + some.numel()).reshape(some.numel(), store.columns)

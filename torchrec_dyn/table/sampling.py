@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.storage import CanonicalRows
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import stamp_of
-
-_READ_AT_ONCE = 1 << 20
 
 
 def check_draw(where: str, n: int, seed: int, rows: int) -> None:
@@ -41,8 +40,8 @@ def ids_at(table: TableArrays, places: Tensor) -> Tensor:
     places = places.to(table.device)
     found = torch.empty_like(places)
     ordered, order = places.sort()
-    for start in range(0, rows.count, _READ_AT_ONCE):
-        stop = min(rows.count, start + _READ_AT_ONCE)
+    for start in range(0, rows.count, knobs.IDS_SAMPLED_TOGETHER):
+        stop = min(rows.count, start + knobs.IDS_SAMPLED_TOGETHER)
         bounds = torch.tensor([start, stop], device="cpu").to(table.device)
         first, last = torch.searchsorted(ordered, bounds).tolist()
         if last > first:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import RowSource, commit, write_beside
+from torchrec_dyn.checkpoint_format import RowSource, sync_to_disk, write_beside
 from torchrec_dyn.life import Clock
 from torchrec_dyn.optimizers import STATE_NAMES
 
@@ -30,11 +30,7 @@ _DEFAULT = ("id", "row", "last_seen", "count")
 
 
 def pyarrow(call: str) -> Any:
-    """Returns the package pyarrow.
-
-    Raises:
-        ImportError: if it is not installed.
-    """
+    """Returns the package pyarrow."""
     try:
         import pyarrow  # type: ignore[import-untyped]
         import pyarrow.parquet  # type: ignore[import-untyped]
@@ -52,12 +48,8 @@ class ArrowColumns:
     `waiting` they are of the waiting ids in place of the rows.
 
     Attributes:
-        schema: the schema of Arrow; its metadata tell table, seed and step.
+        schema: the schema of Arrow; its metadata have table, seed and step.
         tensors: names of the tensors by row that the columns need.
-
-    Raises:
-        ValueError: if the table has no such column.
-        ImportError: if pyarrow is not installed.
     """
 
     def __init__(
@@ -67,13 +59,11 @@ class ArrowColumns:
         known = WAITING if waiting else _known(source)
         if columns is None:
             columns = [name for name in _DEFAULT if name in known]
-        unknown = [name for name in columns if name not in known]
-        if unknown or not columns or len(set(columns)) < len(columns):
+        if not columns or not {*columns} <= {*known} or len({*columns}) < len(columns):
             raise ValueError(
                 f"{source.where}: expected distinct columns among {', '.join(known)}, got "
                 f"{', '.join(columns) or 'none'}."
             )
-        self._columns = tuple(columns)
         self.tensors = tuple(dict.fromkeys(_TENSORS.get(name, name) for name in columns))
         self._clock = Clock.load(source.clock)
         fields = [arrow.field(name, self._type_of(source, name), False) for name in columns]
@@ -124,9 +114,6 @@ class ArrowFile:
 
     `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
     Feather 2). It is written beside `path`.
-
-    Raises:
-        OSError: if the file cannot be opened; of every method, if the disk is full or fails.
     """
 
     def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:
@@ -145,18 +132,15 @@ class ArrowFile:
         self.rows += batch.num_rows
 
     def finish(self) -> None:
-        """Writes the end of the file, and waits until all of it is on the disk."""
+        """Writes the end of the file, waits until all of it is on the disk, and renames it to its path."""
         self._writer.close()
-        self._sink.file.commit()
-
-    def publish(self) -> None:
-        """Renames the file to its path, after `finish`, and closes it."""
+        self._sink.file.sync()
         os.replace(self._sink.file.path, self._path)  # while it is locked
         self._sink.file.close()
-        commit(self._path.parent)
+        sync_to_disk(self._path.parent)
 
     def drop(self) -> None:
-        """Removes the unfinished file; does nothing after `publish`."""
+        """Removes the unfinished file; does nothing after `finish`."""
         self._sink.drop()
         with suppress(Exception):
             self._writer.close()  # else it writes the end of the file when it is collected
@@ -166,26 +150,21 @@ def _writer(arrow: Any, sink: Any, schema: Any, kind: str) -> Any:
     file = arrow.PythonFile(sink, mode="w")
     if kind == "arrow":
         return arrow.ipc.new_file(file, schema)
+    integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
     # A dictionary of rows would hold all of them; bytes of floats compress better side by side.
-    numbers = ("last_seen", "last_seen_time", "count")
-    floats = [field.name for field in schema if not arrow.types.is_integer(field.type)]
-    paths = [name for name in _leaves(arrow, schema) if name.partition(".")[0] in floats]
+    floats = [
+        f"{field.name}.list.element" if arrow.types.is_nested(field.type) else field.name
+        for field in schema
+        if field.name not in integers
+    ]
     return arrow.parquet.ParquetWriter(
         file,
         schema,
         compression="zstd",
-        use_dictionary=[name for name in numbers if name in schema.names],
-        use_byte_stream_split=paths,
-        write_statistics=[name for name in schema.names if name not in floats],
+        use_dictionary=[name for name in integers if name != "id"],
+        use_byte_stream_split=floats,
+        write_statistics=integers,
     )
-
-
-def _leaves(arrow: Any, schema: Any) -> list[str]:
-    """Returns the paths of the columns of Parquet: of a list the path of its numbers."""
-    return [
-        f"{field.name}.list.element" if arrow.types.is_nested(field.type) else field.name
-        for field in schema
-    ]
 
 
 class _Sink:
@@ -203,7 +182,7 @@ class _Sink:
 
     @property
     def closed(self) -> bool:
-        return False  # Arrow closes its own object; `publish` and `drop` close the file
+        return False  # Arrow closes its own object; `finish` and `drop` close the file
 
     def write(self, data: Any) -> int:
         if not self._is_dropped:
@@ -218,7 +197,7 @@ class _Sink:
         """Does nothing: `FileWriter` has no buffer."""
 
     def close(self) -> None:
-        """Does nothing: the file is closed by `publish` or `drop`."""
+        """Does nothing: the file is closed by `finish` or `drop`."""
 
     def drop(self) -> None:
         self._is_dropped = True

@@ -9,13 +9,13 @@ Legend: M rows of a range.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_TENSORS,
     Entry,
@@ -28,7 +28,6 @@ from torchrec_dyn.ranks import mixed_ranges
 from torchrec_dyn.storage import canonical_keys
 from torchrec_dyn.tools.inspection import Histogram, titled
 
-_RANGE_BYTES = 32 << 20
 _MOST_EXAMPLES = 5
 _SMALL = ("step", "clock", "waiting", "removed")
 _CONFIG = "optimizer_config"
@@ -41,14 +40,6 @@ def print_difference(first: Path, second: Path) -> bool:
 
     Of two directories of `Checkpoints` it prints the first step at which tables differ by the sums of the
     entries, and what differs there.
-
-    Returns:
-        True if all tables are equal, bit for bit.
-
-    Raises:
-        ValueError: if one is torn, damaged or no checkpoint, or one is a delta and the other is not; of
-            directories of `Checkpoints`, if no entry can be read, or some cannot and the others are equal.
-        OSError: if a file cannot be read.
     """
     chains = [read_chain(path) for path in (first, second)]
     if all(chain.entries for chain in chains):
@@ -59,9 +50,9 @@ def print_difference(first: Path, second: Path) -> bool:
                 f"diff: expected an entry that can be read, got {chain.path} without one: "
                 f"{' '.join(chain.skipped)} Try again, or give another directory."
             )
-    checkpoints = [open_checkpoint(path) for path in (first, second)]
-    if checkpoints[0].is_delta != checkpoints[1].is_delta:
-        kinds = ["a delta" if checkpoint.is_delta else "a checkpoint" for checkpoint in checkpoints]
+    checkpoints = open_checkpoint(first), open_checkpoint(second)
+    kinds = ["a delta" if checkpoint.is_delta else "a checkpoint" for checkpoint in checkpoints]
+    if kinds[0] != kinds[1]:
         raise ValueError(
             f"diff: expected two checkpoints or two deltas, got {kinds[0]} and {kinds[1]}. Apply the delta "
             "first, or compare deltas."
@@ -91,23 +82,22 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     Of each run it takes the branch that leads to the newest entry, and prints which entries cannot be read.
     """
     chains = first, second
-    branches = [
-        {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
-        for chain in chains
-    ]
+    branches = [_newest_branch(chain) for chain in chains]
     steps = [step for step in branches[0] if step in branches[1]]
     print(f"first   {first.path}\nsecond  {second.path}\n{len(steps)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in chains for line in chain.skipped]
     print("".join(f"not compared  {line}\n" for line in unread), end="")
     for step in steps:
         entries = [branch[step] for branch in branches]
-        if differing := _tables_that_differ(*entries):
+        if names := _tables_that_differ(*entries):
             # Steps before the first in both may differ, too: removed, unread, or saved by one run only.
             which = "first in both has" if step == steps[0] else "first with"
-            print(f"step {step}: the {which} other contents, in {', '.join(differing)}")
-            lines = [chain.line_of(entry) for chain, entry in zip(chains, entries, strict=True)]
-            if lines[0] is not None and lines[1] is not None:
-                _print_tables(_tables_after(lines[0]), _tables_after(lines[1]))
+            print(f"step {step}: the {which} other contents, in {', '.join(names)}")
+            tables = [
+                _tables_at(chain, entry) for chain, entry in zip(chains, entries, strict=True)
+            ]
+            if tables[0] and tables[1]:
+                _print_tables(tables[0], tables[1])
             return False
     if unread:
         raise ValueError(
@@ -119,13 +109,19 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     return bool(steps)
 
 
-def _tables_after(line: Sequence[Entry]) -> dict[str, MergedTable]:
-    """Returns the tables at the last of a full save and its deltas, by name."""
+def _newest_branch(chain: SavedChain) -> dict[int, Entry]:
+    """Returns the newest entry and those that lead to it by step, oldest first."""
+    return {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
+
+
+def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
+    """Returns the tables at an entry by name; none if an entry that leads to it is missing."""
     saves = [
         {table.name: table for table in open_checkpoint(entry.tables).tables.values()}
-        for entry in line
+        for entry in chain.line_of(last) or ()
     ]
-    return {name: MergedTable([save[name] for save in saves if name in save]) for name in saves[-1]}
+    names = saves[-1] if saves else ()
+    return {name: MergedTable([save[name] for save in saves if name in save]) for name in names}
 
 
 def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
@@ -157,13 +153,11 @@ def _pairs(
 ) -> dict[str, tuple[MergedTable | None, MergedTable | None]]:
     """Returns the tables by key; by name where a checkpoint has the model at another place."""
     left = dict(second)
-    by_name: dict[str, list[str]] = {}
-    for key, table in second.items():
-        by_name.setdefault(table.name, []).append(key)
+    names = [table.name for table in second.values()]
+    by_name = {table.name: key for key, table in second.items() if names.count(table.name) == 1}
     pairs: dict[str, tuple[MergedTable | None, MergedTable | None]] = {}
     for key, table in first.items():
-        same_name = by_name.get(table.name, [])
-        match = key if key in left else same_name[0] if len(same_name) == 1 else ""
+        match = key if key in left else by_name.get(table.name, "")
         pairs[key] = table, left.pop(match, None)
     return pairs | {key: (None, table) for key, table in left.items()}
 
@@ -205,20 +199,17 @@ def _in_words(tensor: Tensor | None) -> str:
     return str(tensor.item()) if tensor.dim() == 0 else f"{list(tensor.shape)} numbers"
 
 
-@dataclass
 class _Differences:
     """Counts of the rows that differ."""
 
-    common: int = 0
-    # Numbers of ids that only the first, only the second has.
-    missing: list[int] = field(default_factory=lambda: [0, 0])
-    rows: dict[str, int] = field(default_factory=dict)  # by tensor: common rows that differ
-    most: dict[str, float] = field(default_factory=dict)  # by tensor: the largest difference
-    examples: list[int] = field(default_factory=list)
-    negative: int = 0
-    by_range: Histogram = field(
-        default_factory=lambda: Histogram("ids that differ", 2 ** torch.arange(63, device="cpu"))
-    )
+    def __init__(self) -> None:
+        self.common = 0
+        self.missing = [0, 0]  # ids that only the first, only the second has
+        self.rows: dict[str, int] = {}  # by tensor: common rows that differ
+        self.most: dict[str, float] = {}  # by tensor: the largest difference
+        self.examples: list[int] = []
+        self.negative = 0
+        self.by_range = Histogram("ids that differ", 2 ** torch.arange(63, device="cpu"))
 
     def note_ids(self, ids: Tensor) -> None:
         """Notes ids [M] that one side lacks, or whose rows differ."""
@@ -226,20 +217,13 @@ class _Differences:
         self.negative += int((ids < 0).sum())
         self.by_range.add(ids[ids >= 0])
 
-    def add(
-        self, names: Sequence[str], first: Mapping[str, Tensor], second: Mapping[str, Tensor]
-    ) -> None:
+    def add(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
         """Adds the rows of both tables in one range of mixed ids."""
         keys, other_keys = (canonical_keys(rows["ids"]) for rows in (first, second))
-        places = torch.searchsorted(other_keys, keys)
-        is_common = places < len(other_keys)
-        is_common[is_common.clone()] = other_keys[places[is_common]] == keys[is_common]
-        here, there = is_common.nonzero().flatten(), places[is_common]
-        is_alone = torch.ones(len(other_keys), dtype=torch.bool, device="cpu")
-        is_alone[there] = False
-        differs = torch.zeros(len(here), dtype=torch.bool, device="cpu")
-        for name in names:
-            ours, theirs = first[name][here], second[name][there]
+        is_common, is_in_first = torch.isin(keys, other_keys), torch.isin(other_keys, keys)
+        differs = torch.zeros(int(is_common.sum()), dtype=torch.bool, device="cpu")
+        for name in (name for name in first if name != "ids"):
+            ours, theirs = first[name][is_common], second[name][is_in_first]
             differing = _differ(ours, theirs)
             if differing.any():
                 self.rows[name] = self.rows.get(name, 0) + int(differing.sum())
@@ -247,35 +231,38 @@ class _Differences:
                     gaps = ours[differing].double() - theirs[differing].double()
                     self.most[name] = max(self.most.get(name, 0.0), gaps.abs().max().item())
                 differs |= differing
-        self.common += len(here)
-        for side, ids in enumerate((first["ids"][~is_common], second["ids"][is_alone])):
+        self.common += len(differs)
+        for side, ids in enumerate((first["ids"][~is_common], second["ids"][~is_in_first])):
             self.missing[side] += len(ids)
             self.note_ids(ids)
-        self.note_ids(first["ids"][here[differs]])
+        self.note_ids(first["ids"][is_common][differs])
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the report."""
+        for side, count in zip(("first", "second"), self.missing, strict=True):
+            if count:
+                yield titled(f"only in the {side}", f"{count:,} ids")
+        for name, count in self.rows.items():
+            most = self.most.get(name)
+            how = "in their columns" if most is None else f"by at most {most:.3g}"
+            yield titled(name, f"{count:,} of {self.common:,} rows differ, {how}")
+        if self.examples:
+            yield titled("for example", ", ".join(map(str, self.examples)))
+            yield "  ids that differ, by range"
+            if self.negative:
+                yield f"    negative  {self.negative:,}"
+            yield from (f"    {line}" for line in self.by_range.lines())
 
 
 def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
     differences = _Differences()
-    tables = first, second
-    names = [name for name in first.names if name in second.names and name != "ids"]
-    for rows in _in_same_ranges(tables, names):
-        differences.add(names, *rows)
-    if all(table.last.num_rows for table in tables):
-        for name in {*first.names} ^ {*second.names}:
+    names = [name for name in first.names if name in second.names]
+    for rows in _in_same_ranges((first, second), names):
+        differences.add(*rows)
+    if first.last.num_rows and second.last.num_rows:
+        for name in sorted({*first.names} ^ {*second.names}):
             yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
-    for side, count in zip(("first", "second"), differences.missing, strict=True):
-        if count:
-            yield titled(f"only in the {side}", f"{count:,} ids")
-    for name, count in differences.rows.items():
-        most = differences.most.get(name)
-        how = "in their columns" if most is None else f"by at most {most:.3g}"
-        yield titled(name, f"{count:,} of {differences.common:,} rows differ, {how}")
-    if differences.examples:
-        yield titled("for example", ", ".join(map(str, differences.examples)))
-        yield "  ids that differ, by range"
-        if differences.negative:
-            yield f"    negative  {differences.negative:,}"
-        yield from (f"    {line}" for line in differences.by_range.lines("#"))
+    yield from differences.lines()
 
 
 def _differ(first: Tensor, second: Tensor) -> Tensor:
@@ -291,23 +278,20 @@ def _in_same_ranges(
     tables: Sequence[MergedTable], names: Sequence[str]
 ) -> Iterator[list[dict[str, Tensor]]]:
     """Yields the rows of both tables in ranges of mixed ids that cover all of them; checks their sums."""
-    size = max(table.row_bytes_of(["ids", *names]) * table.most_rows for table in tables)
-    count = 1 + size // _RANGE_BYTES
+    size = max(table.row_bytes_of(names) * table.most_rows for table in tables)
+    count = 1 + size // knobs.CHUNK_BYTES
     sums: list[dict[str, int]] = [{}, {}]
     for part in range(count):
-        mixed = mixed_ranges(part, count)
-        yield [
-            _joined(table, ["ids", *names], table.chunks(names, mixed=mixed, sums=sums_of_table))
+        chunks = [
+            [*table.chunks(names, mixed=mixed_ranges(part, count), sums=sums_of_table)]
             for table, sums_of_table in zip(tables, sums, strict=True)
         ]
+        yield [
+            {
+                name: torch.cat([table.nothing(name), *(chunk[name] for chunk in read)])
+                for name in names
+            }
+            for table, read in zip(tables, chunks, strict=True)
+        ]
     for table, sums_of_table in zip(tables, sums, strict=True):
-        table.check_sums(["ids", *names], sums_of_table)
-
-
-def _joined(
-    table: MergedTable, names: Sequence[str], chunks: Iterator[dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    read = [*chunks]
-    return {
-        name: torch.cat([table.nothing(name), *(chunk[name] for chunk in read)]) for name in names
-    }
+        table.check_sums(names, sums_of_table)

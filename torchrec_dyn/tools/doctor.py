@@ -31,52 +31,48 @@ _LEVELS = {
     "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
 }
 
-# Prints one JSON object a line: what was found before a crash is there. The package is the one of this file,
-# not that of the current directory.
+# Prints one JSON object a line, so that a crash leaves the lines before it. The package is the one of this
+# file, not that of the current directory.
 _PROBE = """
 import json, sys
 sys.path[0] = sys.argv[1]
 
-def tell(**said):
-    print("\\n" + json.dumps(said), flush=True)
+def report(**facts):
+    print("\\n" + json.dumps(facts), flush=True)
 
 try:
     import torch
-    tell(
+    report(
         cuda=torch.version.cuda,
         capability=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
         gpus=[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     )
     import torchrec_dyn
-    tell(imported=True, has_kernels=torchrec_dyn.ops.has_cuda_kernels())
+    report(imported=True, has_kernels=torchrec_dyn.ops.has_cuda_kernels())
 except BaseException as error:
-    tell(error=f"{type(error).__name__}: {error}")
+    report(error=f"{type(error).__name__}: {error}")
 """
 
 
 def print_report() -> int:
-    """Prints the report, then what is wrong.
-
-    Returns:
-        The exit status: 0 if nothing is wrong, else 1.
-    """
-    told, fault_of_import = _probe()
-    trio, fault_of_versions = _trio()
+    """Prints the report, then what is wrong."""
+    facts, import_fault = _probe()
+    trio, version_fault = _trio()
     # Where the versions do not belong together, the import fails for the same reason.
-    wrong = [fault for fault in dict.fromkeys((fault_of_versions, fault_of_import)) if fault]
+    wrong = [fault for fault in dict.fromkeys((version_fault, import_fault)) if fault]
     report = {
         "package": str(_PACKAGE),
         **{name: _version(name) for name in _DISTRIBUTIONS},
         "trio": trio,
         "python": f"{platform.python_version()}, {sys.executable}",
         "system": f"{platform.platform()}, {' '.join(platform.libc_ver())}",
-        "cpu": f"{_cpu()}, torch uses {told.get('capability', 'unknown')}",
-        "threads": f"{told.get('threads', 'unknown')} of torch, {os.cpu_count()} CPUs",
+        "cpu": f"{_cpu()}, torch uses {facts.get('capability', 'unknown')}",
+        "threads": f"{facts.get('threads', 'unknown')} of torch, {os.cpu_count()} CPUs",
         "nvcc": _nvcc(),
         "gpu": _gpus(),
-        "gpu of torch": f"CUDA {told.get('cuda')}, {told.get('gpus', 'unknown')}",
-        "extension": _extension(told),
+        "gpu of torch": f"CUDA {facts.get('cuda')}, {facts.get('gpus', 'unknown')}",
+        "extension": _extension(facts),
         "settings": _settings(),
     }
     lines = [f"{name + ':':<15} {value}" for name, value in report.items()]
@@ -87,26 +83,22 @@ def print_report() -> int:
 
 
 def _probe() -> tuple[dict[str, Any], str]:
-    """Imports torch and this package in another process; returns what it told, and its error or ""."""
-    told: dict[str, Any] = {}
+    """Imports torch and this package in another process; returns its facts, and its error or ""."""
+    facts: dict[str, Any] = {}
+    command = [sys.executable, "-c", _PROBE, str(_PACKAGE.parent)]
     try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _PROBE, str(_PACKAGE.parent)],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
-        return told, f"the import did not end within {_SECONDS} seconds"
+        return facts, f"the import did not end within {_SECONDS} seconds"
     for line in ended.stdout.splitlines():
         if line.startswith("{"):
-            told |= json.loads(line)
-    if "error" in told:
-        return told, _one_line(told["error"])
-    if "imported" not in told:
-        said = ended.stderr.strip().splitlines()[-1:]
-        return told, f"the import ended its process: status {ended.returncode}, {said}"
-    return told, ""
+            facts |= json.loads(line)
+    if "error" in facts:
+        return facts, _one_line(facts["error"])
+    if "imported" not in facts:
+        last = ended.stderr.strip().splitlines()[-1:]
+        return facts, f"the import ended its process: status {ended.returncode}, {last}"
+    return facts, ""
 
 
 def _trio() -> tuple[str, str]:
@@ -143,8 +135,8 @@ def _cpu() -> str:
     except OSError:
         text = ""
     name = re.search(r"^model name\s*: (.*)$", text, re.M)
-    found = re.search(r"^flags\s*: (.*)$", text, re.M)
-    flags = set(found[1].split()) if found else set()
+    line = re.search(r"^flags\s*: (.*)$", text, re.M)
+    flags = set(line[1].split()) if line else set()
     levels = [level for level, needs in _LEVELS.items() if needs <= flags]
     return f"{name[1] if name else platform.machine()}, level {(*levels, 'baseline')[0]}"
 
@@ -160,7 +152,7 @@ def _nvcc() -> str:
 
 
 def _gpus() -> str:
-    """Returns name, driver, memory and compute capability of each GPU, as NVIDIA's driver tells them."""
+    """Returns name, driver, memory and compute capability of each GPU, as NVIDIA's driver names them."""
     path = shutil.which("nvidia-smi")
     if path is None:
         return "none (no nvidia-smi)"
@@ -177,13 +169,13 @@ def _output(command: Sequence[str]) -> str:
     return ended.stdout.strip() if ended.returncode == 0 else ""
 
 
-def _extension(told: dict[str, Any]) -> str:
+def _extension(facts: dict[str, Any]) -> str:
     """Returns the file of the compiled extension and what it has kernels for."""
     library = next(iter(sorted(_PACKAGE.glob("_C*.so"))), None)
     if library is None:
         return "not built"
     # Of a library that does not load: nvcc's code is in this section.
-    has_kernels = told.get("has_kernels", b".nv_fatbin\0" in library.read_bytes())
+    has_kernels = facts.get("has_kernels", b".nv_fatbin\0" in library.read_bytes())
     kernels = "kernels for the CPU and for CUDA" if has_kernels else "kernels for the CPU only"
     return f"{library.name}, {library.stat().st_size:,} bytes, {kernels}"
 

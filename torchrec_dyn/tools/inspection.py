@@ -1,7 +1,7 @@
-"""The command `python -m torchrec_dyn inspect`: prints a checkpoint or a delta, table by table.
+"""The commands `python -m torchrec_dyn inspect` and `verify`.
 
-Rows are read in chunks and counted in histograms, which are printed as bars of text and, with matplotlib,
-drawn.
+`inspect` prints a checkpoint or a delta, table by table. Rows are read in chunks and counted in histograms,
+which are printed as bars of text.
 
 Legend: M values of a chunk, E edges of a histogram.
 """
@@ -10,112 +10,96 @@ from __future__ import annotations
 
 import hashlib
 import io
-import sys
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
+    DAMAGED,
     SCORES,
     SavedCheckpoint,
     SavedTable,
     open_checkpoint,
-    replace_file,
+    open_files,
 )
+from torchrec_dyn.tools.safetensors_rows import FileRows
 
 _MOST_BARS = 10
 _BAR_WIDTH = 32
-_BLUE = "#3b6ea5"
 
 
-def inspect_checkpoint(path: Path, verify: bool, picture: Path | None) -> None:
-    """Prints the tables of a checkpoint or a delta; with `picture`, also draws their histograms.
-
-    Without `verify` only what is printed is read.
-
-    Raises:
-        ValueError: if the checkpoint is torn or damaged, or the directory is no checkpoint.
-        OSError: if a file cannot be read or written.
-    """
+def inspect_checkpoint(path: Path, verify: bool) -> None:
+    """Prints the tables of a checkpoint or a delta; without `verify` only what is printed is read."""
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)
-    block = _block()
-    reports = []
     for table in checkpoint.tables.values():
-        reports.append(read_rows(table, verify))
-        print("\n".join(table_lines(reports[-1], block)), flush=True)
+        print("\n".join(_table_lines(table, verify)), flush=True)
     if verify:
         print("\neverything read and checked: no damage")
-    if picture is not None:
-        plot(reports, picture)
-        print(f"\nhistograms drawn: {picture}")
 
 
-def _block() -> str:
-    """Returns the character of bars: a block if the output can show it, else #."""
-    try:
-        "█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return "#"
-    return "█"
-
-
-def headline(checkpoint: SavedCheckpoint) -> list[str]:
-    """Returns the lines that describe all tables together; reads no row."""
+def headline(checkpoint: SavedCheckpoint) -> Iterator[str]:
+    """Yields the lines that describe all tables together; reads no row."""
     tables = list(checkpoint.tables.values())
     kind = "delta" if checkpoint.is_delta else "checkpoint"
-    rows, size = sum(one.num_rows for one in tables), sum(one.bytes for one in tables)
+    rows, size = sum(table.num_rows for table in tables), sum(table.bytes for table in tables)
     count = f"{len(tables)} dynamic table{'s' * (len(tables) != 1)}"
-    lines = [f"{kind} {checkpoint.path}: {count}, {rows:,} rows, {readable(size)}"]
-    for title, states in (("fingerprint", (False,)), ("with optimizer state", (False, True))):
-        totals = [
-            total_fingerprint(
-                (one.name, one.fingerprint(when, of_optimizer))
-                for one in tables
-                for of_optimizer in states
-                if not of_optimizer or one.optimizer is not None
-            )
-            for when in _moments(checkpoint.is_delta)
-        ]
-        if len(states) == 1 or any(one.optimizer is not None for one in tables):
-            lines.append(f"  {title:<22}{' -> '.join(f'{one:016x}' for one in totals)}")
-    lines += [f"  optimizer state without a table: {key}" for key in checkpoint.ownerless]
-    return lines
+    yield f"{kind} {checkpoint.path}: {count}, {rows:,} rows, {readable(size)}"
+    yield titled("fingerprint", _fingerprints(tables, checkpoint.is_delta, (False,)))
+    if any(table.optimizer is not None for table in tables):
+        text = _fingerprints(tables, checkpoint.is_delta, (False, True))
+        yield titled("with optimizer state", text)
+    yield from (f"  optimizer state without a table: {key}" for key in checkpoint.ownerless)
 
 
-def table_lines(report: TableReport, block: str) -> Iterator[str]:
-    """Yields the lines that describe one table; `block` is the character of bars."""
-    table = report.table
+def _fingerprints(tables: Sequence[SavedTable], is_delta: bool, states: Sequence[bool]) -> str:
+    """Returns the fingerprints of all tables together: of a delta before and after it."""
+    totals = [
+        total_fingerprint(
+            (table.name, table.fingerprint(when, is_state))
+            for table in tables
+            for is_state in states
+            if not is_state or table.optimizer is not None
+        )
+        for when in _moments(is_delta)
+    ]
+    return " -> ".join(f"{total:016x}" for total in totals)
+
+
+def _table_lines(table: SavedTable, verify: bool) -> Iterator[str]:
+    """Yields the lines that describe one table, and reads its rows."""
+    histograms, not_finite = _read_rows(table, verify)
     yield ""
     yield table.key
     dtype = str(table.dtype).removeprefix("torch.")
     changed = " changed" * table.is_delta
-    yield titled(
-        "rows",
-        f"{table.num_rows:,}{changed} x {table.embedding_dim} {dtype}, {readable(table.bytes)}",
-    )
+    size = f"{table.num_rows:,}{changed} x {table.embedding_dim} {dtype}, {readable(table.bytes)}"
+    yield titled("rows", size)
     if table.is_delta:
         yield titled("removed", f"{table.rows_of('removed'):,} rows")
     yield titled("initial rows", f"{_initializer(table)}, seed {table.config.get('seed')}")
+    states = [False]
     if table.optimizer is not None:
+        states.append(True)
         cuts = len(table.optimizer.get("cuts", ())) - 1
         shared = f", one number a row for each of {cuts} column shards" * (cuts > 1)
-        yield titled(
-            "optimizer", f"{table.optimizer['optimizer']}, step {_last_step(table):,}{shared}"
-        )
+        rule = f"{table.optimizer['optimizer']}, step {_last_step(table):,}{shared}"
+        yield titled("optimizer", rule)
     if waiting := table.rows_of("waiting"):
         yield titled("waiting ids", f"{waiting:,}")
-    for title, of_optimizer in (("fingerprint", False), ("  of optimizer state", True)):
-        if not of_optimizer or table.optimizer is not None:
-            found = [table.fingerprint(when, of_optimizer) for when in _moments(table.is_delta)]
-            yield titled(title, " -> ".join(f"{one:016x}" for one in found))
-    if report.not_finite:
-        yield titled("not finite", f"{report.not_finite:,} rows have a NaN or an infinite number")
-    for histogram in report.histograms:
-        if lines := histogram.lines(block):
+    for is_state in states:
+        prints = [table.fingerprint(when, is_state) for when in _moments(table.is_delta)]
+        title = "  of optimizer state" if is_state else "fingerprint"
+        yield titled(title, " -> ".join(f"{number:016x}" for number in prints))
+    if not_finite:
+        yield titled("not finite", f"{not_finite:,} rows have a NaN or an infinite number")
+    for histogram in histograms:
+        if lines := histogram.lines():
             yield f"  {histogram.title}"
             yield from (f"    {line}" for line in lines)
 
@@ -155,17 +139,8 @@ def readable(size: float) -> str:
     return f"{size:,.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
 
 
-@dataclass(frozen=True)
-class TableReport:
-    """One table and the histograms of its rows."""
-
-    table: SavedTable
-    not_finite: int  # rows with a NaN or an infinite number
-    histograms: list[Histogram]  # of the norms, and of ages and counts if scores are saved
-
-
-def read_rows(table: SavedTable, verify: bool) -> TableReport:
-    """Reads rows, scores and, with `verify`, all other tensors of a table, and returns the report."""
+def _read_rows(table: SavedTable, verify: bool) -> tuple[list[Histogram], int]:
+    """Returns histograms of norms and scores, and the number of rows that are not finite."""
     if verify:
         table.verify_small()
     norms, not_finite = histogram_of_norms(), 0
@@ -181,7 +156,7 @@ def read_rows(table: SavedTable, verify: bool) -> TableReport:
         if scores:
             ages.add((now - chunk["last_seen"]).clamp(min=0))
             counts.add(chunk["count"])
-    return TableReport(table, not_finite, [norms, *([ages, counts] if scores else [])])
+    return [norms, *([ages, counts] if scores else [])], not_finite
 
 
 def _last_step(table: SavedTable) -> int:
@@ -201,15 +176,6 @@ def _norms(weight: Tensor) -> Tensor:
     return norms
 
 
-@dataclass(frozen=True)
-class Bar:
-    """The number of values in [low, high); if the values are whole numbers, from low to high - 1."""
-
-    low: float
-    high: float
-    count: int
-
-
 class Histogram:
     """A histogram of values >= 0. Its bins begin at 0 and at the edges, [E] ascending."""
 
@@ -218,18 +184,13 @@ class Histogram:
         self._edges = edges
         self._counts = torch.zeros(len(edges) + 1, dtype=torch.int64, device="cpu")
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the values are whole numbers."""
-        return not self._edges.is_floating_point()
-
     def add(self, values: Tensor) -> None:
         """Counts more values [M], in the dtype of the edges."""
         bins = torch.bucketize(values, self._edges, right=True)
         self._counts += torch.bincount(bins, minlength=len(self._counts))
 
-    def bars(self) -> list[Bar]:
-        """Returns at most 10 bars, from the lowest to the highest value; neighbouring bins are joined."""
+    def bars(self) -> list[tuple[str, int]]:
+        """Returns at most 10 ranges of values and their counts; neighbouring bins are joined."""
         used = self._counts.nonzero().flatten().tolist()
         if not used:
             return []
@@ -237,31 +198,30 @@ class Histogram:
         first, last = used[0], used[-1] + 1
         step = -(-(last - first) // _MOST_BARS)
         return [
-            Bar(bounds[low], bounds[high], int(self._counts[low:high].sum()))
+            (self._range(bounds[low], bounds[high]), int(self._counts[low:high].sum()))
             for low in range(first, last, step)
             for high in [min(low + step, last)]
         ]
 
-    def lines(self, block: str = "█") -> list[str]:
-        """Returns the bars as lines of text; `block` is the character of bars."""
+    def lines(self) -> list[str]:
+        """Returns the bars as lines of text."""
         bars = self.bars()
-        names = [self.name_of(bar) for bar in bars]
-        most = max((bar.count for bar in bars), default=0)
-        widths = max(map(len, names), default=0), len(f"{most:,}")
+        most = max((count for _, count in bars), default=0)
+        widths = max((len(name) for name, _ in bars), default=0), len(f"{most:,}")
         return [
-            f"{name:>{widths[0]}}  {bar.count:>{widths[1]},}  "
-            f"{block * -(-bar.count * _BAR_WIDTH // most)}".rstrip()
-            for name, bar in zip(names, bars, strict=True)
+            f"{name:>{widths[0]}}  {count:>{widths[1]},}  "
+            f"{'#' * -(-count * _BAR_WIDTH // most)}".rstrip()
+            for name, count in bars
         ]
 
-    def name_of(self, bar: Bar) -> str:
-        """Returns the range of a bar as text."""
-        if not self.is_whole:
-            return f"{bar.low:.3g} to {bar.high:.3g}"
-        if bar.high == float("inf"):
-            return f"{bar.low:,} or more"
-        last = int(bar.high) - 1
-        return f"{bar.low:,}" if last == bar.low else f"{bar.low:,} to {last:,}"
+    def _range(self, low: float, high: float) -> str:
+        """Returns the values in [low, high) as text; whole numbers from low to high - 1."""
+        if self._edges.is_floating_point():
+            return f"{low:.3g} to {high:.3g}"
+        if high == float("inf"):
+            return f"{low:,} or more"
+        last = int(high) - 1
+        return f"{low:,}" if last == low else f"{low:,} to {last:,}"
 
 
 def histogram_of_norms() -> Histogram:
@@ -275,48 +235,66 @@ def histogram_of_steps(title: str) -> Histogram:
     return Histogram(title, 2 ** torch.arange(33, device="cpu"))
 
 
-def plot_fault(path: Path) -> str | None:
-    """Returns the error if a picture cannot be drawn at a path, else None.
+def verify_checkpoint(folder: Path) -> str:
+    """Reads all files of a checkpoint or a delta, checks them, and returns a line that says what was checked.
 
-    Call it before the checkpoint is read.
+    Rows of dynamic tables are checked against their content sums, and all else against the CRCs that
+    torch.save writes into its archives, unless torch.serialization.set_crc32_options(False) left them out.
     """
-    if not path.parent.is_dir():
-        return (
-            f"--plot: expected a file in a directory that exists, got {path}. Make {path.parent}."
-        )
+    checkpoint = open_checkpoint(folder)
+    for table in checkpoint.tables.values():
+        table.verify()
+    total = sum(table.bytes for table in checkpoint.tables.values())
+    summed = {key for table in checkpoint.tables.values() for key in table.row_keys}
+    _, metadata = open_files(folder)
+    others = {
+        index: entry for index, entry in metadata.storage_data.items() if index.fqn not in summed
+    }
+    unchecked = 0
+    for index, entry in others.items():
+        path = folder / entry.relative_path
+        with open(path, "rb") as file:
+            file.seek(entry.offset)
+            archive = io.BytesIO(file.read(entry.length))  # DCP loads it whole, too
+        unchecked += not _is_checked(f"'{index.fqn}' in {path}", archive)
+        total += entry.length
+    kind = "delta" if checkpoint.is_delta else "checkpoint"
+    gap = f", but {unchecked} entries have no CRC" if unchecked else ""
+    return (
+        f"{kind} {folder}: {len(checkpoint.tables)} dynamic tables, {len(others)} other entries, "
+        f"{readable(total)} read and checked: no damage{gap}"
+    )
+
+
+def _is_checked(where: str, file: IO[bytes]) -> bool:
+    """Checks an archive of torch.save by its CRCs; returns False if it was written without."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return (
-            "--plot: expected matplotlib to be installed, got none. Run `pip install matplotlib`."
-        )
-    formats = sorted(FigureCanvasAgg(Figure()).get_supported_filetypes())
-    if path.suffix[1:].lower() not in formats:
-        return f"--plot: expected a name that ends in one of .{', .'.join(formats)}, got {path.name!r}."
-    return None
+        with zipfile.ZipFile(file) as archive:
+            if not any(record.CRC for record in archive.infolist()):
+                return False
+            damaged = archive.testzip()
+    # Damaged bytes of a zip archive may raise any of these.
+    except (zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(
+            f"{where}: expected an archive of torch.save, got {type(error).__name__}: {error}. {DAMAGED}"
+        ) from error
+    if damaged is not None:
+        raise ValueError(f"{where}: expected the CRC of {damaged}, got another. {DAMAGED}")
+    return True
 
 
-def plot(reports: Sequence[TableReport], path: Path) -> None:
-    """Draws a picture file with a row of histograms for each table."""
-    from matplotlib.figure import Figure
-
-    columns = max((len(report.histograms) for report in reports), default=1)
-    figure = Figure(figsize=(5 * columns, 3.2 * max(1, len(reports))), layout="constrained")
-    axes = figure.subplots(max(1, len(reports)), columns, squeeze=False)
-    for ax in axes.flat:
-        ax.set_visible(False)
-    for report, line in zip(reports, axes, strict=False):
-        for histogram, ax in zip(report.histograms, line, strict=False):
-            bars = histogram.bars()
-            ax.set_visible(True)
-            ax.barh(
-                [histogram.name_of(bar) for bar in bars], [bar.count for bar in bars], color=_BLUE
+def verify_rows_file(path: Path) -> str:
+    """Reads a file of `export_rows`, checks it, and returns a line that says what was checked."""
+    rows = FileRows(path)
+    try:
+        if not rows.sums:
+            raise ValueError(
+                f"{path}: expected a file with content sums, got one without: only its header and "
+                "lengths were checked. Export it with checksum=True."
             )
-            ax.invert_yaxis()
-            ax.set_title(f"{report.table.name}: {histogram.title}", fontsize="medium")
-            ax.set_xlabel("rows")
-            ax.spines[["top", "right"]].set_visible(False)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format=path.suffix[1:].lower())
-    replace_file(path, drawn.getvalue())
+        for _ in rows.chunks():
+            pass
+    finally:
+        rows.close()
+    size = readable(path.stat().st_size)
+    return f"file {path}: {rows.count:,} rows, {size} read and checked: no damage"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import commit, write_beside
+from torchrec_dyn.checkpoint_format import sync_to_disk, write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -51,17 +51,13 @@ class SafetensorsReader:
     """A reader of the rows of an open file. Its constructor checks the header and all lengths.
 
     `entries` are the tensors by name, `metadata` the strings of the header by name.
-
-    Raises:
-        ValueError: if the path is of a pipe, or the file is not a whole .safetensors file, or has tensors of
-            other dtypes than int64, float32, float16 and bfloat16.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if "\0" in str(path) or Path(path).is_fifo():  # a pipe would be waited for
+            got = "one with a zero byte" if "\0" in str(path) else "a pipe"
             raise ValueError(
-                f"{str(path)!r}: expected the path of a .safetensors file, got "
-                f"{'a pipe' if Path(path).is_fifo() else 'one with a zero byte'}. Give a file."
+                f"{str(path)!r}: expected the path of a .safetensors file, got {got}. Give a file."
             )
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by close()
         self._where = f"{Path(path)}"
@@ -72,11 +68,7 @@ class SafetensorsReader:
             raise
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
-        """Reads the rows [first, last) of a tensor.
-
-        Raises:
-            ValueError: if the file was truncated after it was opened.
-        """
+        """Reads the rows [first, last) of a tensor."""
         entry = self.entries[name]
         shape = last - first, *entry.shape[1:]
         values = torch.empty(shape, dtype=entry.dtype, device="cpu")
@@ -107,16 +99,21 @@ class SafetensorsReader:
         metadata = header.pop(_METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
-        entries, end = {}, _LENGTH_BYTES + length  # of the numbers
-        for name, given in sorted(header.items(), key=lambda item: self._span(*item)):
-            entries[name] = self._entry(name, given, end, end - _LENGTH_BYTES - length)
-            end += math.prod(entries[name].shape) * entries[name].dtype.itemsize
+        begin = end = _LENGTH_BYTES + length  # of the numbers
+        described = [self._described(name, given) for name, given in header.items()]
+        entries = {}
+        for span, name, dtype, shape in sorted(described, key=lambda tensor: tensor[0]):
+            entries[name] = SavedEntry(dtype, tuple(shape), end)
+            expected = [end - begin, end - begin + math.prod(shape) * dtype.itemsize]
+            if span != expected:
+                raise self._fault(f"data_offsets {expected} of '{name}' {shape}", f"{span}")
+            end = begin + expected[1]
         if end != size:
             raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
         return entries, metadata
 
-    def _span(self, name: str, given: Any) -> tuple[int, int]:
-        """Returns the begin and the end of a tensor's numbers, in bytes after the header."""
+    def _described(self, name: str, given: Any) -> tuple[list[int], str, torch.dtype, list[int]]:
+        """Returns the bytes of a tensor's numbers after the header, its name, dtype and shape."""
         if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
             raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
         span, shape = given["data_offsets"], given["shape"]
@@ -124,26 +121,13 @@ class SafetensorsReader:
             raise self._fault(
                 f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
             )
-        return span[0], span[1]
-
-    def _entry(self, name: str, given: dict[str, Any], begin: int, offset: int) -> SavedEntry:
-        """Returns a tensor's entry; checks that it begins at `offset`, where the tensor before it ends.
-
-        `begin` counts bytes from the begin of the file, `offset` from the end of the header.
-        """
         dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
         if dtype is None:
             raise ValueError(
                 f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
                 f"{given['dtype']!r:.60}. Convert it."
             )
-        entry = SavedEntry(dtype, tuple(given["shape"]), begin)
-        span = [offset, offset + math.prod(entry.shape) * dtype.itemsize]
-        if given["data_offsets"] != span:
-            raise self._fault(
-                f"data_offsets {span} of '{name}' {list(entry.shape)}", f"{given['data_offsets']}"
-            )
-        return entry
+        return span, name, dtype, shape
 
     def _fault(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
@@ -206,10 +190,10 @@ class SafetensorsWriter:
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
         assert self._write_header() == self._numbers
-        self._file.commit()
+        self._file.sync()
         os.replace(self._file.path, self._path)  # while it is locked
         self._file.close()
-        commit(self._path.parent)  # so that the name is on the disk too
+        sync_to_disk(self._path.parent)  # so that the name is on the disk too
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
@@ -217,7 +201,7 @@ class SafetensorsWriter:
 
 
 def _are_sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
+    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

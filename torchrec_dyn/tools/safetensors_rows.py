@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_dyn.checkpoint_format import MergedTable, RowSource, open_table, rows_at
-from torchrec_dyn.ranks import Table, agree, gather_results, run_together
+from torchrec_dyn import knobs
+from torchrec_dyn.checkpoint_format import RowSource, rows_at
+from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.tools.safetensors_file import DAMAGED, SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.table_export import saved_rows
 from torchrec_dyn.whole_model import LiveRows, assign_rows, for_each_chunk, lookup_rows, tables_in
 
 T = TypeVar("T")
 
-_CHUNK_BYTES = 32 << 20
 _FORMAT = "torchrec_dyn_rows_1"
 _SUMS = "content_sums"  # in the metadata: of ids and rows, 16 hexadecimal digits each
 _NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -135,7 +136,7 @@ def export_saved_rows(
     """Writes the file of `export_rows` from a checkpoint, without a model and without other ranks.
 
     Args:
-        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote.
+        checkpoint: the directory that `torch.distributed.checkpoint.save` wrote, or of `Checkpoints`.
         table: name of the table, or its key in the checkpoint if several tables have the name.
         path: path of the file; an existing file is replaced.
         checksum: as in `export_rows`.
@@ -143,13 +144,8 @@ def export_saved_rows(
     Raises:
         ValueError: if there is no such table, or the checkpoint is a delta or damaged; no new file is left.
     """
-    where = f"export_saved_rows({checkpoint})"
-    saved = open_table(checkpoint, table, where)
-    if saved.is_delta:
-        raise ValueError(
-            f"{where}: expected a full checkpoint, got a delta, which has changes only. Give the full save."
-        )
-    _write_file(MergedTable([saved], where), saved.num_rows, path, checksum)
+    rows = saved_rows(checkpoint, table, None, "export_saved_rows")
+    _write_file(rows, rows.num_rows, path, checksum)
 
 
 def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_sums: bool) -> None:
@@ -177,7 +173,9 @@ def _write_file(rows: RowSource, count: int, path: str | os.PathLike[str], has_s
     try:
         writer = run_together(rows.group, rows.where, begin)
         for_each_chunk(
-            rows, rows.chunks(("weight",), _CHUNK_BYTES, sums=sums if has_sums else None), write
+            rows,
+            rows.chunks(("weight",), knobs.CHUNK_BYTES, sums=sums if has_sums else None),
+            write,
         )
         run_together(rows.group, rows.where, finish)
     finally:
@@ -225,14 +223,14 @@ def import_rows(collection: nn.Module, table: str, path: str | os.PathLike[str])
                 f"{no_rows.shape[1]} columns, got {[rows.count, rows.embedding_dim]}."
             )
         if rows.sums:  # before any row changes
-            for _ in rows.chunks(("weight",), _CHUNK_BYTES):
+            for _ in rows.chunks(("weight",), knobs.CHUNK_BYTES):
                 pass
         return rows.count
 
     try:
         count = _on_first_rank(held, where, begin)
         _check_room(held, where, count, rows)
-        chunks = iter(()) if rows is None else rows.chunks(("weight",), _CHUNK_BYTES)
+        chunks = iter(()) if rows is None else rows.chunks(("weight",), knobs.CHUNK_BYTES)
         part = _NO_IDS, no_rows
 
         def read_part() -> bool:
@@ -254,9 +252,9 @@ def _check_room(table: Table, where: str, count: int, rows: FileRows | None) -> 
     """Raises RuntimeError on every rank if the new ids of a file exceed the limit of any rank. Collective."""
     first_shard = table.shards[:1]
     tight = [shard for shard in first_shard if count and shard.num_rows + count > shard.row_limit]
-    if not any(agree(table.group, where, value=bool(tight))):
+    if not any(gather_results(table.group, where, lambda: bool(tight))):
         return
-    chunks = iter(()) if rows is None else rows.chunks(("ids",), _CHUNK_BYTES)
+    chunks = iter(()) if rows is None else rows.chunks(("ids",), knobs.CHUNK_BYTES)
     absent: list[Tensor] = []
     ids = _NO_IDS
 

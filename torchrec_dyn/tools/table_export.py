@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import (
-    Entry,
     MergedTable,
     RowSource,
-    commit,
     open_table,
     read_chain,
+    sync_to_disk,
 )
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
@@ -66,9 +65,9 @@ def read_batches(
         ImportError, ValueError: as `export_table`.
     """
     call = "read_batches"
-    _, chunks, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
-    batches = map(made.batch, _joined(chunks, batch_bytes))
-    return pyarrow(call).RecordBatchReader.from_batches(made.schema, batches)
+    _, chunks, arrow = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+    batches = map(arrow.batch, _joined(chunks, batch_bytes))
+    return pyarrow(call).RecordBatchReader.from_batches(arrow.schema, batches)
 
 
 def export_table(
@@ -119,36 +118,33 @@ def export_table(
             is no new file, and an older file is unchanged.
     """
     call = "export_table"
-    rows, chunks, made = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
-    target = Path(path)
+    rows, chunks, arrow = _opened(source, table, columns, ids, step, waiting, batch_bytes, call)
+    target = place = Path(path)
     kind = run_together(rows.group, rows.where, lambda: _kind_of(kind, target, rows))
     folder = _new_folder(target, rows) if rows.group is not None else None
+    if folder is not None and rows.share is not None:
+        place = folder / f"{'part-{:05}-of-{:05}'.format(*rows.share)}.{kind}"
     file: ArrowFile | None = None
 
     def begin() -> ArrowFile | None:
-        if rows.share is None:
-            return None
-        name = "part-{:05}-of-{:05}".format(*rows.share) + f".{kind}"
-        place = target if folder is None else folder / name
-        return ArrowFile(pyarrow(call), place, made.schema, kind)
+        return None if rows.share is None else ArrowFile(pyarrow(call), place, arrow.schema, kind)
 
     def write(batch: dict[str, Tensor]) -> None:
         if file is not None:
-            file.write(made.batch(batch))
+            file.write(arrow.batch(batch))
 
     def finish() -> int:
         if file is None:
             return 0
         file.finish()
-        if folder is not None:  # no reader sees the folder before all files are in it
-            file.publish()
         return file.rows
 
     try:
         file = run_together(rows.group, rows.where, begin)
         for_each_chunk(rows, _joined(chunks, batch_bytes), write)
         count = sum(gather_results(rows.group, rows.where, finish))
-        run_together(rows.group, rows.where, lambda: _publish(file, folder, target, rows))
+        if folder is not None:  # no reader sees the folder before all files are in it
+            run_together(rows.group, rows.where, lambda: _publish(folder, target, rows))
         return count
     except BaseException:
         if folder is not None:
@@ -194,45 +190,36 @@ def _opened(
             )
         return ArrowColumns(rows, columns, waiting, call)
 
-    made = run_together(rows.group, rows.where, checked)
-    return rows, rows.chunks(made.tensors, batch_bytes, ids=ids, waiting=waiting), made
+    arrow = run_together(rows.group, rows.where, checked)
+    return rows, rows.chunks(arrow.tensors, batch_bytes, ids=ids, waiting=waiting), arrow
 
 
 def _joined(chunks: Iterable[dict[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
     """Yields chunks joined to batches of `most` bytes: a range of few ids would make small ones."""
     held: list[dict[str, Tensor]] = []
     size = 0
+
+    def batch() -> dict[str, Tensor]:
+        return {name: torch.cat([chunk[name] for chunk in held]) for name in held[0]}
+
     for chunk in chunks:
         more = sum(values.nbytes for values in chunk.values())
         if held and size + more > most:
-            yield _concatenated(held)
+            yield batch()
             held, size = [], 0
         if len(chunk["ids"]):
             held.append(chunk)
             size += more
     if held:
-        yield _concatenated(held)
-
-
-def _concatenated(chunks: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    if len(chunks) == 1:
-        return chunks[0]
-    return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        yield batch()
 
 
 def saved_rows(
     path: str | os.PathLike[str], table: str | None, step: int | None, call: str
 ) -> MergedTable:
-    """Returns a table of a checkpoint, or of a directory of `Checkpoints` at a step.
-
-    `path` is the directory of a checkpoint, or of `Checkpoints`: then `step` is that of an entry, None: the
-    newest. `table` is the name of the table, or its key in the checkpoint; None: the only table.
-
-    Raises:
-        ValueError: if there is no such table or step, or a save is missing, torn or damaged.
-    """
-    entry: Entry | None = None
+    """Returns a table of a checkpoint, or of a directory of `Checkpoints` at a step; None: the newest."""
     chain = read_chain(path)
+    folders, entry_step = [Path(path)], None
     if chain.entries:
         entry = chain.entries[-1] if step is None else chain.at(step)
         if step is None and chain.highest > entry.sequence:
@@ -241,44 +228,40 @@ def saved_rows(
                 f"{' '.join(chain.skipped)} Step {entry.step} is read.",
                 stacklevel=4,
             )
-        line = chain.line_of(entry)
-        if line is None:
+        if (line := chain.line_of(entry)) is None:
             raise ValueError(
                 f"{call}: expected the full save and all deltas before {entry.path}, got a line that is "
                 "not whole. Export another step, whose full save is there."
             )
-        folders = [one.tables for one in line]
+        folders, entry_step = [before.tables for before in line], entry.step
     elif chain.skipped or step is not None:
-        why = f": {' '.join(chain.skipped)}" if chain.skipped else "."
         raise ValueError(
-            f"{call}: expected a directory of Checkpoints with a whole entry, got {path} without "
-            f"one{why} Give a step of a directory of Checkpoints only."
+            f"{call}: expected a directory of Checkpoints with a whole entry, got {path} without one. "
+            f"{' '.join(chain.skipped)} Give a step of a directory of Checkpoints only."
         )
-    else:
-        folders = [Path(path)]
     saves = [open_table(folder, table, f"{call}({folder})") for folder in folders]
     if saves[0].is_delta:
         raise ValueError(
             f"{call}: expected a full checkpoint, got {folders[0]}, a delta, which has changes only. "
             "Give the directory of Checkpoints that it is in."
         )
-    where = f"{call}(table='{saves[-1].name}', {folders[-1]})"
-    return MergedTable(saves, where, None if entry is None else entry.step)
+    return MergedTable(saves, f"{call}(table='{saves[-1].name}', {folders[-1]})", entry_step)
 
 
 def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
-    found = path.suffix[1:].lower() if kind is None else kind
-    if found not in FORMATS:
+    name = path.suffix[1:].lower() if kind is None else kind
+    if name not in FORMATS:
+        ends = " or ".join(f".{form}" for form in FORMATS)
         raise ValueError(
-            f"{rows.where}: expected a path that ends in {' or '.join(f'.{one}' for one in FORMATS)}, or one "
-            f"of {FORMATS} as kind, got {path} and {kind}."
+            f"{rows.where}: expected a path that ends in {ends}, or one of {FORMATS} as kind, got {path} "
+            f"and {kind}."
         )
     if rows.group is not None and path.exists():
         raise ValueError(
             f"{rows.where}: expected nothing at {path}, since the files of all ranks become a directory, got "
             "something. Export beside it, or remove it first."
         )
-    return found
+    return name
 
 
 def _new_folder(path: Path, rows: RowSource) -> Path:
@@ -292,16 +275,14 @@ def _new_folder(path: Path, rows: RowSource) -> Path:
     return folder
 
 
-def _publish(file: ArrowFile | None, folder: Path | None, path: Path, rows: RowSource) -> None:
-    if folder is None:
-        assert file is not None
-        file.publish()
-    elif rows.share is not None and rows.share[0] == 0:
-        inside = [*folder.glob("part-*")]
-        if len(inside) != rows.share[1]:
-            raise RuntimeError(
-                f"expected the files of {rows.share[1]} ranks in {folder}, got {len(inside)}. Give a "
-                "directory of a file system that all ranks share."
-            )
-        os.rename(folder, path)
-        commit(path.parent)
+def _publish(folder: Path, path: Path, rows: RowSource) -> None:
+    if rows.share is None or rows.share[0] != 0:
+        return
+    inside = [*folder.glob("part-*")]
+    if len(inside) != rows.share[1]:
+        raise RuntimeError(
+            f"expected the files of {rows.share[1]} ranks in {folder}, got {len(inside)}. Give a "
+            "directory of a file system that all ranks share."
+        )
+    os.rename(folder, path)
+    sync_to_disk(path.parent)

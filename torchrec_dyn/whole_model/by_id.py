@@ -26,6 +26,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table, owners, run_together
+from torchrec_dyn.table import check_ids
 from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection, tables_in
 
 
@@ -225,7 +226,11 @@ def mixed_ids(ids: Tensor) -> Tensor:
     Raises:
         ValueError: if `ids` are not int64.
     """
-    _check_dtype("mixed_ids", ids)
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
+        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(
+            f"mixed_ids.ids: expected an int64 tensor, got {got}. Convert with .long()."
+        )
     return ops.mix64(ids.reshape(-1)).view(ids.shape)
 
 
@@ -244,9 +249,7 @@ def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
     """
-    _check_dtype("owner_ranks", ids)
-    if ids.dim() != 1:
-        raise ValueError(f"owner_ranks.ids: expected ids [M], got {list(ids.shape)}.")
+    ids = check_ids("owner_ranks", ids)
     tables = tables_in(collection, call="owner_ranks")
     if table not in tables:
         raise ValueError(
@@ -269,9 +272,3 @@ def _table(collection: nn.Module, table: str, call: str) -> Table:
         if isinstance(collection, ShardedCollection):
             run_together(collection._env.process_group, call, lambda: collection.table(table))
         raise
-
-
-def _check_dtype(where: str, ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"{where}.ids: expected an int64 tensor, got {got}. Convert with .long().")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -75,10 +76,7 @@ def clip_grad_norm_(
     _check_no_sharded_gradients(model, where)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
-    parts = [float(_whole(torch.linalg.vector_norm(grad, power))) for grad in grads]
-    for process_group, groups in grouped:
-        parts += gather_results(process_group, where, partial(_norm, groups, power))
-    total = _combined(parts, power)
+    total = _total_norm(grads, grouped, power, where)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"{where}: expected a finite norm of the gradients, got {total}. Look for the loss or the input "
@@ -88,7 +86,7 @@ def clip_grad_norm_(
     if not factor >= 1.0:
         for grad in grads:
             grad.mul_(factor)
-        for table_group in [table_group for _, groups in grouped for table_group in groups]:
+        for table_group in chain(*(groups for _, groups in grouped)):
             table_group.scale_updates(factor)
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
@@ -103,6 +101,14 @@ def _checked_numbers(norm_type: float, max_norm: float, where: str) -> tuple[flo
             f"{where}: expected norm_type > 0 and max_norm >= 0, got {norm_type!r} and {max_norm!r}."
         )
     return power, most
+
+
+def _total_norm(grads: list[Tensor], grouped: _Groups, power: float, where: str) -> float:
+    """Returns the norm of dense gradients and of the rows of all ranks. Collective."""
+    parts = [float(_whole(torch.linalg.vector_norm(grad, power))) for grad in grads]
+    for process_group, groups in grouped:
+        parts += gather_results(process_group, where, partial(_norm, groups, power))
+    return _combined(parts, power)
 
 
 def _unscaled(groups: list[TableGroup], factor: float, is_infinite: bool) -> bool:
@@ -135,11 +141,7 @@ def _whole(norm: Tensor) -> Tensor:
 def _deferring_groups(
     model: nn.Module, where: str, group: dist.ProcessGroup | None = None
 ) -> _Groups:
-    """Returns the table groups of each collection, with the ranks that decide together: its own, or `group`.
-
-    Raises:
-        ValueError: updates of a collection are not deferred, or `group` lacks some of its ranks.
-    """
+    """Returns the table groups of each collection, with the ranks that decide: its own, or `group`."""
     grouped: _Groups = []
     for path, collection in collections_of(model, where):
         if not all(optimizer.defer_updates for optimizer in optimizers_of(collection)):
@@ -156,10 +158,9 @@ def _deferring_groups(
 
 
 def _check_has_ranks(group: dist.ProcessGroup, own: dist.ProcessGroup | None, where: str) -> None:
-    is_member = dist.get_rank(group) >= 0
-    ranks = dist.get_process_group_ranks(group) if is_member else []
-    mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
-    if outside := sorted({*mine} - {*ranks}):
+    ranks = dist.get_process_group_ranks(group) if dist.get_rank(group) >= 0 else []
+    needed = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+    if outside := sorted({*needed} - {*ranks}):
         raise ValueError(
             f"{where}: expected a group with all ranks of the model, got {ranks} without {outside}. Pass the "
             "group of all ranks that have the same dense parameters."
@@ -172,7 +173,7 @@ def _static_tables(model: nn.Module) -> list[tuple[str, Any]]:
         (f"{path}.{name}", sharding)
         for path, module in model.named_modules()
         if isinstance(module, ShardedModule)
-        and not any(isinstance(one, ShardedCollection) for one in module.modules())
+        and not any(isinstance(inner, ShardedCollection) for inner in module.modules())
         for name, sharding in (getattr(module, "module_sharding_plan", None) or {}).items()
     ]
 
@@ -245,24 +246,19 @@ class GradScaler(TorchGradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         where = "GradScaler.unscale_"
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        is_infinite, is_ours = False, False
-        of_dense = any(bool(one) for one in found.values())
+        dense_is_infinite = any(map(bool, flags.values()))
+        unscale = partial(_unscaled, factor=float(inv_scale), is_infinite=dense_is_infinite)
+        are_infinite: list[bool] = []
         for _, collection in collections_of(self._model, where):
-            params = collection.fused_optimizer.params.values()
-            if not any(id(param) in held for param in params):
+            if held.isdisjoint(map(id, collection.fused_optimizer.params.values())):
                 continue
-            is_ours = True
             own, groups = groups_of(collection)
-            factor = float(inv_scale)
-            of_ranks = gather_results(
-                self._group or own, where, partial(_unscaled, groups, factor, of_dense)
-            )
-            is_infinite |= any(of_ranks)
-        if is_ours:
-            for one in found.values():
-                one.fill_(float(is_infinite))
-            found.setdefault(found_inf.device, found_inf).fill_(float(is_infinite))
-        return found
+            are_infinite += gather_results(self._group or own, where, partial(unscale, groups))
+        if are_infinite:
+            flags.setdefault(found_inf.device, found_inf)
+            for flag in flags.values():
+                flag.fill_(float(any(are_infinite)))
+        return flags

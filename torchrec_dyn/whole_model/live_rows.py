@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from torchrec_dyn.checkpoint_format import SCORES, RowSource
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.ranks import IdExchange, Piece, Table, TableLayout, gather_results, run_together
+from torchrec_dyn.ranks import IdExchange, Table, gather_results, run_together
 from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
-from torchrec_dyn.table import TableShard, read_tensor, stamp_of
-from torchrec_dyn.whole_model.by_id import read_ids
+from torchrec_dyn.table import read_tensor, stamp_of
 from torchrec_dyn.whole_model.tables import tables_in
 
 _T = TypeVar("_T")
@@ -37,23 +36,29 @@ class LiveRows(RowSource):
         self, collection: nn.Module, table: str | None, call: str, on_first_rank: bool = False
     ) -> None:
         tables = tables_in(collection, call=call)
-        (group,) = {one.group for one in tables.values()}
-        held = self._table = run_together(group, call, lambda: _named(tables, table, call))
-        self.where, self.group, self.name = f"{call}(table='{held.name}')", group, held.name
+        (self.group,) = {held.group for held in tables.values()}
+
+        def begin() -> list[list[int]] | None:
+            self._table = held = _named(tables, table, call)
+            with turn_of(held):
+                self._stamps = [stamp_of(shard) for shard in held.shards]
+                self._rows = self._canonical(waiting=False)
+                life = held.shards[0].life if held.shards else None
+                return None if life is None else life.clock.export().tolist()
+
+        clocks = gather_results(self.group, call, begin)
+        held = self._table
+        self.where, self.name = f"{call}(table='{held.name}')", held.name
         self.embedding_dim, self.dtype, self.cuts = held.embedding_dim, held.dtype, held.cuts
         self.seed = int(held.config["seed"])
+        clock: list[list[int]] = next((numbers for numbers in clocks if numbers), [[], []])
+        self.clock = torch.tensor(clock, dtype=torch.int64, device="cpu")
         ranks = held.layout.pieces[0].ranks
         self.share = (ranks.index(held.rank), len(ranks)) if held.has_first_column else None
-        clocks = gather_results(group, self.where, self._clock_here)
-        clock = next((numbers for numbers in clocks if numbers is not None), self.clock.tolist())
-        self.clock = torch.tensor(clock, dtype=torch.int64, device="cpu")
-        self._stamps = [stamp_of(shard) for shard in held.shards]
-        self._rows = self._canonical(lambda shard: held.canonical(shard))
         self.count = 0 if self._rows is None else self._rows.count
         self._ids: Tensor | None = None  # of all ranks
-        if on_first_rank and group is not None:
-            ids = read_ids(collection, held.name)
-            self._ids = run_together(group, self.where, lambda: to_host(ids))
+        if on_first_rank and self.group is not None:
+            self._ids = to_host(held.read_ids())
             self.share = (0, 1) if held.rank == 0 else None
             self.count = len(self._ids) if held.rank == 0 else 0
 
@@ -70,16 +75,15 @@ class LiveRows(RowSource):
     def _places(
         self, rows: int, mixed: Sequence[range], waiting: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        canonical = self._canonical(_waiting_rows) if waiting else self._rows
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._ids is not None and not waiting:
-            nothing = self._ids[:0]
             for ids in self._ids.split(rows):
                 yield (ids if self.share else nothing), nothing
             return
+        canonical = self._together(partial(self._canonical, waiting)) if waiting else self._rows
 
         def read(start: int) -> tuple[Tensor, Tensor]:
             if canonical is None:
-                nothing = torch.empty(0, dtype=torch.int64, device="cpu")
                 return nothing, nothing
             count = canonical.count
             ids, places = canonical.read(min(start, count), min(start + rows, count))
@@ -94,27 +98,17 @@ class LiveRows(RowSource):
     ) -> dict[str, Tensor]:
         if waiting:
             return self._together(partial(self._read_waiting, places))
-        here, sent = list(names), []
         if self.group is not None and (self._ids is not None or len(self.cuts) > 2):
-            here = [name for name in names if name in SCORES and self._ids is None]
-            sent = [name for name in names if name not in here]
-        chunk = self._together(partial(self._read_here, here, places))
-        for layout, cut in self._layouts(sent):
-            assert self.group is not None
-            exchange = IdExchange(self.where, lambda: ids, layout, self.group, ids.device)
-            for name in cut:
-                sent_rows = self._together(partial(self._read_sent, name, exchange.arrived))
-                rows = exchange.return_rows(sent_rows)
-                chunk[name] = rows.flatten() if name in SCORES else rows
-        return {
-            name: chunk[name]
-            if name in SCORES or self.is_rowwise(name)
-            else chunk[name][:, columns]
-            for name in names
-        }
+            chunk = self._exchange(names, ids)
+        else:
+            chunk = self._together(partial(self._read_here, names, places))
+        for name in names:
+            if name not in SCORES and not self.is_rowwise(name):
+                chunk[name] = chunk[name][:, columns]
+        return chunk
 
     def _read_here(self, names: Sequence[str], places: Tensor) -> dict[str, Tensor]:
-        """Returns rows of this rank's share, in whole rows: an unsharded table has one shard."""
+        """Returns rows of this rank's share, in whole rows: an uncut table has one shard."""
         if not self._table.has_first_column:
             return {name: self.nothing(name) for name in names}
         return {name: to_host(read_tensor(self._table.shards[0], name, places)) for name in names}
@@ -126,54 +120,65 @@ class LiveRows(RowSource):
         numbers = map(to_host, life.waiting.read(places))
         return dict(zip(SCORES, numbers, strict=True))
 
-    def _layouts(self, names: Sequence[str]) -> Iterator[tuple[TableLayout, list[str]]]:
-        """Yields layouts with the names of the tensors that are cut so: row-wise state by column shards."""
-        layout = self._table.layout
-        counted = [Piece(number, 1, one.ranks) for number, one in enumerate(layout.pieces)]
-        rowwise = [name for name in names if self.is_rowwise(name)]
-        scores = [name for name in names if name in SCORES]
-        others = [name for name in names if name not in (*rowwise, *scores)]
-        for pieces, cut in ((counted[:1], scores), (layout.pieces, others), (counted, rowwise)):
-            if cut:
-                yield TableLayout(tuple(pieces), layout.rows_are_spread), cut
+    def _exchange(self, names: Sequence[str], ids: Tensor) -> dict[str, Tensor]:
+        """Returns rows of ids [M] that other ranks hold, in whole rows. Collective."""
+        assert self.group is not None
+        exchange = IdExchange(self.where, lambda: ids, self._table.layout, self.group, ids.device)
+        read = self._together(
+            lambda: [self._read_arrived(name, exchange.arrived) for name in names]
+        )
+        chunk = {}
+        for name, values in zip(names, read, strict=True):
+            if name in SCORES:
+                chunk[name] = exchange.return_numbers(values)
+            else:
+                rows = exchange.return_rows(values)
+                chunk[name] = rows[:, list(self.cuts[:-1])] if self.is_rowwise(name) else rows
+        return chunk
 
-    def _read_sent(self, name: str, ids: Tensor) -> Tensor:
-        """Returns what this rank's shards have of ids [K] that other ranks sent, [K, columns]."""
+    def _read_arrived(self, name: str, ids: Tensor) -> Tensor:
+        """Returns what this rank's shards have of ids [K] that were sent here, [K, C]; scores [K].
+
+        Row-wise state is repeated for each column of its shard, so that it travels as rows do.
+        """
         shards = self._table.shards
-        if name in SCORES:
-            shards = shards[:1] if self._table.has_first_column else ()
-
-        parts = [
+        read = [
             to_host(read_tensor(shard, name, shard.id_map.lookup(ids.to(shard.device))))
-            for shard in shards
+            for shard in (shards if name not in SCORES else shards[: self._table.has_first_column])
         ]
-        parts = [self.nothing(name, len(ids)), *parts]
-        parts = [values if values.dim() == 2 else values[:, None] for values in parts]
-        return torch.cat([parts[0][:, :0], *parts[1:]], 1)
+        if name in SCORES:
+            return read[0] if read else self.nothing(name)
+        parts = [
+            values.expand(-1, shard.columns) for values, shard in zip(read, shards, strict=True)
+        ]
+        return torch.cat([self.nothing(name, len(ids))[:, :0], *parts], 1)
 
-    def _clock_here(self) -> list[list[int]] | None:
-        lives = [shard.life for shard in self._table.shards]
-        return None if not lives or lives[0] is None else lives[0].clock.export().tolist()
-
-    def _canonical(
-        self, read: Callable[[TableShard], CanonicalRows | None]
-    ) -> CanonicalRows | None:
-        """Returns rows of this rank's share, None without a share."""
-        first = self._table.shards[:1] if self._table.has_first_column else ()
-        return self._together(lambda: next((read(shard) for shard in first), None))
+    def _canonical(self, waiting: bool) -> CanonicalRows | None:
+        """Returns the rows, or the waiting ids, of this rank's share; None without any."""
+        table = self._table
+        if not table.has_first_column:
+            return None
+        shard = table.shards[0]
+        if not waiting:
+            return table.canonical(shard)
+        life = shard.life
+        if life is None or life.waiting is None:
+            return None
+        return CanonicalRows(life.waiting.id_map, shard.where, lambda: stamp_of(shard))
 
     def _together(self, read: Callable[[], _T]) -> _T:
         """Reads on all ranks; a fault is raised on all."""
-        return run_together(self.group, self.where, lambda: self._unchanged(read))
 
-    def _unchanged(self, read: Callable[[], _T]) -> _T:
-        with turn_of(self._table):
-            if [stamp_of(shard) for shard in self._table.shards] != self._stamps:
-                raise RuntimeError(
-                    "expected the table as it was when the call began, got a table that was trained or "
-                    "edited since. Export while the collection is not trained or edited."
-                )
-            return read()
+        def unchanged() -> _T:
+            with turn_of(self._table):
+                if [stamp_of(shard) for shard in self._table.shards] != self._stamps:
+                    raise RuntimeError(
+                        "expected the table as it was when the call began, got a table that was trained or "
+                        "edited since. Export while the collection is not trained or edited."
+                    )
+                return read()
+
+        return run_together(self.group, self.where, unchanged)
 
 
 def for_each_chunk(
@@ -206,9 +211,3 @@ def _named(tables: Mapping[str, Table], name: str | None, call: str) -> Table:
     if name is None or name not in tables:
         raise ValueError(f"{call}: expected a table among {listed(sorted(tables))}, got {name!r}.")
     return tables[name]
-
-
-def _waiting_rows(shard: TableShard) -> CanonicalRows | None:
-    if shard.life is None or shard.life.waiting is None:
-        return None
-    return CanonicalRows(shard.life.waiting.id_map, shard.where, lambda: stamp_of(shard))

@@ -207,12 +207,12 @@ def stats_layout(model: nn.Module) -> dict[str, dict[str, list[Any]]]:
     """
     # TensorBoard takes a tag for a regular expression, and matches it at the beginning of names.
     return {
-        of_table: {
-            title: ["Multiline", [re.escape(f"{of_table}/{name}") + "$" for name in names]]
+        prefix: {
+            title: ["Multiline", [re.escape(f"{prefix}/{name}") + "$" for name in names]]
             for title, names in _CHARTS.items()
         }
         for path, collection in collections_of(model, "stats_layout")
-        for of_table in (_name(path, table) for table in table_names(collection))
+        for prefix in (_name(path, table) for table in table_names(collection))
     }
 
 

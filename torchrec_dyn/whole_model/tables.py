@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +23,6 @@ from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import drop_awaited
-from torchrec_dyn.storage import TableLock
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
 Collection = UnshardedCollection | ShardedCollection
@@ -33,31 +33,23 @@ def collections_of(model: nn.Module, where: str) -> list[tuple[str, Collection]]
     """Returns the dynamic collections of a model with their paths, in the same order on all ranks.
 
     The model is DistributedModelParallel, any module, or a collection.
-
-    Raises:
-        ValueError: if the model has no dynamic collection, or is no module.
     """
-    found = _collections(model, where)
-    if not found:
+    collections = _collections(model, where)
+    if not collections:
         raise ValueError(
             f"{where}: expected a model with a dynamic collection, got {type(model).__name__} "
             "without one. Make its collections dynamic first, e.g. with make_dynamic."
         )
-    return found
+    return collections
 
 
 def tables_of(model: nn.Module, call: str) -> list[Table]:
     """Returns the dynamic tables of a model, in the same order on all ranks; not collective.
 
     The model is as in `collections_of`.
-
-    Raises:
-        ValueError: if the model is no module or has no dynamic table, if only some tables are sharded, if
-            DistributedModelParallel of several ranks has an unsharded one, or if two tables have the same
-            name.
     """
-    found = _collections(model, call)
-    tables = [table for path, one in found for table in tables_in(one, path).values()]
+    collections = _collections(model, call)
+    tables = [*chain(*(tables_in(module, path).values() for path, module in collections))]
     names = [table.name for table in tables]
     if not tables or len(set(names)) < len(names):
         raise ValueError(
@@ -78,20 +70,16 @@ def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
     """Returns by name the sharding type of each dynamic table of a model, or "unsharded"."""
     types: dict[str, str] = {}
     for _, collection in collections_of(model, call):
-        for name in table_names(collection):
-            is_sharded = isinstance(collection, ShardedCollection)
-            types[name] = (
-                collection.module_sharding_plan[name].sharding_type if is_sharded else "unsharded"
-            )
+        if isinstance(collection, ShardedCollection):
+            plan = collection.module_sharding_plan
+            types |= {name: plan[name].sharding_type for name in plan}
+        else:
+            types |= dict.fromkeys(table_names(collection), "unsharded")
     return types
 
 
 def checked_collection(module: nn.Module, call: str) -> Collection:
-    """Returns `module`, which public functions take as any: so torch types an attribute of a model.
-
-    Raises:
-        ValueError: if it is no dynamic collection.
-    """
+    """Returns `module`, which public functions take as any: so torch types an attribute of a model."""
     if isinstance(module, Collection):
         return module
     raise ValueError(
@@ -104,18 +92,15 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
     """Returns the tables of one collection by name, in the collection's order; not collective.
 
     The keys of the tables begin with `path`, the place of the collection in its model.
-
-    Raises:
-        ValueError: if `module` is something else, such as a whole model.
     """
     collection = checked_collection(module, call)
     holder = "embedding_bags" if isinstance(collection, _POOLED) else "embeddings"
     prefix = f"{path}.{holder}." if path else f"{holder}."
     if isinstance(collection, UnshardedCollection):
-        tables = [one.as_table() for one in collection.unsharded_lookup.tables]
+        tables = [table.as_table() for table in collection.unsharded_lookup.tables]
     else:
         tables = collection._shards.tables()
-    return {one.name: replace(one, key=prefix + one.name) for one in tables}
+    return {table.name: replace(table, key=prefix + table.name) for table in tables}
 
 
 def table_names(collection: Collection) -> list[str]:
@@ -123,13 +108,6 @@ def table_names(collection: Collection) -> list[str]:
     if isinstance(collection, UnshardedCollection):
         return list(collection.dynamic_configs())
     return list(collection.module_sharding_plan)
-
-
-def _lock_of(collection: Collection) -> TableLock:
-    """Returns the lock of a collection's tables."""
-    if isinstance(collection, UnshardedCollection):
-        return collection.unsharded_lookup.lock
-    return collection._shards.lock
 
 
 def drop_load(model: nn.Module) -> list[str]:
@@ -147,8 +125,13 @@ def drop_load(model: nn.Module) -> list[str]:
     Raises:
         ValueError: if the model has no dynamic collection.
     """
-    collections = collections_of(model, "drop_load")
-    return sorted(name for _, one in collections for name in drop_awaited(_lock_of(one)))
+    locks = [
+        collection.unsharded_lookup.lock
+        if isinstance(collection, UnshardedCollection)
+        else collection._shards.lock
+        for _, collection in collections_of(model, "drop_load")
+    ]
+    return sorted(chain(*map(drop_awaited, locks)))
 
 
 def groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:

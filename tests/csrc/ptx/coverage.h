@@ -1,4 +1,4 @@
-// Coverage of a process: which instructions of which kernels it executed. tests/support/ptx_coverage.py adds them up.
+// Coverage of a process: which instructions of which kernels it executed. tests/csrc/ptx/coverage.py adds them up.
 //
 //   TORCHREC_DYN_PTX_COVERAGE  a folder: the process writes a file there at the end of its tests
 #pragma once

@@ -1,6 +1,6 @@
 """Tells which instructions of the kernels' PTX were executed.
 
-python tests/support/ptx_coverage.py FOLDER [--left]
+python tests/csrc/ptx/coverage.py FOLDER [--left]
 
 The folder has a file of each process (tests/csrc/ptx/coverage.h); they are added up.
 """

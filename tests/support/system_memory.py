@@ -1,10 +1,11 @@
-"""The memory that the system has committed of a block, and the pages that it was advised to take."""
+"""The memory of this process, as the system counts it: of a block, and at most during a call."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -32,3 +33,18 @@ def advice_of(block: Tensor) -> set[str]:
         elif inside and line.startswith("VmFlags:"):
             return set(line.split()[1:])
     raise AssertionError("not mapped")
+
+
+def status(field: str) -> int:
+    """Returns a number of /proc/self/status, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+def peak_of(do: Callable[[], None]) -> int:
+    """Returns the bytes that this process held at the highest point of a call beyond those before it."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    do()
+    return status("VmHWM") - before

@@ -1,6 +1,9 @@
-"""The output dists of tables whose rows are spread: they sum partial bags over ranks.
+"""The input dists of row-wise types, and the output dists of tables whose rows are spread.
 
-They fill two gaps of TorchRec's output dists:
+TorchRec's bucketize op divides an id by a block size. Here the owner depends on the mixed id
+(ranks/routing.py), so our op sorts the batch by owner; the ids are sent as they are.
+
+The output dists sum partial bags over ranks. They fill two gaps of TorchRec's:
 
 1. TorchRec's reduce-scatter cannot run backward on gloo if ranks have batches of different sizes. Then every
    rank sends its partial bags to the rank of their batch, which adds them up.
@@ -11,36 +14,156 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from inspect import ismethod
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.dist_data import (
     PooledEmbeddingsAllToAll,
     PooledEmbeddingsAwaitable,
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingContext
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist
-from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
+from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import (
+    TwRwPooledEmbeddingDist,
+    TwRwSparseFeaturesDist,
+)
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
+from torchrec_dyn.sharding.grouped_lookups import (
+    CreatesLookup,
+    SequenceLookup,
+    device_of,
+    values_per_rank,
+)
+from torchrec_dyn.sharding.sent_modes import with_mode_of
 from torchrec_dyn.storage import host_numbers
 
 
-class SumOverRanks(nn.Module):
-    """Sums partial bags over ranks; each rank receives the sums of its batch.
+class RowWiseInputDist(RwSparseFeaturesDist):
+    """Sends ids to their owners among all ranks; `device` is that of TorchRec's block sizes."""
 
-    Quantized comms (`codecs`) are used only where TorchRec's reduce-scatter runs.
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        num_features: int,
+        device: torch.device | None,
+        is_sequence: bool,
+    ) -> None:
+        super().__init__(
+            pg=pg,
+            num_features=num_features,
+            feature_hash_sizes=[0] * num_features,
+            device=device,
+            is_sequence=is_sequence,
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Sorts the ids by owner and sends them."""
+        by_owner, where = sorted_by_owner(sparse_features, self._world_size, self._is_sequence)
+        self.unbucketize_permute_tensor = where if self._is_sequence else None
+        # The pipelines replace the forward of `_dist`: nothing may follow it.
+        return self._dist(by_owner)
+
+
+class RoutesIds(CreatesLookup):
+    """Mixin for TorchRec's row-wise shardings, with our lookups and input dist."""
+
+    _get_num_features: Callable[[], int]
+
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
+        """Creates the input dist that routes by range of the mixed id."""
+        sharding: Any = self
+        return RowWiseInputDist(
+            pg=sharding._pg,
+            num_features=self._get_num_features(),
+            device=device_of(self, device),
+            is_sequence=self.lookup_class is SequenceLookup,
+        )
+
+
+class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
+    """Sends ids to their owners within the node that holds the table; `pg` has all ranks."""
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        local_size: int,
+        features_per_rank: list[int],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(
+            pg=pg,
+            local_size=local_size,
+            features_per_rank=features_per_rank,
+            feature_hash_sizes=[0] * sum(features_per_rank[::local_size]),
+            device=device,
+        )
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Sorts the ids by owner within the node and sends them."""
+        by_owner, _ = sorted_by_owner(sparse_features, self._local_size)
+        # The pipelines replace the forward of `_dist`: nothing may follow it.
+        return self._dist(
+            by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
+        )
+
+
+def sorted_by_owner(
+    features: KeyedJaggedTensor, ranks: int, positions: bool = False
+) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Sorts a batch of N ids in F features by the owners of its ids; every owner gets a part of each bag.
+
+    Returns the batch of ranks * F features, and with `positions` the position of each id there, [N] int64.
     """
+    weights, varies = features.weights_or_none(), features.variable_stride_per_key()
+    ids, lengths, sorted_weights, where = ops.sort_by_owner(
+        features.values(), features.lengths(), weights, ranks, positions
+    )
+    by_owner = KeyedJaggedTensor(
+        keys=features.keys() * ranks,
+        values=ids,
+        weights=None if weights is None else sorted_weights,
+        lengths=lengths,
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() * ranks if varies else None,
+    )
+    return with_mode_of(by_owner, features), where
+
+
+def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
+    """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
+
+    A pipeline that is detached after tables have moved puts the forwards of the earlier plan on the new
+    dists.
+    """
+    for input_dist in input_dists:
+        sender: Any = getattr(input_dist, "_dist", input_dist)
+        forward = vars(sender).get("forward")
+        if ismethod(forward) and forward.__self__ is not sender:
+            del sender.forward
+
+
+class SumOverRanks(nn.Module):
+    """Sums partial bags over ranks; codecs of quantized comms are those of TorchRec's reduce-scatter."""
 
     def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None) -> None:
         super().__init__()
@@ -55,19 +178,12 @@ class SumOverRanks(nn.Module):
         batch_size_per_rank_per_feature: list[list[int]] | None = None,
         embedding_dims: list[int] | None = None,
     ) -> PooledEmbeddingsAwaitable:
-        """Starts the sum of local_embs [sum of batch sizes, D]; one dimension with a batch size per feature.
-
-        input_splits [ranks] are batch sizes; None: all are equal. batch_size_per_rank_per_feature [ranks][F]
-        and embedding_dims [F], the widths, are given if batch sizes vary by feature.
-        """
+        """Starts the sum of local_embs [sum of batch sizes, D]; one dimension if sizes vary by feature."""
         if batch_size_per_rank_per_feature is None or embedding_dims is None:
             if self._gloo_fails_at(input_splits, local_embs.device):
                 return self._sum(local_embs, input_splits)
             return self._even(local_embs, input_splits=input_splits)
-        sizes = [
-            sum(bags * width for bags, width in zip(rank_bags, embedding_dims, strict=True))
-            for rank_bags in batch_size_per_rank_per_feature
-        ]
+        sizes = values_per_rank(batch_size_per_rank_per_feature, embedding_dims)
         if self._gloo_fails_at(sizes, local_embs.device):
             awaitable = self._sum(local_embs.view(-1, 1), sizes)
             awaitable.callbacks.append(torch.flatten)
@@ -117,8 +233,8 @@ class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
 class GridOutputDist(GridPooledEmbeddingDist):
     """The output dist of grid tables.
 
-    Before stitching, a grid is a set of column shards, each table-row-wise. So with a batch size per feature
-    it uses the output dist of table-row-wise tables, and the collection stitches.
+    Before stitching, a grid is a set of column shards, each table-row-wise: so is its output dist with a
+    batch size per feature.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -141,12 +257,15 @@ class GridOutputDist(GridPooledEmbeddingDist):
         self._intra_dist: Any = SumOverRanks(self._intra_pg, self._intra_codecs)
 
 
-def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dict[str, list[int]]:
+def outputs_by_column(
+    names: Sequence[str], shards: Sequence[ShardMetadata | None]
+) -> dict[str, list[int]]:
     """Returns, for each name in order of first arrival, the positions of its outputs in column order.
 
-    `names` and `first_columns` are those of the outputs as they arrive. Example: column shards of width d on
-    ranks [0, 1, 0] give outputs of ranks [0, 0, 1] with first columns [0, 2d, d]; the result is [0, 2, 1].
+    Column shards of width d on ranks [0, 1, 0] give outputs with first columns [0, 2d, d]; the result is [0,
+    2, 1].
     """
+    first_columns = [0 if shard is None else shard.shard_offsets[1] for shard in shards]
     positions: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         positions.setdefault(name, []).append(position)
@@ -156,29 +275,10 @@ def outputs_by_column(names: Sequence[str], first_columns: Sequence[int]) -> dic
     }
 
 
-def pooled_in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
-    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
-    if pooled.keys() == names:
-        return pooled
-    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
-    values = torch.cat([pooled[name] for name in names], dim=1)
-    return KeyedTensor(list(names), [widths[name] for name in names], values)
-
-
-def sequences_in_order(
-    sequences: Mapping[str, JaggedTensor], names: Sequence[str]
-) -> dict[str, JaggedTensor]:
-    """Puts sequence outputs in the order of `names`."""
-    return {name: sequences[name] for name in names}
-
-
 class MeanDivisor:
     """Computes the divisor of each output of a collection.
 
-    `features` [O] has for each output the feature whose bag lengths divide it; None: it is not divided.
-
-    Attributes:
-        is_needed: True if any output is divided.
+    `features` has for each output the feature whose bag lengths divide it; None: it is not divided.
     """
 
     def __init__(self, features: Sequence[str | None]) -> None:
