@@ -366,7 +366,7 @@ class TableLoad:
         """Raises ValueError if the sums over all ranks differ from the saved ones; `words` are by rank."""
         where = self.table.where
         for checksum in self.checksums:
-            rows = [row for of_rank in words for row in of_rank.get(checksum, [])]
+            rows = [row for rank_words in words for row in rank_words.get(checksum, [])]
             if not rows:
                 continue
             saved = from_words(torch.tensor(rows, device="cpu"))

@@ -89,9 +89,9 @@ def _pieces(
     blocks: Sequence[ChunkStorageMetadata], first: int, number_bytes: int
 ) -> Iterator[_Piece]:
     """Yields the pieces of blocks in the window from a row on; without `number_bytes` they are not small."""
-    for one in blocks:
-        row, column = one.offsets[0], one.offsets[1] if len(one.offsets) > 1 else 0
-        end, columns = row + one.sizes[0], one.sizes[1] if len(one.sizes) > 1 else 1
+    for block in blocks:
+        row, column = block.offsets[0], block.offsets[1] if len(block.offsets) > 1 else 0
+        end, columns = row + block.sizes[0], block.sizes[1] if len(block.sizes) > 1 else 1
         row, end = max(row, first), min(end, first + knobs.LOADED_ROWS)
         most = knobs.LOADED_PIECE_BYTES // (columns * number_bytes) if number_bytes else end - row
         for begin in range(row, end, max(1, most)):
