@@ -41,7 +41,7 @@ MEETINGS = {
     "export_delta": 2,
     "apply_delta": 2,
     "Checkpoints.save": 5,
-    "Checkpoints.restore": 7,
+    "Checkpoints.restore": 2,
 }
 
 

@@ -240,8 +240,7 @@ class Checkpoints:
         saving = self._saving
         if saving is None:
             return
-        told = gather_results(tables[0].group, call, lambda: saving.wait().is_told)
-        saving.is_told = all(told)
+        saving.is_told = all(gather_results(tables[0].group, call, lambda: saving.wait().is_told))
         self._end(saving)
 
     def _end(self, saving: Saving) -> None:
@@ -319,7 +318,7 @@ class Checkpoints:
             plan=sharding_types(model, _SAVE),
             digests={},
         )
-        numbers = {key: of_key for of_rank in options for key, of_key in of_rank.items()}
+        numbers = {key: values for rank_options in options for key, values in rank_options.items()}
         if in_background and group is not None:
             group = background_group(group)
         return Saving(
@@ -424,8 +423,8 @@ class Checkpoints:
             error = self._damage_in(load, extra or {})
             if error is None:
                 self._continue(load, choice.highest)
-                values = {name: one for name, one in load.values.items() if name not in left_out}
-                return Restored(entry.step, values, entry, skipped)
+                wanted = {name: load.values[name] for name in load.values if name not in left_out}
+                return Restored(entry.step, wanted, entry, skipped)
             skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
             if rank == 0:
                 entry.note_failed()

@@ -77,9 +77,9 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
             commits.append((change.table, _prepared(change)))
 
     run_together(group, CALL, prepare)
-    for table, of_shards in commits:
+    for table, changes_here in commits:
         with turn_of(table), commit(table):
-            for change in of_shards:
+            for change in changes_here:
                 change()
 
 

@@ -66,16 +66,19 @@ def exchange_chunks(
     ]
     parts = load.table.layout.row_ranks
     gathered = gather_results(group, call, lambda: (chunks, _counts_here(before, parts)))
-    of_ranks = [blocks for blocks, _ in gathered]
-    counts = [of_rank for _, of_rank in gathered if of_rank is not None]
+    rank_chunks = [blocks for blocks, _ in gathered]
+    counts = [rank_counts for _, rank_counts in gathered if rank_counts is not None]
 
     def want() -> list[_Block]:
-        rows, waiting = (_places(load.table, [one[number] for one in counts]) for number in (0, 1))
-        load.begin(_metadata(saved, of_ranks), rows, waiting)
+        rows, waiting = (
+            _places(load.table, [rank_counts[number] for rank_counts in counts])
+            for number in (0, 1)
+        )
+        load.begin(_metadata(saved, rank_chunks), rows, waiting)
         return [_block(name, chunk) for name in saved for chunk in load.wanted(name)]
 
     wanted = gather_results(group, call, want)
-    routes = _Routes(of_ranks, wanted, dist.get_rank(group))
+    routes = _Routes(rank_chunks, wanted, dist.get_rank(group))
     arrived: list[Callable[[], None]] = []  # the blocks of the last round, to be received
 
     # Raised on all ranks when they meet: until then each takes part. What a rank receives may be wrong since
@@ -103,7 +106,7 @@ def exchange_chunks(
             unread.append(fault)
             return torch.zeros(sum(sizes[0]), dtype=torch.uint8, device="cpu")
 
-    for number in range(max(map(len, of_ranks))):
+    for number in range(max(map(len, rank_chunks))):
         sizes = routes.sizes(saved, number)
         receive()
         received = exchange(group, read(number), *sizes)
@@ -155,11 +158,11 @@ def _block(name: str, chunk: ChunkStorageMetadata) -> _Block:
 
 
 def _metadata(
-    saved: Mapping[str, SavedTensor], of_ranks: Sequence[Sequence[_Block]]
+    saved: Mapping[str, SavedTensor], rank_chunks: Sequence[Sequence[_Block]]
 ) -> dict[str, TensorStorageMetadata]:
     """Returns the metadata that a checkpoint of the tensors would have."""
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in saved}
-    for blocks in of_ranks:
+    for blocks in rank_chunks:
         for name, offset, size in blocks:
             chunks[name].append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
     return {

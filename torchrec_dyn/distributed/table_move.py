@@ -23,9 +23,9 @@ def move_table(before: Table, after: Table, call: str) -> None:
     """
     group = before.group
     assert group is not None
-    ((of_model, of_optimizer),) = saved_tensors([before], call, TableSource)
+    ((rows, state),) = saved_tensors([before], call, TableSource)
     load = TableLoad(after, has_state=True)
-    exchange_chunks(before, {**of_model, **of_optimizer}, load, call)
+    exchange_chunks(before, {**rows, **state}, load, call)
     verify_and_commit(group, call, lambda: [load])
     _copy_counters(before, after, call)
 
@@ -43,8 +43,8 @@ def _copy_counters(before: Table, after: Table, call: str) -> None:
         first = before.shards[0]
         return first.own.total_counters(), first.life is not None and first.life.is_unscored
 
-    of_ranks = gather_results(before.group, call, counters_here)
-    held = [of_rank for of_rank in of_ranks if of_rank is not None]
+    gathered = gather_results(before.group, call, counters_here)
+    held = [counted for counted in gathered if counted is not None]
     for shard in after.shards:
         for name in shard.counters:
             counts = [counters[name] for counters, _ in held]

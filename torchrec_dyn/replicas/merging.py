@@ -92,8 +92,8 @@ class Merging:
         unions = yield from self._unions(changes)
         own_states = [
             [
-                side.states_of(of_side, change)
-                for side, of_side, change in zip(self._sides, ids, changes, strict=True)
+                side.states_of(side_ids, change)
+                for side, side_ids, change in zip(self._sides, ids, changes, strict=True)
             ]
             for ids in unions
         ]
@@ -122,10 +122,10 @@ class Merging:
         arrived = yield [joined([digest, lists_joined(ids)]) for ids in by_part]
         cursors = [Cursor(sent) for sent in arrived]
         digests = [cursor.take(torch.uint8, DIGEST_BYTES) for cursor in cursors]
-        of_replicas = [cursor.lists(len(self._sides)) for cursor in cursors]
+        by_replica = [cursor.lists(len(self._sides)) for cursor in cursors]
         if any(not other.equal(digest) for other in digests):
             self.clocks = yield from self._merged_clocks(clocks)
-        unions = [torch.unique(torch.cat(ids)) for ids in zip(*of_replicas, strict=True)]
+        unions = [torch.unique(torch.cat(ids)) for ids in zip(*by_replica, strict=True)]
         union = lists_joined([ids[canonical_order(ids)] for ids in unions])
         arrived = yield [union] * self._parts
         return [Cursor(sent).lists(len(self._sides)) for sent in arrived]
@@ -133,10 +133,10 @@ class Merging:
     def _merged_clocks(self, clocks: Sequence[Tensor]) -> Sends[list[Clock | None]]:
         """Returns the merged clock of each side, from clocks [2, K] int64 of all replicas."""
         arrived = yield [lists_joined([clock.flatten() for clock in clocks])] * self._parts
-        of_replicas = [Cursor(sent).lists(len(self._sides)) for sent in arrived]
+        by_replica = [Cursor(sent).lists(len(self._sides)) for sent in arrived]
         return [
-            Clock.latest([clock.view(2, -1) for clock in of_side])
-            for of_side in zip(*of_replicas, strict=True)
+            Clock.latest([clock.view(2, -1) for clock in side_clocks])
+            for side_clocks in zip(*by_replica, strict=True)
         ]
 
     def _gather_states(
@@ -156,8 +156,8 @@ class Merging:
         id_states: list[list[IdStates]] = []
         for cursor in map(Cursor, arrived):
             id_states.append([])
-            for side, of_side in zip(self._sides, ids, strict=True):
-                count = of_side.numel()
+            for side, side_ids in zip(self._sides, ids, strict=True):
+                count = side_ids.numel()
                 flags = cursor.take(torch.uint8, count)
                 scores = [_words(cursor, side, count) for _ in range(2)]
                 id_states[-1].append(IdStates(flags, *scores))
@@ -180,9 +180,9 @@ class Merging:
         for cursor, ids in zip(map(Cursor, arrived), unions, strict=True):
             kinds.append([])
             words.append([])
-            for side, of_side in zip(self._sides, ids, strict=True):
-                kinds[-1].append(cursor.take(torch.uint8, of_side.numel()))
-                words[-1].append(_words(cursor, side, of_side.numel()))
+            for side, side_ids in zip(self._sides, ids, strict=True):
+                kinds[-1].append(cursor.take(torch.uint8, side_ids.numel()))
+                words[-1].append(_words(cursor, side, side_ids.numel()))
         return kinds, words
 
 

@@ -57,8 +57,8 @@ def save_tables(
     """Adds the tensors of all tables to a state dict. Collective."""
     if _leaves_rows_out.get():
         return
-    made = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
-    for prefix, tensors in zip(tables, made, strict=True):
+    saved = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
+    for prefix, tensors in zip(tables, saved, strict=True):
         destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
 
@@ -67,16 +67,18 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
 
     `call` is the same on every rank.
     """
-    made: Sequence[Mapping[str, Tensor]]
+    saved: Sequence[Mapping[str, Tensor]]
     if _leaves_rows_out.get():
         nothing = torch.empty(0, device="cpu")
         others = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
-        made = [dict.fromkeys((*table.optimizer.state_names, *others), nothing) for table in tables]
+        saved = [
+            dict.fromkeys((*table.optimizer.state_names, *others), nothing) for table in tables
+        ]
     else:
-        made = _tensors(call, tables, is_optimizer=True)
+        saved = _tensors(call, tables, is_optimizer=True)
     return {
         f"{table.name}.{name}": tensor
-        for table, tensors in zip(tables, made, strict=True)
+        for table, tensors in zip(tables, saved, strict=True)
         for name, tensor in tensors.items()
     }
 
@@ -233,13 +235,13 @@ def verify(
                 results.append(load.sums_of_state(runs))
             return results
 
-        of_ranks = gather_results(group, where, sums_of_state)
+        rank_sums = gather_results(group, where, sums_of_state)
         for place, number in enumerate(alone):
-            sums[number] = [results[place] for results in of_ranks]
+            sums[number] = [results[place] for results in rank_sums]
 
     def compare() -> None:
-        for load, parts, of_load in zip(pending, checked, sums, strict=True):
-            load.compare([part.words for part in parts], add_sums(*of_load))
+        for load, parts, part_sums in zip(pending, checked, sums, strict=True):
+            load.compare([part.words for part in parts], add_sums(*part_sums))
             load.step = max(part.last_step for part in parts)
             load.is_verified = True
         for load in found:

@@ -50,6 +50,18 @@ class _Read:
         self.tensors: dict[str, SavedTensor] = {}
         self.files: dict[str, ChunkedTensor] = {}
 
+    def choose_targets(self, present: Container[str]) -> bool:
+        """Leaves out the state dicts of which no tensor is present; returns False if none is left."""
+        load, targets = self.load, self.load.targets
+        for target in targets:
+            own = (name for name in self.keys if self.tensors[name].entry is target)
+            target.is_left_out = not any(name in present for name in own)
+            target.load = None if target.is_left_out else load
+        load.targets = [target for target in targets if not target.is_left_out]
+        load.has_rows = any(not target.is_optimizer for target in load.targets)
+        load.has_state = any(target.is_optimizer for target in load.targets)
+        return bool(load.targets)
+
 
 class LoadPlanner(DefaultLoadPlanner):
     """The load planner for `torch.distributed.checkpoint.load` of a state dict with dynamic tables.
@@ -97,16 +109,9 @@ class LoadPlanner(DefaultLoadPlanner):
             if isinstance(value, SavedTensor) and isinstance(value.entry, LoadTarget):
                 self._add(fqn, value, reads, saved)
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat):
-                prefix, _, name = fqn.rpartition(".")
-                _check_is_dynamic(prefix, saved, self._deltas)
-                if not _was_dynamic(prefix, saved):
-                    continue
-                _check_chunks(fqn, saved.get(fqn))
-                resized = _resized(value, name, saved.get(fqn))
+                resized = self._resized(fqn, value, saved)
                 if resized is not None:
                     set_element(state_dict, paths[fqn], resized)
-                if fqn not in saved:
-                    self._empty.add(fqn)
         files = None
         if self._path is not None:
             files = FileSystemReader(self._path)
@@ -114,6 +119,17 @@ class LoadPlanner(DefaultLoadPlanner):
         self._reads = [read for read in reads.values() if self._begin(read, saved, files)]
         LoadSession([read.load for read in self._reads])
         super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def _resized(self, fqn: str, value: Tensor, saved: Mapping[str, Any]) -> Tensor | None:
+        """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size."""
+        prefix, _, name = fqn.rpartition(".")
+        _check_is_dynamic(prefix, saved, self._deltas)
+        if not _was_dynamic(prefix, saved):
+            return None
+        _check_chunks(fqn, saved.get(fqn))
+        if fqn not in saved:
+            self._empty.add(fqn)
+        return _resized(value, name, saved.get(fqn))
 
     def _add(
         self,
@@ -146,24 +162,17 @@ class LoadPlanner(DefaultLoadPlanner):
             for name, fqn in read.keys.items()
             if isinstance(saved.get(fqn), TensorStorageMetadata)
         }
-        for target in [*load.targets]:
-            own = {name for name in read.keys if read.tensors[name].entry is target}
-            target.load, target.is_left_out = load, False
-            if self.allow_partial_load and not own & present.keys():
-                target.load, target.is_left_out = None, True
-                load.targets.remove(target)
-        load.has_rows = any(not target.is_optimizer for target in load.targets)
-        load.has_state = any(target.is_optimizer for target in load.targets)
-        if not load.targets:
+        is_partial = self.allow_partial_load
+        if not read.choose_targets(present if is_partial else read.keys):
             return False
         for name, fqn in read.keys.items():
             self._names[fqn] = load, name
         if files is not None:
             read.files = {
                 name: ChunkedTensor(
-                    f"'{read.keys[name]}' in {self._path}", files, read.keys[name], one
+                    f"'{read.keys[name]}' in {self._path}", files, read.keys[name], tensor
                 )
-                for name, one in present.items()
+                for name, tensor in present.items()
                 if name in (*load.row_names, *load.small_names, *load.checksums)
             }
         if load.has_rows:

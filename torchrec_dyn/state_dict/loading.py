@@ -176,14 +176,14 @@ class TableLoad:
     @property
     def small_names(self) -> tuple[str, ...]:
         """Names of the other tensors, without checksums."""
-        of_rows = ("clock", "config") if self.has_rows else ()
-        return (*of_rows, *(("step", "optimizer_config") if self.has_state else ()))
+        with_rows = ("clock", "config") if self.has_rows else ()
+        return (*with_rows, *(("step", "optimizer_config") if self.has_state else ()))
 
     @property
     def checksums(self) -> list[str]:
         """Names of the checksums."""
-        of_state = [OPTIMIZER_CHECKSUM] if self.has_state else []
-        return [*([MODEL_CHECKSUM] if self.has_rows else []), *of_state]
+        with_state = [OPTIMIZER_CHECKSUM] if self.has_state else []
+        return [*([MODEL_CHECKSUM] if self.has_rows else []), *with_state]
 
     @property
     def names(self) -> set[str]:
@@ -203,19 +203,7 @@ class TableLoad:
         `saved` is DCP's metadata of the saved tensors, by name, and `waiting` are the places of waiting ids.
         Raises ValueError if a config or a checksum is missing, or the tensors have different rows.
         """
-        where, names = self.table.where, self.row_names
-        for checksum in self.checksums:
-            if _CONFIGS[checksum] not in saved:
-                raise ValueError(f"{where}: expected a checkpoint with {_MISSING[checksum]}")
-            if checksum not in saved:
-                raise ValueError(
-                    f"{where}: expected a checkpoint with a checksum of this table, got none. {DAMAGED}"
-                )
-        rows = {name: saved[name].size[0] for name in names if name in saved and name != "waiting"}
-        if len({*rows.values()}) > 1:
-            raise ValueError(
-                f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
-            )
+        rows = self._rows_in(saved)
         self.saved, self.small, self.words = saved, {}, {}
         self.unread = set(saved) - self.names
         self.is_verified, self.sums_as_read = False, None
@@ -228,6 +216,24 @@ class TableLoad:
         states = self.table.optimizer.state_names
         widths = {name: saved[name].size[1] for name in states if name in rows}
         self.stage(places, dtype, widths)
+
+    def _rows_in(self, saved: Mapping[str, TensorStorageMetadata]) -> dict[str, int]:
+        """Returns the number of rows of each saved tensor by row, which is the same."""
+        where = self.table.where
+        for checksum in self.checksums:
+            if _CONFIGS[checksum] not in saved:
+                raise ValueError(f"{where}: expected a checkpoint with {_MISSING[checksum]}")
+            if checksum not in saved:
+                raise ValueError(
+                    f"{where}: expected a checkpoint with a checksum of this table, got none. {DAMAGED}"
+                )
+        names = [name for name in self.row_names if name in saved and name != "waiting"]
+        rows = {name: saved[name].size[0] for name in names}
+        if len({*rows.values()}) > 1:
+            raise ValueError(
+                f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
+            )
+        return rows
 
     def stage(
         self,
@@ -305,6 +311,21 @@ class TableLoad:
 
     def check(self) -> CheckedPart:
         """Checks this rank's part of the load."""
+        self._check_configs()
+        staged = self.staged or ()
+        for rows in staged:
+            rows.check_complete(self.has_rows)
+        if not self.has_rows:
+            share = share_of(self._present[0], self.table) if self.table.shards else None
+            return CheckedPart(self.words, {}, 0, share)
+        sums = [rows.sums if self.has_sums else rows.summed() for rows in staged]
+        if self.sums_as_read is not None and self.has_sums:
+            sums.append(self.sums_as_read.sums)
+        last = max((rows.last_step() for rows in staged), default=0)
+        return CheckedPart(self.words, add_sums(*sums, self._small_sums()), last, None)
+
+    def _check_configs(self) -> None:
+        """Raises ValueError if the configs are damaged, or do not fit the table."""
         table, where = self.table, self.table.where
         for checksum in self.checksums:
             if words := self.words.get(checksum):
@@ -315,16 +336,6 @@ class TableLoad:
             check_config(where, config, table.config)
         if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
-        for staged in self.staged or ():
-            staged.check_complete(self.has_rows)
-        if not self.has_rows:
-            share = share_of(self._present[0], table) if table.shards else None
-            return CheckedPart(self.words, {}, 0, share)
-        summed = [staged.sums if self.has_sums else staged.summed() for staged in self.staged or ()]
-        if self.sums_as_read is not None and self.has_sums:
-            summed.append(self.sums_as_read.sums)
-        last = max((staged.last_step() for staged in self.staged or ()), default=0)
-        return CheckedPart(self.words, add_sums(*summed, self._small_sums()), last, None)
 
     @property
     def has_sums(self) -> bool:
@@ -355,7 +366,7 @@ class TableLoad:
         """Raises ValueError if the sums over all ranks differ from the saved ones; `words` are by rank."""
         where = self.table.where
         for checksum in self.checksums:
-            rows = [row for of_rank in words for row in of_rank.get(checksum, [])]
+            rows = [row for rank_words in words for row in rank_words.get(checksum, [])]
             if not rows:
                 continue
             saved = from_words(torch.tensor(rows, device="cpu"))

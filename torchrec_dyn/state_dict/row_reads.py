@@ -29,15 +29,8 @@ class _Piece(NamedTuple):
 
 def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     """Reads all tensors of a load that has begun, by name; raises ValueError if a file is damaged."""
-    table, others = load.table, (*load.small_names, *load.checksums, "waiting")
-    for name in files.keys() & {*others}:
-        for chunk in load.wanted(name):
-            if chunk.sizes and name not in load.small_names:
-                first = chunk.offsets[0]
-                block = files[name].rows(first, first + chunk.sizes[0])
-                load.receive(name, (first, 0), block)
-            else:
-                load.receive(name, (), files[name].whole())
+    table = load.table
+    _read_others(load, files)
     rows = {name: files[name] for name in load.row_names if name in files and name != "waiting"}
     # Column shards sum parts of what is read; a GPU sums what it holds.
     is_whole = len(table.cuts) == 2 and table.has_first_column and table.device.type == "cpu"
@@ -45,6 +38,18 @@ def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
     blocks = {name: load.wanted(name) for name in rows}
     for first in range(0, load.total, knobs.LOADED_ROWS):
         _read_window(load, rows, blocks, first)
+
+
+def _read_others(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
+    """Reads the tensors that are not by row, and the waiting ids."""
+    for name in files.keys() & {*load.small_names, *load.checksums, "waiting"}:
+        for chunk in load.wanted(name):
+            if chunk.sizes and name not in load.small_names:
+                first = chunk.offsets[0]
+                block = files[name].rows(first, first + chunk.sizes[0])
+                load.receive(name, (first, 0), block)
+            else:
+                load.receive(name, (), files[name].whole())
 
 
 def _read_window(
@@ -84,9 +89,9 @@ def _pieces(
     blocks: Sequence[ChunkStorageMetadata], first: int, number_bytes: int
 ) -> Iterator[_Piece]:
     """Yields the pieces of blocks in the window from a row on; without `number_bytes` they are not small."""
-    for one in blocks:
-        row, column = one.offsets[0], one.offsets[1] if len(one.offsets) > 1 else 0
-        end, columns = row + one.sizes[0], one.sizes[1] if len(one.sizes) > 1 else 1
+    for block in blocks:
+        row, column = block.offsets[0], block.offsets[1] if len(block.offsets) > 1 else 0
+        end, columns = row + block.sizes[0], block.sizes[1] if len(block.sizes) > 1 else 1
         row, end = max(row, first), min(end, first + knobs.LOADED_ROWS)
         most = knobs.LOADED_PIECE_BYTES // (columns * number_bytes) if number_bytes else end - row
         for begin in range(row, end, max(1, most)):

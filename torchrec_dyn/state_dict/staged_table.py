@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     SCORES,
@@ -57,26 +58,13 @@ class StagedTable:
             columns=(rows.first_column, rows.first_column + rows.columns),
             sums=self.sums,
         )
-        stores = {"weight": rows.weights} | {
-            state.name: state.store for state in named_states(rows)
-        }
         rows.reserve(self.source.most_in_a_save(mixed))
-        count = 0
         for chunk in chunks(self._names):
-            ids, first = chunk["ids"].to(rows.device), count
-            rows.reserve(len(ids))
-            rows.row_numbers.high_water_mark = count = first + len(ids)
-            places = torch.arange(first, count, device=rows.device)
-            rows.id_map.insert(ids, places)
-            for name in stores.keys() & chunk.keys():
-                stores[name].put(first, 0, chunk[name])
-            if rows.life is not None:
-                scores = (chunk.get(name, torch.zeros_like(places)) for name in SCORES)
-                rows.life.scores.write(places, *(score.to(rows.device) for score in scores))
+            _append(rows, chunk)
         if rows.life is not None and rows.life.waiting is not None:
             for chunk in chunks(SCORES, waiting=True):
-                counters = [chunk[name] for name in ("ids", *SCORES)]
-                rows.life.waiting.write(*(n.to(rows.device).contiguous() for n in counters))
+                counters = (chunk[name].contiguous() for name in ("ids", *SCORES))
+                rows.life.waiting.write(*(numbers.to(rows.device) for numbers in counters))
 
     def check_sums(self, *ranks: Mapping[str, int]) -> None:
         """Raises ValueError if the rows of all ranks have other content sums than the saved ones."""
@@ -113,3 +101,18 @@ class StagedTable:
             note_taken(table.lock, table.name)
 
         return take
+
+
+def _append(rows: TableShard, chunk: Mapping[str, Tensor]) -> None:
+    """Appends a chunk of rows to a shard beside a table; missing scores are 0."""
+    ids, first = chunk["ids"].to(rows.device), rows.row_numbers.high_water_mark
+    rows.reserve(len(ids))
+    places = torch.arange(first, first + len(ids), device=rows.device)
+    rows.row_numbers.high_water_mark = first + len(ids)
+    rows.id_map.insert(ids, places)
+    stores = {"weight": rows.weights} | {state.name: state.store for state in named_states(rows)}
+    for name in stores.keys() & chunk.keys():
+        stores[name].put(first, 0, chunk[name])
+    if rows.life is not None:
+        scores = (chunk.get(name, torch.zeros_like(places)) for name in SCORES)
+        rows.life.scores.write(places, *(numbers.to(rows.device) for numbers in scores))

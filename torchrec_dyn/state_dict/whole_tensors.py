@@ -64,20 +64,19 @@ def _fill_rows(load: TableLoad, by_row: Mapping[str, Tensor]) -> None:
     table = load.table
     weight = by_row["weight"].detach()
     _check_shapes(table, weight, by_row["ids"])
-    given = {name: to_host(values) for name, values in by_row.items() if name != "weight"}
+    given = {
+        name: to_host(values)
+        for name, values in by_row.items()
+        # The load planner makes empty scores if the checkpoint lacks them.
+        if name != "weight" and (name not in BY_ROW or len(values))
+    }
     ids = given["ids"].contiguous()
-    for name in BY_ROW:  # the load planner makes empty tensors if the checkpoint lacks them
-        if name in given and not len(given[name]):
-            del given[name]
     if MODEL_CHECKSUM not in load.words:  # not as a table has saved it
         state = {"weight": weight, **given, **load.small}
         state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
         check_state(table.where, state, table.embedding_dim, {})
     given["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
-    order = None if is_canonical(ids) else canonical_order(ids)
-    if table.layout.rows_are_spread or not table.shards:
-        order = torch.arange(len(ids), device="cpu") if order is None else order
-        order = order[table.owns(ids[order])]
+    order = _order_here(table, ids)
     count = len(ids) if order is None else order.numel()
     load.stage(Places([(0, count)]), given["weight"].dtype, {})
     if "waiting" in given:
@@ -85,9 +84,18 @@ def _fill_rows(load: TableLoad, by_row: Mapping[str, Tensor]) -> None:
     for name, rows in given.items():
         step = max(1, knobs.CHUNK_BYTES // max(1, rows[:1].nbytes))
         for start in range(0, count, step):
-            some = slice(start, start + step)
-            chosen = some if order is None else order[some].to(rows.device)
+            span = slice(start, start + step)
+            chosen = span if order is None else order[span].to(rows.device)
             load.receive(name, (start, 0), rows[chosen])
+
+
+def _order_here(table: Table, ids: Tensor) -> Tensor | None:
+    """Returns the places of this rank's ids in canonical order; None if all are its own, in that order."""
+    order = None if is_canonical(ids) else canonical_order(ids)
+    if table.layout.rows_are_spread or not table.shards:
+        order = torch.arange(len(ids), device="cpu") if order is None else order
+        order = order[table.owns(ids[order])]
+    return order
 
 
 def _fill_state(load: TableLoad, by_row: Mapping[str, Any], are_copies: bool) -> None:
