@@ -394,7 +394,7 @@ class Checkpoints:
             ValueError: on every rank, if the entry is damaged or of another model, none is of the step, or if
                 values of `extra` that differed between ranks were saved on another number of ranks and are
                 not left out.
-            RuntimeError: on every rank, if a rank has no memory for the load.
+            MemoryError, RuntimeError: on every rank, if a rank has no memory for the load.
             OSError: on every rank, if the directory cannot be read.
         """
         tables = tables_of(model, _RESTORE)
