@@ -32,7 +32,8 @@ def test_a_large_map_is_scanned_at_most_four_times(
     id_map.reserve(count)
     id_map.insert(torch.arange(count) * 3, torch.arange(count))
     monkeypatch.setattr(ops, "ids_of_rows", lambda *asked: scans.append(1) or list_rows(*asked))
-    found = [ids.clone() for ids, _ in id_map.by_row(count, 8, id_map.ids_of_rows)]
+    reader = CanonicalRows(id_map, "t", lambda: (1,))
+    found = [ids.clone() for ids, _ in reader.by_row(count, 8)]
     assert torch.equal(
         torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(count) * 3
     )
