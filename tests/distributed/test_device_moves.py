@@ -18,7 +18,7 @@ from table_cases import same_state
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.distributed.local_shards import copy_trained_rows
-from torchrec_dyn.distributed.table_move import move_table
+from torchrec_dyn.distributed.resharding import move_table
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.ranks import Table, TableLayout
 from torchrec_dyn.ranks.layout import Piece

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from oracle import GOLDEN, mix64, unmix64
 from table_cases import ids_of
 
-from torchrec_dyn.life.admission_chance import AdmissionChance
+from torchrec_dyn.life.admission import AdmissionChance
 
 pytestmark = pytest.mark.usefixtures("device")
 

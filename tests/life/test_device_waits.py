@@ -8,7 +8,7 @@ from op_samples import SAMPLES
 from table_cases import ids_of
 
 from torchrec_dyn import ops
-from torchrec_dyn.life.admission_chance import AdmissionChance
+from torchrec_dyn.life.admission import AdmissionChance
 from torchrec_dyn.storage.row_marks import RowMarks
 
 pytestmark = pytest.mark.mock_only

@@ -19,7 +19,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.layers import inputs
-from torchrec_dyn.lookup.repeated_rows import sums_by_place
+from torchrec_dyn.lookup.gradient_reduction import sums_by_place
 
 PACKAGES = (Path(__file__).resolve().parents[2] / "torchrec_dyn", Path(torchrec.__file__).parent)
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def _place() -> str:
 PLANS = ["table_wise", "row_wise", "column_wise"]
 POOLED_PLANS = [*PLANS, "table_row_wise", "table_column_wise", "grid_shard"]
 # These ops add in order on the CPU. Their functions take another way elsewhere, as the next tests show.
-REPEATS = {("index_add_", "torchrec_dyn/lookup/repeated_rows.py: sums_by_place")}
+REPEATS = {("index_add_", "torchrec_dyn/lookup/gradient_reduction.py: sums_by_place")}
 SHARES = {("index_add", "torchrec_dyn/layers/inputs.py: _sums_by_bag")}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.life.admission_counters import AdmissionCounters
+from torchrec_dyn.life.admission import AdmissionCounters
 from torchrec_dyn.storage import id_map as id_maps
 from torchrec_dyn.storage.id_map import IdMap
 

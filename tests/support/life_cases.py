@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.initializers import Normal, table_key
-from torchrec_dyn.life.admission_chance import AdmissionChance
+from torchrec_dyn.life.admission import AdmissionChance
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torchrec_dyn import knobs
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.life.admission_chance import AdmissionChance
-from torchrec_dyn.life.admission_counters import (
+from torchrec_dyn.life.admission import (
     FREED_SHARE,
     SHARES_AHEAD,
+    AdmissionChance,
     AdmissionCounters,
     Drop,
     most_counters,

@@ -14,16 +14,15 @@ the table has. A load runs in this order; each file checks its part and may refu
     load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
                                           completeness; then takes all memory
                         loading           commits: `table.replace` swaps the shards
-    of the optimizer    aligned_state     matches state without rows to the present rows
-    no load_state_dict  awaited_loads     makes the next forward an error
+    of the optimizer    staged_rows       matches state without rows to the present rows
+    no load_state_dict  loading           makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
 before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A move to another
-plan (distributed/table_move.py) is a load whose rows come from other shards. `Checkpoints.restore` and
+plan (distributed/resharding.py) is a load whose rows come from other shards. `Checkpoints.restore` and
 `apply_delta` need no state dict: a `StagedTable` (staged_table.py) reads a saved chain beside the table.
 """
 
-from torchrec_dyn.state_dict.awaited_loads import check_taken, drop_awaited
 from torchrec_dyn.state_dict.collection_state import (
     are_rows_left_out,
     check_is_not_static,
@@ -36,7 +35,7 @@ from torchrec_dyn.state_dict.collection_state import (
     verify_and_commit,
 )
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.loading import TableLoad
+from torchrec_dyn.state_dict.loading import TableLoad, check_taken, drop_awaited
 from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
 from torchrec_dyn.state_dict.saving import (
     Counts,

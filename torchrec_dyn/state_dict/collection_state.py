@@ -23,8 +23,13 @@ from torchrec_dyn.checkpoint_format import (
     numbers_of,
 )
 from torchrec_dyn.ranks import Table, gather_results, run_together
-from torchrec_dyn.state_dict.awaited_loads import note_taken
-from torchrec_dyn.state_dict.loading import CheckedPart, LoadSession, LoadTarget, TableLoad
+from torchrec_dyn.state_dict.loading import (
+    CheckedPart,
+    LoadSession,
+    LoadTarget,
+    TableLoad,
+    note_taken,
+)
 from torchrec_dyn.state_dict.places import runs_of
 from torchrec_dyn.state_dict.saving import saved_tensors
 from torchrec_dyn.state_dict.whole_tensors import fill

@@ -34,9 +34,8 @@ from torchrec_dyn.checkpoint_format import (
     ChunkedTensor,
     SavedTensor,
 )
-from torchrec_dyn.state_dict.awaited_loads import note_begun
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
-from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad
+from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad, note_begun
 from torchrec_dyn.state_dict.places import places_here
 from torchrec_dyn.state_dict.row_reads import read_table
 

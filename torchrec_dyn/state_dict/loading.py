@@ -6,6 +6,7 @@ tensor occurs in both, so both are parts of one load.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -33,12 +34,12 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW
+from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.aligned_state import present_rows, with_state
 from torchrec_dyn.state_dict.places import Places, Runs, Share, chunks_to_read, share_of
 from torchrec_dyn.state_dict.row_sums import SumsAsRead
 from torchrec_dyn.state_dict.saving import TableSource
-from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block
+from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block, present_rows, with_state
 from torchrec_dyn.storage import (
     CanonicalRows,
     RowStore,
@@ -468,3 +469,45 @@ class LoadSession:
             if load.lock is lock:
                 load.staged = load.session = None
         self.loads = [load for load in self.loads if load.lock is not lock]
+
+
+# By the lock of a collection: the loads that are awaited, by table.
+_awaited: weakref.WeakKeyDictionary[TableLock, dict[str, weakref.ref[TableLoad]]]
+_awaited = weakref.WeakKeyDictionary()
+
+
+def note_begun(load: TableLoad) -> None:
+    """Notes that the rows of a table are read next, on all ranks."""
+    _awaited.setdefault(load.lock, {})[load.table.name] = weakref.ref(load)
+
+
+def note_taken(lock: TableLock, name: str) -> None:
+    """Notes that a table was loaded."""
+    names = _awaited.get(lock)
+    if names is not None:
+        names.pop(name, None)
+        if not names:
+            _awaited.pop(lock, None)
+
+
+def check_taken(lock: TableLock, where: str) -> None:
+    """Raises ValueError if a load of a collection is awaited; before a forward, with its lock."""
+    if not _awaited:
+        return
+    if names := _awaited.get(lock):
+        raise ValueError(
+            f"{where}: expected load_state_dict after dcp.load with LoadPlanner, got a forward while the "
+            f"rows that were read for tables {listed(sorted(names))} are not in these. Call "
+            "load_state_dict of the model with the loaded state dict, or drop these rows with "
+            "torchrec_dyn.checkpoint.drop_load(model)."
+        )
+
+
+def drop_awaited(lock: TableLock) -> list[str]:
+    """Drops the rows of awaited loads of a collection; returns the names of their tables."""
+    names = _awaited.pop(lock, {})
+    for reference in names.values():
+        load = reference()
+        if load is not None and load.session is not None:
+            load.session.drop(lock)
+    return sorted(names)

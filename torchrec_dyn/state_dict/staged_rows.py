@@ -28,9 +28,9 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NO_STEP, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.state_dict.places import Places, Runs
 from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore, unsigned
-from torchrec_dyn.table import TableShard, beside, named_states
+from torchrec_dyn.table import TableShard, beside, named_states, with_same_contents
 
 
 def put_block(
@@ -389,3 +389,45 @@ class StagedRows:
                     store = store.converted(1, torch.float32, mean, count)
             states.append(store)
         return states
+
+
+def present_rows(
+    rows: CanonicalRows, runs: Runs, places: Places, columns: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the ids of a shard, their rows in the shard, and their staged rows, [M] int64 each.
+
+    `runs` is the position of the shard's rows in the whole table, `places` those of the staged rows.
+    """
+    most = max(1, knobs.CHUNK_BYTES // (4 * columns))
+    for run in runs.mine:
+        for begin in range(0, run.rows, most):
+            end = min(run.rows, begin + most)
+            ids, own = rows.read(run.here + begin, run.here + end)
+            ranges = places.within(run.place + begin, run.place + end)
+            staged = [
+                torch.arange(row, row + high - low, device=own.device) for low, high, row in ranges
+            ]
+            yield ids, own, torch.cat(staged)
+
+
+def with_state(
+    shard: TableShard,
+    staged: StagedRows,
+    present: Iterator[tuple[Tensor, Tensor, Tensor]],
+    step: int | None,
+    cuts: list[int],
+) -> TableShard:
+    """Returns a shard beside a shard, with its rows and the staged state; `step` is that of the state."""
+    high = shard.row_numbers.high_water_mark
+    loaded, result = staged.states(staged.places.count, cuts), with_same_contents(shard)
+    states = [store.empty() for store in shard.states]
+    for store in states:
+        store.reserve(high)
+    for _, own, rows in present:
+        for store, state in zip(states, loaded, strict=True):
+            store.write(own, state.read(rows))
+    step = shard.step if step is None else step
+    result.states, result.step = tuple(states), max(shard.step if shard.life else 0, step)
+    if shard.life is not None:
+        result.life = shard.life.caught_up(result.step, high)
+    return result

@@ -20,7 +20,7 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, mixed_ranges
-from torchrec_dyn.state_dict.awaited_loads import note_taken
+from torchrec_dyn.state_dict.loading import note_taken
 from torchrec_dyn.storage import commit, turn_of
 from torchrec_dyn.table import Commit, TableShard, beside, named_states, replace
 
