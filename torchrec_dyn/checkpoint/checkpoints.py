@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +271,10 @@ class Checkpoints:
             marker = None
         kind = "full" if marker is None else "delta"
         prepared: list[tuple[Parts, dict[str, SavedValue], SavedChain]] = []
+        checked = cache(partial(_checked, optimizer, step, extra, _SAVE))
 
         def prepare() -> tuple[Any, ...]:
-            number, values = _checked(optimizer, step, extra, _SAVE)
+            number, values = checked()
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._claim()
@@ -288,8 +289,7 @@ class Checkpoints:
             return begun, number, kind, digests_of(values), options_of(optimizer)
 
         if not self._is_open:  # the directory is made when the arguments of all ranks are right
-            check = partial(_checked, optimizer, step, extra, _SAVE)
-            check_same_step(gather_results(group, _SAVE, lambda: check()[0]), _SAVE)
+            check_same_step(gather_results(group, _SAVE, lambda: checked()[0]), _SAVE)
         begun, steps, kinds, digests, options = zip(
             *gather_results(group, _SAVE, prepare), strict=True
         )

@@ -22,7 +22,7 @@ from torchrec_dyn.checkpoint.delta_reader import (
     TableChange,
     read_delta,
 )
-from torchrec_dyn.checkpoint_format import DAMAGED, ROW_TENSORS, add_sums, from_words
+from torchrec_dyn.checkpoint_format import DAMAGED, ROW_TENSORS, add_sums
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict import sums_here
 from torchrec_dyn.storage import IdMap, commit, turn_of
@@ -99,7 +99,7 @@ class _Part(NamedTuple):
 
 def _check_begins(change: TableChange, sums: Sums) -> None:
     """Raises ValueError unless the delta begins at the content sums of the copy."""
-    base, result = (from_words(change.saved.read(when)) for when in ("base", "result"))
+    base, result = (change.saved.sums_at(when) for when in ("base", "result"))
     if not change.saved.num_rows and not sums.get("last_seen"):
         change.is_unscored = False  # all scores are 0, as those of the copy
     for name in change.compared:
@@ -118,7 +118,7 @@ def _check_begins(change: TableChange, sums: Sums) -> None:
 
 def _check_end(change: TableChange, held: Sums, replaced: Sums) -> None:
     """Raises ValueError unless the delta leads to the content sums that it names."""
-    added, result = change.saved.sums, from_words(change.saved.read("result"))
+    added, result = change.saved.sums, change.saved.sums_at("result")
     for name in change.compared:
         kept = held[name] - replaced.get(name, 0) if name in ROW_TENSORS else 0
         total = (kept + added[name]) % (1 << 64)

@@ -19,7 +19,6 @@ from torchrec_dyn.checkpoint_format import (
     MergedTable,
     SavedTable,
     check_config,
-    from_words,
     open_checkpoint,
     optimizer_config,
 )
@@ -134,7 +133,7 @@ def has_scores(saved: SavedTable) -> bool | None:
     if saved.num_rows:
         return "last_seen" in saved.names
     whens = ("base", "result") if saved.is_delta else ()
-    ends = [from_words(saved.read(when)) for when in whens]
+    ends = [saved.sums_at(when) for when in whens]
     return any(sums["last_seen"] for sums in ends) if any(sums["ids"] for sums in ends) else None
 
 

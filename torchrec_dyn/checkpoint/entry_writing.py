@@ -34,7 +34,6 @@ from torchrec_dyn.checkpoint_format import (
     SavedTable,
     commit_entry,
     digest_of_file,
-    from_words,
     open_checkpoint,
     outdated,
     remove_folders,
@@ -122,7 +121,7 @@ def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
     """Returns the content sums of the tables in the files of an entry, by name, as the entry has them."""
     texts = {}
     for table in tables:
-        sums = table.sums if entry.is_full else from_words(table.read("result"))
+        sums = table.sums if entry.is_full else table.sums_at("result")
         texts[table.name] = " ".join(f"{sums.get(name, 0):016x}" for name in SUMMED)
     return texts
 

@@ -75,6 +75,7 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
+        self._ends: dict[str, dict[str, int]] = {}
 
     @cached_property
     def sums(self) -> dict[str, int]:
@@ -142,10 +143,16 @@ class SavedTable:
 
         Source: BLAKE2b with an 8 byte digest (RFC 7693) of the table's name and the content sums.
         """
-        sums = self.sums if when == "checksum" else from_words(self.read(when))
+        sums = self.sums if when == "checksum" else self.sums_at(when)
         names = OPTIMIZER_TENSORS if optimizer else MODEL_TENSORS
         text = "\0".join([self.name, *(str(sums[name]) for name in names)])
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+    def sums_at(self, when: str) -> dict[str, int]:
+        """Returns the content sums of the whole table at the "base" or the "result" of a delta; read once."""
+        if when not in self._ends:
+            self._ends[when] = from_words(self.read(when))
+        return self._ends[when]
 
     def read(self, name: str) -> Tensor:
         """Reads and checks a whole tensor; meant for tensors that are not by row, which are small."""
@@ -252,7 +259,7 @@ class MergedTable(RowSource):
         if "clock" in last.names:
             self.clock = last.read("clock")
         is_chain = len(saves) > 1 and last.is_delta
-        sums = from_words(last.read("result")) if is_chain else last.sums
+        sums = last.sums_at("result") if is_chain else last.sums
         # Row-wise state that was saved in several column cuts was rounded twice.
         rounded = STATE_NAMES if any(save.cuts != last.cuts for save in saves) else ()
         names = {*ROW_TENSORS, "waiting"}.difference(rounded)
@@ -282,9 +289,11 @@ class MergedTable(RowSource):
 
     def is_rowwise(self, name: str) -> bool:
         """Returns True for optimizer state with one number for each column shard."""
+        if name not in STATE_NAMES:
+            return False
         saves = [save for save in self._saves if save.num_rows and name in save.row_names]
         shards = len(self.cuts) - 1
-        if name not in STATE_NAMES or not saves:
+        if not saves:
             return False
         if shards < self.embedding_dim:
             return saves[-1].columns_of(name) == shards

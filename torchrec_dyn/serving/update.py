@@ -21,7 +21,6 @@ from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     SavedTable,
     content_sum,
-    from_words,
     open_checkpoint,
 )
 from torchrec_dyn.serving.builder import (
@@ -175,7 +174,7 @@ def _check_begins_here(where: str, delta: SavedTable, served: ServedTable) -> No
 
 
 def _sums_of(delta: SavedTable, when: str) -> dict[str, int]:
-    sums = from_words(delta.read(when))
+    sums = delta.sums_at(when)
     return {name: sums[name] for name in ("ids", "weight")}
 
 

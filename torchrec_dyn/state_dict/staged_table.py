@@ -39,6 +39,7 @@ class StagedTable:
     def __init__(self, table: Table, source: MergedTable) -> None:
         self.table, self.source = table, source
         self.sums: dict[str, int] = {}
+        self._initializer = saved_initializer(table.where, source.last.config)
         life = table.options.has_life
         known = ("weight", *(SCORES if life else ()), *table.optimizer.state_names)
         self._names = [name for name in known if name in source.names]
@@ -73,10 +74,9 @@ class StagedTable:
 
     def finished(self) -> list[TableShard]:
         """Completes the shards. Called once."""
-        saved = self.source.last
-        step = int(saved.read("step"))
+        step = int(self.source.last.read("step"))
         for rows in self.shards:
-            rows.start_as(saved_initializer(self.table.where, saved.config))
+            rows.start_as(self._initializer)
             rows.step = step
             if (life := rows.life) is not None:
                 if life.is_timed:
@@ -91,13 +91,12 @@ class StagedTable:
         table = self.table
         with turn_of(table, also_torn=True):
             changes = [*map(replace, table.shards, self.finished())]
-        initializer = saved_initializer(table.where, self.source.last.config)
 
         def take() -> None:
             with turn_of(table, also_torn=True), commit(table, replaces=True):
                 for change in changes:
                     change()
-                table.initializers[table.name] = initializer
+                table.initializers[table.name] = self._initializer
             note_taken(table.lock, table.name)
 
         return take
