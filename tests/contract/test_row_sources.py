@@ -213,14 +213,20 @@ class RowSourceTests:
 IDS = (*range(30), *EXTREMES)
 
 
+def trained(dtype: str, is_empty: bool) -> Model:
+    """A model with rows of several counts, some of one step."""
+    model = Model(dtype)
+    if not is_empty:
+        for _ in range(3):
+            model.train(*IDS)
+        model.train(100, 101, 102)
+    return model
+
+
 class TestLiveRows(RowSourceTests):
     @staticmethod
     def make(folder: Path, dtype: str, is_empty: bool = False) -> Case:
-        model = Model(dtype)
-        if not is_empty:
-            for _ in range(3):
-                model.train(*IDS)
-            model.train(100, 101, 102)
+        model = trained(dtype, is_empty)
         return model.case(LiveRows(model.collection, "t", "contract"))
 
 
@@ -253,11 +259,7 @@ class TestOneSave(RowSourceTests):
 
     @staticmethod
     def make(folder: Path, dtype: str, is_empty: bool = False) -> Case:
-        model, checkpoints = Model(dtype), Checkpoints(folder / "run")
-        if not is_empty:
-            for _ in range(3):
-                model.train(*IDS)
-            model.train(100, 101, 102)
+        model, checkpoints = trained(dtype, is_empty), Checkpoints(folder / "run")
         checkpoints.save(model.collection, model.collection.fused_optimizer, step=1)
         checkpoints.close()
         (entry,) = checkpoints.entries()

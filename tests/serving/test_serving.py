@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
+from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, sequence_configs
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -122,7 +122,7 @@ def test_pooled_rows_are_sums_of_decoded_rows(served, dtype):
     form, parts = RowFormat(dtype), []
     features = batch(["f_a", "f_b"], IDS, 30, seed=3)
     for table in (A, B):
-        decoded = {i: form.decode(form.encode(row[None], "t"))[0] for i, row in table.rows.items()}
+        decoded = {i: decode(form, form.encode(row[None], "t"))[0] for i, row in table.rows.items()}
         bags = features[f"f_{table.name}"].to_dense()
         zeros = torch.zeros(table.dim)
         parts.append(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_cases import EMPTY, FILLED, GROWN, IDS, A, B, Scores, built, configs_of, grow
-from serving_cases import Plain, bag_configs, batch, save, save_delta, sequence_configs
+from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, sequence_configs
 from torch import nn
 
 from torchrec_dyn import ops, serving
@@ -52,9 +52,9 @@ def test_an_index_names_the_served_tensors(tmp_path, dtype):
             stored = found[f"{name}.rows"]
             assert len(stored) >= 1 and stored.dtype == form.stored_dtype
             as_bytes = stored.view(torch.uint8)
-            exact = form.decode(as_bytes[rows]) if len(ids) else torch.empty(0, table.dim)
+            exact = decode(form, as_bytes[rows]) if len(ids) else torch.empty(0, table.dim)
             weight = saved.get("weight", torch.empty(0, table.dim))
-            torch.testing.assert_close(exact, form.decode(form.encode(weight, "")), rtol=0, atol=0)
+            torch.testing.assert_close(exact, decode(form, form.encode(weight, "")), rtol=0, atol=0)
         name = current_generation(served)
         mapped = mapped_tensors(served, name, read_manifest(served, name))
         assert list(mapped) == list(found)

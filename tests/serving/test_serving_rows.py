@@ -8,6 +8,7 @@ import torch
 from another_process import call
 from hypothesis import given
 from hypothesis import strategies as st
+from serving_cases import decode
 
 from torchrec_dyn.serving.row_format import NBitPooling, RowFormat
 
@@ -32,7 +33,7 @@ def test_int8_is_within_half_a_step(seed, columns, scale, centre):
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(7, columns, generator=draw) * scale + centre
     rows[0] = centre  # a row without a range
-    read = INT8.decode(INT8.encode(rows, "t"))
+    read = decode(INT8, INT8.encode(rows, "t"))
     error = (read - rows).abs()
     rounding = rows.abs() * 2**-22  # of float32, in between
     assert bool((error <= step_of(rows) / 2 + rounding).all())
@@ -40,7 +41,7 @@ def test_int8_is_within_half_a_step(seed, columns, scale, centre):
 
 def test_int8_is_within_half_a_255th_of_the_range_of_usual_rows():
     rows = torch.randn(1000, 64) * 0.05
-    error = (INT8.decode(INT8.encode(rows, "t")) - rows).abs().amax(1)
+    error = (decode(INT8, INT8.encode(rows, "t")) - rows).abs().amax(1)
     low, high = rows.aminmax(dim=1)
     assert bool((error <= (high - low) / 255 / 2 * 1.003).all())
     assert float((error / ((high - low) / 255 / 2)).max()) > 0.95  # and no better: a byte a column
@@ -52,7 +53,7 @@ def test_fbgemm_reads_int8_as_we_do():
     assert written.shape == (50, INT8.row_bytes(12)) == (50, 16)
     numbers = torch.tensor([3, 0, 49, -1, 3])
     read = NBitPooling([12], torch.int8).gather(written.view(-1), numbers)
-    expected = INT8.decode(written)[numbers]
+    expected = decode(INT8, written)[numbers]
     expected[3] = 0.0
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
 
@@ -77,7 +78,7 @@ def test_int4_has_the_numbers_of_fbgemm(seed, columns, scale, centre):
     fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, 4)
     assert torch.equal(written.roll(-4, 1), fused)
     read = torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(fused, 4)
-    assert torch.equal(INT4.decode(written), read)
+    assert torch.equal(decode(INT4, written), read)
 
 
 @given(st.integers(0, 2**32), st.sampled_from([4, 12, 64]), ranges, centres)
@@ -90,14 +91,14 @@ def test_the_error_of_int4(seed, columns, scale, centre):
         return (numbers.abs() * 2**-11).clamp(min=2**-25)
 
     bound = (high - low) / 30 + rounding(low) + 15 * rounding((high - low) / 15)
-    error = (INT4.decode(INT4.encode(rows, "t")) - rows).abs()
+    error = (decode(INT4, INT4.encode(rows, "t")) - rows).abs()
     assert bool((error <= bound + rows.abs() * 2**-22).all())
 
 
 def test_the_error_of_int4_is_not_smaller():
     rows = torch.randn(1000, 64) * 0.05
     low, high = rows.aminmax(dim=1)
-    error = (INT4.decode(INT4.encode(rows, "t")) - rows).abs().amax(1) / ((high - low) / 30)
+    error = (decode(INT4, INT4.encode(rows, "t")) - rows).abs().amax(1) / ((high - low) / 30)
     assert 0.95 < float(error.max()) < 1.03  # of half a step
 
 
@@ -106,7 +107,7 @@ def test_fbgemm_reads_int4_as_we_do():
     numbers = torch.tensor([3, 0, 49, -1, 3])
     written = INT4.encode(rows, "t")
     read = NBitPooling([12], torch.int4).gather(written.view(-1), numbers)
-    expected = INT4.decode(written)[numbers]
+    expected = decode(INT4, written)[numbers]
     expected[3] = 0.0
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
 
@@ -147,14 +148,14 @@ def test_floats_are_to_nearest(dtype):
     rows = torch.cat([torch.randn(100, 8), torch.tensor([[1e-8, -65504.0, 0, -0.0, 1, 2, 3, 4.0]])])
     written = form.encode(rows, "t")
     assert written.shape[1] == form.row_bytes(8) == 8 * dtype.itemsize
-    assert torch.equal(form.decode(written), rows.to(dtype).float())
+    assert torch.equal(decode(form, written), rows.to(dtype).float())
 
 
 @pytest.mark.parametrize("trained", [torch.float16, torch.bfloat16, torch.float32])
 def test_float32_is_exact_for_every_dtype(trained):
     rows = torch.randn(10, 4).to(trained)
     form = RowFormat(torch.float32)
-    assert torch.equal(form.decode(form.encode(rows, "t")), rows.float())
+    assert torch.equal(decode(form, form.encode(rows, "t")), rows.float())
 
 
 # torch casts few numbers by other code than many.
@@ -218,7 +219,7 @@ def test_int8_and_int4_hold_finite_numbers_only_and_floats_any(wrong):
             form.encode(rows, "t")
     for dtype in (torch.float16, torch.float32):
         form = RowFormat(dtype)
-        torch.testing.assert_close(form.decode(form.encode(rows, "t")), rows, equal_nan=True)
+        torch.testing.assert_close(decode(form, form.encode(rows, "t")), rows, equal_nan=True)
 
 
 def test_int8_refuses_rows_that_are_all_too_large():

@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.checkpoint_format import as_words
+from torchrec_dyn.serving.row_format import INT4, SCALE_AND_BIAS_BYTES, RowFormat
 from torchrec_dyn.storage.id_map import canonical_order
 
 UNIFORM = {"high": 0.5, "low": -0.5, "name": "Uniform"}
@@ -151,3 +152,14 @@ def batch(keys: list[str], ids: list[int], size: int, seed: int, weighted=False,
     values = pool[torch.randint(len(pool), (int(lengths.sum()),), generator=generator)]
     weights = torch.rand(len(values), generator=generator) if weighted else None
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights)
+
+
+def decode(form: RowFormat, written: Tensor) -> Tensor:
+    """Returns served rows as a reader has them, [M, D] float32, of written [M, row_bytes] uint8."""
+    if not form.is_nbit:
+        return written.contiguous().view(form.dtype).float()
+    head, steps = written.tensor_split([SCALE_AND_BIAS_BYTES], dim=1)
+    scale, bias = head.contiguous().view(torch.float16).float().split(1, dim=1)
+    if form.dtype == INT4:
+        steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
+    return steps.float() * scale + bias

@@ -98,16 +98,6 @@ class RowFormat:
             raise _too_large(where, "float16", rows)
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
-    def decode(self, written: Tensor) -> Tensor:
-        """Returns decoded rows, [M, D] float32, of written [M, row_bytes] uint8."""
-        if not self.is_nbit:
-            return written.contiguous().view(self.dtype).float()
-        head, steps = written.tensor_split([SCALE_AND_BIAS_BYTES], dim=1)
-        scale, bias = head.contiguous().view(torch.float16).float().split(1, dim=1)
-        if self.dtype == INT4:
-            steps = torch.stack([steps & 15, steps >> 4], dim=2).flatten(1)
-        return steps.float() * scale + bias
-
 
 def sum_of_rows(table: str, ids: Tensor, written: Tensor) -> int:
     """Returns the content sum of the encoded rows, written [M, row_bytes] uint8, of ids [M] int64."""
