@@ -87,10 +87,9 @@ class StaticRows(RowSource):
 
 
 def _insert(table: TableShard, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Inserts rows of distinct new ids [M], "weight" and states [M, C], without a check of the limit."""
+    """Inserts distinct ids [M], "weight" and states [M, C], into a new shard, which has no log of changes."""
+    assert table.changes is None
     table.reserve(ids.numel())
-    if table.changes is not None:
-        table.changes.forget_sums()
     rows = table.row_numbers.take(ids.numel())
     ids = ids.to(table.device)
     table.id_map.insert(ids, rows)
