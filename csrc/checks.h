@@ -107,15 +107,14 @@ class SeparateMemory {
   SeparateMemory& reads(const Tensor& tensor) { return add(read_, tensor); }
   SeparateMemory& reads(const std::optional<Tensor>& tensor) { return tensor ? add(read_, *tensor) : *this; }
 
-  void check(const char* op) {
+  // `others`: more memory that the op writes, whose ranges were checked before.
+  void check(const char* op, const SeparateMemory* others = nullptr) {
     std::sort(written_.begin(), written_.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
     bool shared = false;
     for (size_t i = 1; i < written_.size(); ++i) shared |= written_[i - 1].end > written_[i].begin;
-    for (const Range& read : read_) {
-      const auto after = std::partition_point(written_.begin(), written_.end(),
-                                              [&](const Range& range) { return range.end <= read.begin; });
-      shared |= after != written_.end() && after->begin < read.end;
-    }
+    for (const Range& read : read_) shared |= overlaps(written_, read) || (others && overlaps(others->written_, read));
+    if (others != nullptr)
+      for (const Range& written : written_) shared |= overlaps(others->written_, written);
     TORCHREC_DYN_CHECK(!shared, op,
                        ": expected tensors that share no memory with a tensor that the op writes, got two ",
                        "that do. Call .clone() first.");
@@ -125,6 +124,13 @@ class SeparateMemory {
   struct Range {
     uintptr_t begin, end;
   };
+
+  // `sorted`: ranges that do not overlap.
+  static bool overlaps(const std::vector<Range>& sorted, const Range& range) {
+    const auto after = std::partition_point(sorted.begin(), sorted.end(),
+                                            [&](const Range& other) { return other.end <= range.begin; });
+    return after != sorted.end() && after->begin < range.end;
+  }
 
   SeparateMemory& add(std::vector<Range>& ranges, const Tensor& tensor) {
     const auto bytes = static_cast<uintptr_t>(tensor.numel()) * tensor.element_size();

@@ -135,16 +135,43 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "(Tensor ids, Tensor lengths, Tensor weights, Tensor where)");
 
   // ---- lookup: forward and backward
+  //
+  // Ops named `prepared` take the maps and the rows of T tables as `tables`, the result of prepare_tables [1], on the CPU.
+
+  // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
+  m.def(
+      "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
+      "int[] on_nonfinite, Tensor[] nonfinite) -> Tensor");
+  // Finds the rows of ids [N] and pools them as gather_pool. lengths [B] or offsets [B + 1] of the bags, int32 or
+  // int64, or both; first_bags [F + 1] of each feature; first_features [T + 1] of each table. Without segments each id
+  // is a bag, and its row an output. pools: 0 nothing, 1 a batch without absent ids, 2 any batch, with zeros for absent
+  // ids, as a GPU does for 1, too. -> out [elements], which is not initialised if it is not pooled, [0] for pools 0;
+  // rows [N], -1 where absent; offsets [B + 1]; numbers [F + T + 2] on the CPU: where the ids of each feature begin,
+  // and the end of the last; the number of absent ids of each table; 1 if lengths or offsets are wrong, when nothing
+  // else means anything, else 0. A GPU's host waits for the numbers.
+  m.def(
+      "find_and_pool(Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? bag_weights, Tensor first_bags, "
+      "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, SymInt elements, "
+      "ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers)");
+  // As gather_pool, into `out` [elements], for offsets that are right. With new_index [N] a GPU may leave bags as they
+  // are of whose ids none has a new_index but -1.
+  m.def(
+      "pool_prepared_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
+      "Tensor segments, Tensor tables, bool mean) -> ()");
+  // As bag_weights_grad.
+  m.def(
+      "weights_grad_prepared(Tensor grad, Tensor rows, Tensor? offsets, Tensor segments, Tensor tables, bool mean) -> "
+      "Tensor");
+  // As update_rows_.
+  m.def(
+      "update_prepared_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
+      "Tensor tables, Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, "
+      "Tensor(a!)[] marks, Tensor? mark_layout) -> ()");
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(
       "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean, SymInt elements, ScalarType dtype) -> Tensor");
-  // As gather_pool, into `out` [elements]: all bags, or the bags of ids that are not -1 in new_index [N]. On a GPU
-  // wrong offsets are not reported: the caller checks them. Nor are wrong rows of bags that keep their output.
-  m.def(
-      "pool_into_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor[] weights, Tensor layout, Tensor segments, bool mean) -> ()");
   // grad [elements] -> [N].
   m.def(
       "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "

@@ -160,6 +160,24 @@ ShortPairs sort_pairs(const Stream& stream, ShortPairs pairs, int64_t n, int fir
 void fill_zero(const Stream& stream, void* memory, int64_t bytes);
 // Copies to the memory of the host. Waits for all kernels before it.
 void copy_to_host(const Stream& stream, void* host, const void* memory, int64_t bytes);
+
+// A copy of words to the host that is begun at once. `wait` waits for it and for the kernels before it, not for those
+// after it, and returns the words, which live as long as this object.
+class HostCopy {
+ public:
+  HostCopy(const Stream& stream, const int64_t* words, int64_t count);
+  ~HostCopy();
+  HostCopy(const HostCopy&) = delete;
+  HostCopy& operator=(const HostCopy&) = delete;
+
+  const int64_t* wait();
+
+  struct Memory;
+
+ private:
+  Memory* memory_;
+};
+
 // Copies from the memory of the host, which is free after the call. Does not wait. For kilobytes, in words of 8 bytes.
 void copy_to_device(const Stream& stream, void* memory, const void* host, int64_t bytes);
 

@@ -85,6 +85,17 @@ inline void copy_to_host(const Stream&, void* host, const void* memory, int64_t 
   if (bytes > 0) std::memcpy(host, memory, static_cast<size_t>(bytes));
 }
 
+struct HostCopy::Memory {
+  std::vector<int64_t> words;
+};
+inline HostCopy::HostCopy(const Stream&, const int64_t* words, int64_t count)
+    : memory_(new Memory{{words, words + count}}) {}
+inline HostCopy::~HostCopy() { delete memory_; }
+inline const int64_t* HostCopy::wait() {
+  ++torchrec_dyn_host_waits;
+  return memory_->words.data();
+}
+
 // The simt build is one GPU.
 inline int64_t* error_record() {
   static int64_t record[kErrorWords] = {};

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
 
 #include "device_errors.h"
 #include "simt_cuda.h"
@@ -49,6 +52,85 @@ void copy_to_host(const Stream& stream, void* host, const void* memory, int64_t 
   check_cuda(cudaMemcpyAsync(host, memory, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, cuda_stream(stream)),
              "a copy to the host");
   check_cuda(cudaStreamSynchronize(cuda_stream(stream)), "a copy to the host");
+}
+
+// Pinned memory and an event, which are made once and used again.
+struct HostCopy::Memory {
+  int64_t* words = nullptr;
+  int64_t count = 0;
+  int device = 0;
+  cudaEvent_t done = nullptr;
+
+  ~Memory() {
+    if (done != nullptr) cudaEventDestroy(done);
+    cudaFreeHost(words);
+  }
+};
+
+namespace {
+
+constexpr const char* kCopy = "a copy to the host";
+
+class KeptMemory {
+ public:
+  HostCopy::Memory* take(int64_t count) {
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), kCopy);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto place = std::find_if(kept_.begin(), kept_.end(), [&](const auto& memory) {
+        return memory->device == device && memory->count >= count;
+      });
+      if (place != kept_.end()) {
+        HostCopy::Memory* const found = place->release();
+        kept_.erase(place);
+        return found;
+      }
+    }
+    auto fresh = std::make_unique<HostCopy::Memory>();
+    fresh->count = std::max<int64_t>(2 * count, 512);
+    fresh->device = device;
+    void* words = nullptr;
+    const auto bytes = static_cast<size_t>(fresh->count) * sizeof(int64_t);
+    check_cuda(cudaHostAlloc(&words, bytes, cudaHostAllocPortable), kCopy);
+    fresh->words = static_cast<int64_t*>(words);
+    check_cuda(cudaEventCreateWithFlags(&fresh->done, cudaEventDisableTiming), kCopy);
+    return fresh.release();
+  }
+
+  void give_back(HostCopy::Memory* memory) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    kept_.emplace_back(memory);
+    if (kept_.size() > kMostKept) kept_.erase(kept_.begin());
+  }
+
+  // Never destroyed: CUDA may be gone at the end of the process.
+  static KeptMemory& shared() {
+    static auto* memory = new KeptMemory;
+    return *memory;
+  }
+
+ private:
+  static constexpr size_t kMostKept = 64;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<HostCopy::Memory>> kept_;
+};
+
+}  // namespace
+
+HostCopy::HostCopy(const Stream& stream, const int64_t* words, int64_t count)
+    : memory_(KeptMemory::shared().take(count)) {
+  check_cuda(cudaMemcpyAsync(memory_->words, words, static_cast<size_t>(count) * sizeof(int64_t),
+                             cudaMemcpyDeviceToHost, cuda_stream(stream)),
+             kCopy);
+  check_cuda(cudaEventRecord(memory_->done, cuda_stream(stream)), kCopy);
+}
+
+HostCopy::~HostCopy() { KeptMemory::shared().give_back(memory_); }
+
+const int64_t* HostCopy::wait() {
+  check_cuda(cudaEventSynchronize(memory_->done), kCopy);
+  return memory_->words;
 }
 
 int64_t* error_record() {

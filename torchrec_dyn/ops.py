@@ -301,11 +301,59 @@ def gather_pool(
 
 
 @_op
-def pool_into_(
+def prepare_tables(
+    slots: Sequence[Tensor],
+    moved: Tensor,
+    weights: Sequence[Tensor],
+    states: Sequence[Tensor],
+    layout: Tensor,
+    optimizer: int,
+    on_nonfinite: Sequence[int],
+    nonfinite: Sequence[Tensor],
+) -> Tensor:
+    """Checks the maps, rows and optimizer states of T tables once, for ops that take the result."""
+    return torch.empty(1, dtype=torch.int64)
+
+
+@_op
+def find_and_pool(
+    ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, bag_weights: Tensor | None,
+    first_bags: Tensor, first_features: Tensor, segments: Tensor | None, tables: Tensor, mean: bool,
+    pools: int, elements: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Finds the rows of ids in the maps of prepared tables, and pools them by bag."""
+    out = ids.new_empty(elements, dtype=dtype)
+    if segments is None:
+        out = ids.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
+    numbers = first_bags.new_empty(first_bags.shape[0] + first_features.shape[0])
+    bags = torch.library.get_ctx().new_dynamic_size()
+    return out, torch.empty_like(ids), ids.new_empty(bags), numbers
+
+
+@_op
+def pool_prepared_(
     out: Tensor, new_index: Tensor | None, rows: Tensor, offsets: Tensor | None,
-    bag_weights: Tensor | None, weights: Sequence[Tensor], layout: Tensor, segments: Tensor, mean: bool,
+    bag_weights: Tensor | None, segments: Tensor, tables: Tensor, mean: bool,
 ) -> None:  # fmt: skip
-    """Gathers and pools as `gather_pool`, into a given output: all bags, or the bags of new ids."""
+    """Gathers rows of prepared tables and pools them, in place of `out`: all bags, or those of new ids."""
+
+
+@_op
+def weights_grad_prepared(
+    grad: Tensor, rows: Tensor, offsets: Tensor | None, segments: Tensor, tables: Tensor, mean: bool
+) -> Tensor:
+    """Computes the gradient of the bag weights, of prepared tables."""
+    return grad.new_empty(rows.shape[0])
+
+
+@_op
+def update_prepared_(
+    grad: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor | None, bag_weights: Tensor | None,
+    segments: Tensor, tables: Tensor, streams: Tensor, mean: bool, hyper: Sequence[float],
+    grad_scales: Sequence[float], senders: Tensor | None, marks: Sequence[Tensor],
+    mark_layout: Tensor | None,
+) -> None:  # fmt: skip
+    """As `update_rows_`, of prepared tables."""
 
 
 @_op

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -119,6 +120,13 @@ inline void read_segments(const char* op, BagLists& bags, const Tensor& segments
   for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
 }
 
+// Adds segments that are right, in the order of their bags.
+inline void add_segments(BagLists& bags, std::vector<Segment> segments) {
+  bags.segments = std::move(segments);
+  bags.first.push_back(0);
+  for (const Segment& segment : bags.segments) bags.first.push_back(bags.first.back() + segment.bags);
+}
+
 // True if the numbers are 0, 1, 2, ...
 inline bool counts_up(const int64_t* numbers, int64_t size) {
   int64_t difference = 0;  // of bits: every level of x86-64 has vectors for them, and no branch ends the loop
@@ -164,21 +172,6 @@ inline void raise_wrong_bags(const int64_t* words) {
 inline void check_pooled_type(const char* op, ScalarType dtype) {
   TORCHREC_DYN_CHECK(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, op,
                      ": expected an output of dtype float32, float16 or bfloat16, got ", dtype_name(dtype), ".");
-}
-
-// The arguments of pool_into_ that gather_pool has not: a written output, and the new ids, or null.
-inline const int64_t* check_pooled_into(const Tensor& out, const std::optional<Tensor>& new_index, const Tensor& rows,
-                                        const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                                        const std::vector<Tensor>& weights) {
-  check_pooled_type("pool_into_", out.scalar_type());
-  check_tensor("pool_into_", "out", out, out.scalar_type(), rows.device());
-  SeparateMemory memory;
-  for (const Tensor& block : weights) memory.reads(block);
-  memory.writes(out).reads(rows).reads(offsets).reads(bag_weights).reads(new_index).check("pool_into_");
-  if (!new_index.has_value()) return nullptr;
-  check_tensor("pool_into_", "new_index", *new_index, ScalarType::Long, rows.device());
-  check_size("pool_into_", "the number of new_index", rows.numel(), new_index->numel());
-  return const_data<int64_t>(*new_index);
 }
 
 // Checks that every row is absent (-1) or inside its table: the hot loops do not check it.

@@ -10,7 +10,8 @@
 #include "floats16_cpu.h"
 #include "kernel.h"
 #include "lookup/bags.h"
-#include "lookup/bags_arguments.h"
+#include "lookup/find_and_pool_arguments.h"
+#include "lookup/pooling_cpu.h"
 #include "output_memory.h"
 #include "parallel.h"
 #include "simd.h"
@@ -183,26 +184,18 @@ bool streams_past_caches(const Bags& bags, int64_t elements) {
   return aligned;
 }
 
-// What gather_pool returns, for an op of this name.
-Tensor pooled(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
-              const std::optional<Tensor>& bag_weights, const std::vector<Tensor>& weights, const Tensor& layout,
-              const Tensor& segments, bool mean, int64_t elements, ScalarType dtype) {
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  TORCHREC_DYN_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
-  const std::vector<TableLayout> tables = read_layout(op, layout, weights);
-  const BagLists lists = read_bags(op, offsets, segments, tables, rows.numel(), elements);
+}  // namespace
+
+void pool(const char* op, const PreparedTables& tables, const BagLists& lists, const int64_t* rows,
+          const float* bag_weights, bool mean, const Tensor& out) {
   const Bags bags = lists.view();
-  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
-  check_rows_of_bags(op, bags, tables, const_data<int64_t>(rows));
-  check_pooled_type(op, dtype);
-  Tensor out = new_output(elements, dtype);
-  dispatch_row_type(op, weights, [&](auto row_zero) {
+  check_rows_of_bags(op, bags, tables.layout, rows);
+  dispatch_row_type(op, tables.row_type, [&](auto row_zero) {
     using T = decltype(row_zero);
-    BlockList<T> blocks(op, "weights", weights);
-    const std::vector<RowBlocks<T>> row_tables = blocks.rows_of(tables);
-    dispatch_row_type(op, dtype, [&](auto out_zero) {
-      const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, elements);
-      const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), weight, mean, streams};
+    const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
+    dispatch_row_type(op, out.scalar_type(), [&](auto out_zero) {
+      const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, out.numel());
+      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams};
       auto* place = mutable_data<decltype(out_zero)>(out);
       int64_t sum_columns = 0;
       for (const Segment& segment : lists.segments)
@@ -219,38 +212,34 @@ Tensor pooled(const char* op, const Tensor& rows, const std::optional<Tensor>& o
       });
     });
   });
-  return out;
 }
+
+namespace {
 
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
                    std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
                    int64_t elements, ScalarType dtype) {
-  return pooled("gather_pool", rows, offsets, bag_weights, weights, layout, segments, mean, elements, dtype);
+  const char* op = "gather_pool";
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  TORCHREC_DYN_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
+  const PreparedTables tables = rows_of(op, weights, layout, DeviceType::CPU);
+  const BagLists lists = read_bags(op, offsets, segments, tables.layout, rows.numel(), elements);
+  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
+  check_pooled_type(op, dtype);
+  Tensor out = new_output(elements, dtype);
+  pool(op, tables, lists, const_data<int64_t>(rows), weight, mean, out);
+  return out;
 }
 
-// Pools all bags and copies those that are asked for: no step on the CPU pools twice.
-void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-               const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-               std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  const int64_t* fresh = check_pooled_into(out, new_index, rows, offsets, bag_weights, weights);
-  const Tensor all =
-      pooled("pool_into_", rows, offsets, bag_weights, weights, layout, segments, mean, out.numel(), out.scalar_type());
-  const std::vector<TableLayout> tables = read_layout("pool_into_", layout, weights);
-  const BagLists lists = read_bags("pool_into_", offsets, segments, tables, rows.numel(), out.numel());
-  const Bags bags = lists.view();
-  const size_t size = out.element_size();
-  const auto* from = static_cast<const char*>(all.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  for_bags(bags, 0, bags.total(), [&](const Segment& segment, int64_t first, int64_t last) {
-    const auto width = static_cast<size_t>(tables[static_cast<size_t>(segment.table)].columns) * size;
-    for (int64_t bag = first; bag < last; ++bag) {
-      bool chosen = !new_index.has_value();
-      for (int64_t i = bags.begin(bag); i < bags.end(bag) && !chosen; ++i) chosen = fresh[i] >= 0;
-      const int64_t element = segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
-      const size_t place = static_cast<size_t>(element) * size;
-      if (chosen) std::memcpy(to + place, from + place, width);
-    }
-  });
+void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
+                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+                    const Tensor& segments, const Tensor& handle, bool mean) {
+  const char* op = "pool_prepared_";
+  const Handles::Shared tables = Handles::all().get(op, handle);
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  check_pooled_into(op, *tables, out, new_index, rows, offsets, bag_weights);
+  const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), out.numel());
+  pool(op, *tables, lists, const_data<int64_t>(rows), bag_weight_data(op, bag_weights, rows.numel()), mean, out);
 }
 
 // d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
@@ -272,21 +261,19 @@ void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, i
   }
 }
 
-Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float);
-  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long);
-  const std::vector<TableLayout> tables = read_layout("bag_weights_grad", layout, weights);
-  const BagLists lists = read_bags("bag_weights_grad", offsets, segments, tables, rows.numel(), grad.numel());
+Tensor weights_grad(const char* op, const PreparedTables& tables, const Tensor& grad, const Tensor& rows,
+                    const std::optional<Tensor>& offsets, const Tensor& segments, bool mean) {
+  check_tensor(op, "grad", grad, ScalarType::Float);
+  check_tensor(op, "rows", rows, ScalarType::Long);
+  const BagLists lists = read_bags(op, offsets, segments, tables.layout, rows.numel(), grad.numel());
   const Bags bags = lists.view();
-  check_rows_of_bags("bag_weights_grad", bags, tables, const_data<int64_t>(rows));
+  check_rows_of_bags(op, bags, tables.layout, const_data<int64_t>(rows));
   Tensor out = new_tensor({rows.numel()}, ScalarType::Float);
   float* place = mutable_data<float>(out);
   std::fill(place, place + rows.numel(), 0.0f);
-  dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
+  dispatch_row_type(op, tables.row_type, [&](auto zero) {
     using T = decltype(zero);
-    BlockList<T> blocks("bag_weights_grad", "weights", weights);
-    const std::vector<RowBlocks<T>> row_tables = blocks.rows_of(tables);
+    const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
     const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean, false};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
@@ -297,12 +284,25 @@ Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optio
   return out;
 }
 
+Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  const char* op = "bag_weights_grad";
+  return weights_grad(op, rows_of(op, weights, layout, DeviceType::CPU), grad, rows, offsets, segments, mean);
+}
+
+Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                             const Tensor& segments, const Tensor& handle, bool mean) {
+  const char* op = "weights_grad_prepared";
+  return weights_grad(op, *Handles::all().get(op, handle), grad, rows, offsets, segments, mean);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
-  m.impl(TORCHREC_DYN_KERNEL("pool_into_", &pool_into));
+  m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
   m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
+  m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 
 }  // namespace torchrec_dyn

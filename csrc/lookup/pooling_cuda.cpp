@@ -5,8 +5,9 @@
 
 #include "device_call.h"
 #include "kernel.h"
-#include "lookup/bags_arguments.h"
+#include "lookup/find_and_pool_arguments.h"
 #include "lookup/pool_into_kernels.h"
+#include "lookup/pooling_cuda.h"
 #include "lookup/pooling_kernels.h"
 #include "sent_lists.h"
 
@@ -44,37 +45,17 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
   return all;
 }
 
-// The checked arguments that both ops take, on the host.
-struct BagArguments {
-  const char* op;
-  const Tensor& rows;
-  std::vector<TableLayout> layout;
-  BagLists lists;
-  bool mean;
-  bool is_checked = false;  // the caller checks the offsets
-};
-
-BagArguments read_arguments(const char* op, const Tensor& rows, const std::optional<Tensor>& offsets,
-                            const std::vector<Tensor>& weights, const Tensor& layout, const Tensor& segments, bool mean,
-                            int64_t elements) {
-  BagArguments given{op, rows, read_layout(op, layout, weights),
-                     bags_of_offsets(op, offsets, rows.numel(), rows.device()), mean};
-  read_segments(op, given.lists, segments, given.layout, elements);
-  return given;
-}
-
 // Calls launch(bags, threads of units, whether each table is one block) and reports what the kernels find wrong. They
 // write an output only, which means nothing after an error.
 template <typename T, typename Launch>
-void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>& weights, const void* outputs,
-         uintptr_t element_bytes, const Launch& launch) {
-  BlockList<T> blocks(given.op, "weights", weights, call.device());
-  const std::vector<RowBlocks<T>> tables = blocks.rows_of(given.layout);
+void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintptr_t element_bytes,
+         const Launch& launch) {
+  const std::vector<T*>& pointers = given.tables.blocks<T>();
   const BagLists& lists = given.lists;
   if (lists.count == 0 && lists.offsets == nullptr) return;
-  std::vector<DeviceSegment<T>> segments = segments_of(lists, tables, given.layout, outputs, element_bytes);
+  std::vector<DeviceSegment<T>> segments =
+      segments_of(lists, given.tables.all_rows<T>(), given.tables.layout, outputs, element_bytes);
   const std::vector<WrongBags> wrong(1);
-  const std::vector<T*>& pointers = blocks.pointers();
   SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers));
   T* const* device_blocks = sent.add(pointers);
   for (DeviceSegment<T>& segment : segments)
@@ -98,15 +79,16 @@ void run(DeviceCall& call, const BagArguments& given, const std::vector<Tensor>&
   call.finish();
 }
 
-// Pools all bags, or with `new_index` those of new ids.
-void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const std::vector<Tensor>& weights,
-          const int64_t* new_index, const Tensor& out) {
-  dispatch_row_type(given.op, weights, [&](auto row_zero) {
+}  // namespace
+
+void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const int64_t* new_index,
+          const Tensor& out) {
+  dispatch_row_type(given.op, given.tables.row_type, [&](auto row_zero) {
     using T = decltype(row_zero);
     dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
       using Out = decltype(out_zero);
       auto* place = mutable_data<Out>(out);
-      run<T>(call, given, weights, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain) {
+      run<T>(call, given, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain) {
         const PoolBags<T, Out, false> any{bags, bag_weights, place};
         if (new_index != nullptr)
           simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, new_index});
@@ -119,59 +101,84 @@ void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights,
   });
 }
 
+namespace {
+
+BagArguments read_bags_on_device(const char* op, const PreparedTables& tables, const Tensor& rows,
+                                 const std::optional<Tensor>& offsets, const Tensor& segments, bool mean,
+                                 int64_t elements) {
+  BagArguments given{op, tables, rows, bags_of_offsets(op, offsets, rows.numel(), rows.device()), mean};
+  read_segments(op, given.lists, segments, tables.layout, elements);
+  return given;
+}
+
 Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
                    std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
                    int64_t elements, ScalarType dtype) {
   check_tensor("gather_pool", "rows", rows, ScalarType::Long, kDevice);
   TORCHREC_DYN_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
-  const BagArguments given = read_arguments("gather_pool", rows, offsets, weights, layout, segments, mean, elements);
+  const PreparedTables tables = rows_of("gather_pool", weights, layout, rows.device());
+  const BagArguments given = read_bags_on_device("gather_pool", tables, rows, offsets, segments, mean, elements);
   const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
   check_pooled_type("gather_pool", dtype);
   DeviceCall call(rows);
   Tensor out = new_device_tensor({elements}, dtype);
-  pool(call, given, weight, weights, nullptr, out);
+  pool(call, given, weight, nullptr, out);
   return out;
 }
 
-void pool_into(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-               const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-               std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  check_tensor("pool_into_", "rows", rows, ScalarType::Long, kDevice);
-  const int64_t* fresh = check_pooled_into(out, new_index, rows, offsets, bag_weights, weights);
-  BagArguments given = read_arguments("pool_into_", rows, offsets, weights, layout, segments, mean, out.numel());
+void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
+                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
+                    const Tensor& segments, const Tensor& handle, bool mean) {
+  const char* op = "pool_prepared_";
+  const Handles::Shared tables = Handles::all().get(op, handle);
+  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
+  const int64_t* fresh = check_pooled_into(op, *tables, out, new_index, rows, offsets, bag_weights);
+  BagArguments given = read_bags_on_device(op, *tables, rows, offsets, segments, mean, out.numel());
   given.is_checked = true;
-  const float* weight = bag_weight_data("pool_into_", bag_weights, rows.numel(), rows.device());
+  const float* weight = bag_weight_data(op, bag_weights, rows.numel(), rows.device());
   DeviceCall call(rows);
   if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
-  pool(call, given, weight, weights, fresh, out);
+  pool(call, given, weight, fresh, out);
 }
 
-Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  check_tensor("bag_weights_grad", "grad", grad, ScalarType::Float, kDevice);
-  check_tensor("bag_weights_grad", "rows", rows, ScalarType::Long, grad.device());
-  const BagArguments given =
-      read_arguments("bag_weights_grad", rows, offsets, weights, layout, segments, mean, grad.numel());
+Tensor weights_grad(const char* op, const PreparedTables& tables, const Tensor& grad, const Tensor& rows,
+                    const std::optional<Tensor>& offsets, const Tensor& segments, bool mean) {
+  check_tensor(op, "grad", grad, ScalarType::Float, kDevice);
+  check_tensor(op, "rows", rows, ScalarType::Long, grad.device());
+  const BagArguments given = read_bags_on_device(op, tables, rows, offsets, segments, mean, grad.numel());
   DeviceCall call(rows);
   Tensor out = new_device_tensor({rows.numel()}, ScalarType::Float);
   auto* place = mutable_data<float>(out);
   const auto* bag_grad = const_data<float>(grad);
   if (given.lists.count == 0) simt::fill_zero(call.stream(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
-  dispatch_row_type("bag_weights_grad", weights, [&](auto zero) {
+  dispatch_row_type(op, tables.row_type, [&](auto zero) {
     using T = decltype(zero);
-    run<T>(call, given, weights, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
+    run<T>(call, given, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
       simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
     });
   });
   return out;
 }
 
+Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
+  const char* op = "bag_weights_grad";
+  return weights_grad(op, rows_of(op, weights, layout, grad.device()), grad, rows, offsets, segments, mean);
+}
+
+Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
+                             const Tensor& segments, const Tensor& handle, bool mean) {
+  const char* op = "weights_grad_prepared";
+  return weights_grad(op, *Handles::all().get(op, handle), grad, rows, offsets, segments, mean);
+}
+
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
-  m.impl(TORCHREC_DYN_KERNEL("pool_into_", &pool_into));
+  m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
   m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
+  m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 
 }  // namespace torchrec_dyn

@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "lookup/bags_arguments.h"
+#include "lookup/prepared_tables.h"
 #include "lookup/row_update.h"
 #include "lookup/senders_arguments.h"
 #include "lookup/updated_table.h"
@@ -18,7 +19,19 @@
 
 namespace torchrec_dyn {
 
-// The arguments in the order of the schema.
+// A batch whose gradients are written: the arguments of both ops.
+struct UpdateBatch {
+  Tensor grad, ids, rows;
+  std::optional<Tensor> offsets, bag_weights;
+  Tensor segments, streams;
+  bool mean;
+  std::vector<double> hyper, grad_scales;
+  std::optional<Tensor> senders;
+  std::vector<Tensor> marks;
+  std::optional<Tensor> mark_layout;
+};
+
+// The arguments of update_rows_ in the order of the schema.
 struct UpdateCall {
   ArgumentReader arguments;
 
@@ -41,46 +54,60 @@ struct UpdateCall {
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
   std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
   std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
+
+  UpdateBatch batch() const {
+    return {grad, ids,         rows,    offsets, bag_weights, segments,   streams,
+            mean, hyper,       grad_scales, senders, marks,   mark_layout};
+  }
+
+  PreparedTables tables(const Device& device) const {
+    const char* op = "update_rows_";
+    PreparedTables tables = rows_of(op, weights, layout, device);
+    read_states(op, tables, optimizer, weights, states, on_nonfinite, nonfinite);
+    tables.written.writes(weights).writes(states).writes(nonfinite).check(op);
+    return tables;
+  }
+};
+
+// Those of update_prepared_.
+struct PreparedUpdateCall {
+  ArgumentReader arguments;
+
+  Tensor grad = arguments.read<Tensor>();
+  Tensor ids = arguments.read<Tensor>();
+  Tensor rows = arguments.read<Tensor>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
+  Tensor segments = arguments.read<Tensor>();
+  Tensor tables = arguments.read<Tensor>();
+  Tensor streams = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+  std::vector<double> hyper = arguments.read<std::vector<double>>();
+  std::vector<double> grad_scales = arguments.read<std::vector<double>>();
+  std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
+  std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
+  std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
+
+  UpdateBatch batch() const {
+    return {grad, ids,         rows,    offsets, bag_weights, segments,   streams,
+            mean, hyper,       grad_scales, senders, marks,   mark_layout};
+  }
 };
 
 // What the host has read of the arguments.
 struct UpdateArguments {
-  std::vector<TableLayout> tables;
   std::vector<TableLayout> marks;  // empty: no table keeps marks
   BagLists bags;
   const float* bag_weights;  // or null
   UpdateRule rule;
-  std::vector<OnNonfinite> on_nonfinite;  // [T]
-  std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
 };
 
 inline bool has(const std::vector<OnNonfinite>& tables, OnNonfinite what) {
   return std::ranges::find(tables, what) != tables.end();
 }
 
-// Reads what becomes of the rows of T tables.
-inline void read_on_nonfinite(const char* op, const UpdateCall& call, const Device& device, UpdateArguments& read) {
-  const auto tables = static_cast<int64_t>(read.tables.size());
-  read.on_nonfinite.assign(read.tables.size(), OnNonfinite::kWrite);
-  if (call.on_nonfinite.empty() && call.nonfinite.empty()) return;
-  check_size(op, "the number of on_nonfinite", tables, static_cast<int64_t>(call.on_nonfinite.size()));
-  check_size(op, "the tensors of nonfinite", tables, static_cast<int64_t>(call.nonfinite.size()));
-  for (size_t t = 0; t < read.tables.size(); ++t) {
-    const int64_t what = call.on_nonfinite[t];
-    TORCHREC_DYN_CHECK(what >= 0 && what <= static_cast<int64_t>(OnNonfinite::kError), op,
-                       ": expected on_nonfinite in [0, 2], got ", what, ".");
-    read.on_nonfinite[t] = static_cast<OnNonfinite>(what);
-    check_tensor(op, "nonfinite", call.nonfinite[t], ScalarType::Long, device);
-    check_size(op, "the elements of nonfinite", 1, call.nonfinite[t].numel());
-    read.nonfinite.push_back(mutable_data<int64_t>(call.nonfinite[t]));
-  }
-}
-
-inline UpdateRule read_rule(int64_t optimizer, const std::vector<double>& hyper) {
-  constexpr auto kLast = static_cast<int64_t>(kLastOptimizer);
-  TORCHREC_DYN_CHECK(optimizer >= 0 && optimizer <= kLast, "update_rows_: expected optimizer in [0, ", kLast, "], got ",
-                     optimizer, ".");
-  UpdateRule rule{static_cast<Optimizer>(optimizer), {}};
+inline UpdateRule read_rule(Optimizer optimizer, const std::vector<double>& hyper) {
+  UpdateRule rule{optimizer, {}};
   check_size("update_rows_", "the number of hyper-parameters", rule_facts(rule.optimizer).hyper_count,
              static_cast<int64_t>(hyper.size()));
   std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
@@ -151,7 +178,9 @@ inline void raise_wrong_update(const int64_t* words) {
 }
 
 // Checks all arguments but the contents of ids, rows and senders, and of offsets unless `reads_offsets`.
-inline UpdateArguments read_update(const char* op, const UpdateCall& call, const Device& device, bool reads_offsets) {
+inline UpdateArguments read_update(const char* op, const UpdateBatch& call, const PreparedTables& tables,
+                                   bool reads_offsets) {
+  const Device& device = tables.device;
   const int64_t ids = call.ids.numel();
   check_tensor(op, "grad", call.grad, ScalarType::Float, device);
   check_tensor(op, "ids", call.ids, ScalarType::Long, device);
@@ -163,77 +192,59 @@ inline UpdateArguments read_update(const char* op, const UpdateCall& call, const
   TORCHREC_DYN_CHECK(!call.offsets || call.offsets->numel() <= int64_t{1} << 32, op,
                      ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
   UpdateArguments read;
-  read.tables = read_layout(op, call.layout, call.weights);
-  check_streams(op, call.streams, read.tables.size());
+  check_streams(op, call.streams, tables.count());
   if (reads_offsets) {
-    read.bags = read_bags(op, call.offsets, call.segments, read.tables, ids, call.grad.numel());
+    read.bags = read_bags(op, call.offsets, call.segments, tables.layout, ids, call.grad.numel());
   } else {
     read.bags = bags_of_offsets(op, call.offsets, ids, device);
-    read_segments(op, read.bags, call.segments, read.tables, call.grad.numel());
+    read_segments(op, read.bags, call.segments, tables.layout, call.grad.numel());
   }
-  read.marks = read_mark_layout(op, call.mark_layout, read.tables.size());
+  read.marks = read_mark_layout(op, call.mark_layout, tables.count());
   read.bag_weights = bag_weight_data(op, call.bag_weights, ids, device);
-  read.rule = read_rule(call.optimizer, call.hyper);
-  check_size(op, "the number of grad_scales", static_cast<int64_t>(read.tables.size()),
+  read.rule = read_rule(tables.optimizer, call.hyper);
+  check_size(op, "the number of grad_scales", static_cast<int64_t>(tables.count()),
              static_cast<int64_t>(call.grad_scales.size()));
-  read_on_nonfinite(op, call, device, read);
   SeparateMemory()
-      .writes(call.weights)
-      .writes(call.states)
       .writes(call.marks)
-      .writes(call.nonfinite)
       .reads(call.grad)
       .reads(call.ids)
       .reads(call.rows)
       .reads(call.offsets)
       .reads(call.bag_weights)
       .reads(call.senders)
-      .check(op);
+      .check(op, &tables.written);
   return read;
 }
 
 // The tables with the capacities that rows must be below: the marks of a table may have fewer rows.
-inline std::vector<TableLayout> updated_rows(const UpdateArguments& read) {
-  std::vector<TableLayout> tables = read.tables;
+inline std::vector<TableLayout> updated_rows(const UpdateArguments& read, std::vector<TableLayout> tables) {
   for (size_t t = 0; t < read.marks.size(); ++t)
     if (const TableLayout& marks = read.marks[t]; marks.blocks > 0 && marks.capacity() < (tables[t].capacity() + 7) / 8)
       tables[t] = {0, marks.blocks, marks.shift + 3, 1};
   return tables;
 }
 
-// The tables of a call, and the pointers that they read. T: the element type of rows.
+// The tables of a call, and the marks that they read. T: the element type of rows.
 template <typename T>
 struct UpdatedTables {
-  UpdatedTables(const char* op, const UpdateCall& call, const UpdateArguments& read, const Device& device)
-      : weights(op, "weights", call.weights, device),
-        states(op, "states", call.states, device),
-        marks(op, "marks", call.marks, device) {
-    const RuleFacts facts = rule_facts(read.rule.optimizer);
-    const auto blocks = static_cast<int64_t>(call.weights.size());
-    check_size(op, "the number of blocks of states", facts.state_count() * blocks,
-               static_cast<int64_t>(call.states.size()));
+  UpdatedTables(const char* op, const UpdateBatch& call, const UpdateArguments& read, const PreparedTables& prepared)
+      : marks(op, "marks", call.marks, prepared.device) {
+    const RuleFacts facts = rule_facts(prepared.optimizer);
     const int64_t* stream = const_data<int64_t>(call.streams);
-    for (const TableLayout& table : read.tables) {
-      const size_t t = tables.size();
-      TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
-                         ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
-      tables.push_back({weights.rows(table, table.columns),
+    tables.reserve(prepared.count());
+    for (size_t t = 0; t < prepared.count(); ++t, stream += 3) {
+      tables.push_back({prepared.rows<T>(t),
                         {},
                         read.marks.empty() ? MarkBits{} : bits_of(marks.words(read.marks[t])),
                         Stream{static_cast<uint64_t>(stream[0]), stream[1], stream[2]},
                         bias_correction(read.rule, stream[2]),
                         static_cast<float>(call.grad_scales[t])});
-      TableLayout of_state = table;
-      for (int s = 0; s < facts.state_count(); ++s, of_state.first_block += blocks)
-        tables.back().states[s] = states.rows(of_state, state_columns(facts.states[s], table.columns));
-      stream += 3;
+      for (int s = 0; s < facts.state_count(); ++s) tables.back().states[s] = prepared.state(t, s, facts.states[s]);
     }
   }
   UpdatedTables(const UpdatedTables&) = delete;
   UpdatedTables& operator=(const UpdatedTables&) = delete;
 
-  BlockList<T> weights;
-  BlockList<float> states;
   BlockList<uint8_t> marks;
   std::vector<UpdatedTable<T>> tables;
 };

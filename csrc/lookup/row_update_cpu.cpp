@@ -416,28 +416,27 @@ int64_t refused_rows(const std::vector<int64_t>& nonfinite, const std::vector<On
 void check_steps(const char* op, const Tensor& streams, const UpdateArguments& read, const TableSegments& segments,
                  const int64_t* rows) {
   const int64_t* stream = const_data<int64_t>(streams);
-  for (size_t t = 0; t < read.tables.size(); ++t, stream += 3) {
+  for (int64_t t = 0; t < streams.numel() / 3; ++t, stream += 3) {
     if (may_have_rows(read.rule, stream[2])) continue;
-    segments.visit(t, [&](int64_t begin, int64_t end) {
+    segments.visit(static_cast<size_t>(t), [&](int64_t begin, int64_t end) {
       check_step(op, std::all_of(rows + begin, rows + end, [](int64_t row) { return row < 0; }), stream[2]);
     });
   }
 }
 
-void update_rows_(const UpdateCall& call) {
-  const char* op = "update_rows_";
-  const UpdateArguments read = read_update(op, call, DeviceType::CPU, true);
+void update(const char* op, const UpdateBatch& call, const PreparedTables& prepared) {
+  const UpdateArguments read = read_update(op, call, prepared, true);
   const Bags bags = read.bags.view();
   const int64_t ids = call.ids.numel();
   const auto* row = const_data<int64_t>(call.rows);
-  check_rows_of_bags(op, bags, updated_rows(read), row);
+  check_rows_of_bags(op, bags, updated_rows(read, prepared.layout), row);
   const Senders sent = read_senders(op, call.senders, ids);
-  const TableSegments segments(bags, read.tables.size());
+  const TableSegments segments(bags, prepared.count());
   check_steps(op, call.streams, read, segments, row);
   const GradPlaces places = find_grad_places(bags, ids, call.mean);
-  dispatch_row_type(op, call.weights, [&](auto zero) {
+  dispatch_row_type(op, prepared.row_type, [&](auto zero) {
     using T = decltype(zero);
-    const UpdatedTables<T> updated(op, call, read, DeviceType::CPU);
+    const UpdatedTables<T> updated(op, call, read, prepared);
     const UpdateJob<T> job{
         bags, places,   const_data<float>(call.grad), const_data<int64_t>(call.ids), row, read.bag_weights,
         sent, read.rule};
@@ -445,17 +444,17 @@ void update_rows_(const UpdateCall& call) {
     const std::vector<RowPart> parts = row_parts(table_ids, least_parts(ids));
     const auto tasks = static_cast<int64_t>(parts.size());
     const int64_t workers = worker_count(tasks);
-    const PartSize most = largest_part(table_ids, read.tables);
+    const PartSize most = largest_part(table_ids, prepared.layout);
     thread_local Workspaces kept;  // one for each row type
     std::vector<Workspace>& workspaces =
         kept.of(workers, most, sizeof(T) == sizeof(float), sent.of_id ? static_cast<size_t>(sent.ranks) + 1 : 0);
     // Returns for each table the number of rows that would not be finite.
     const auto run = [&](bool is_trial) {
-      std::vector<int64_t> nonfinite(read.tables.size());
+      std::vector<int64_t> nonfinite(prepared.count());
       for_each_task_of(workers, tasks, [&](int64_t task, int64_t worker) {
         const RowPart& part = parts[static_cast<size_t>(task)];
         const auto t = static_cast<size_t>(part.table);
-        const Pass pass = pass_of(read.on_nonfinite[t], is_trial);
+        const Pass pass = pass_of(prepared.on_nonfinite[t], is_trial);
         if (is_trial && pass == Pass::kPlain) return;
         const int64_t rows =
             run_part(job, segments, updated.tables[t], part, pass, workspaces[static_cast<size_t>(worker)]);
@@ -465,19 +464,29 @@ void update_rows_(const UpdateCall& call) {
     };
     int64_t refused = 0;
     std::vector<int64_t> nonfinite;
-    if (has(read.on_nonfinite, OnNonfinite::kError)) {
+    if (has(prepared.on_nonfinite, OnNonfinite::kError)) {
       nonfinite = run(true);
-      refused = refused_rows(nonfinite, read.on_nonfinite);
+      refused = refused_rows(nonfinite, prepared.on_nonfinite);
     }
     if (refused == 0) nonfinite = run(false);
-    for (size_t t = 0; t < read.nonfinite.size(); ++t) *read.nonfinite[t] += nonfinite[t];
+    for (size_t t = 0; t < prepared.nonfinite.size(); ++t) *prepared.nonfinite[t] += nonfinite[t];
     kept.release_large();
     check_nonfinite(op, refused);
   });
 }
 
+void update_rows_(const UpdateCall& call) { update("update_rows_", call.batch(), call.tables(DeviceType::CPU)); }
+
+void update_prepared_(const PreparedUpdateCall& call) {
+  const char* op = "update_prepared_";
+  update(op, call.batch(), *Handles::all().get(op, call.tables));
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_)); }
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_prepared_", &update_prepared_));
+}
 
 }  // namespace torchrec_dyn

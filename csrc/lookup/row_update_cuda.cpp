@@ -25,17 +25,17 @@ TileRows<T> moved(const RowBlocks<T>& rows, const std::vector<T*>& host, T* cons
 
 // True if units of columns can be read and written as one piece of memory.
 template <typename T>
-bool has_whole_units(std::span<T* const> blocks) {
+bool are_whole_units(std::span<T* const> blocks) {
   return std::ranges::all_of(
       blocks, [](T* block) { return reinterpret_cast<uintptr_t>(block) % (kUnitColumns * sizeof(T)) == 0; });
 }
 template <typename T>
-bool has_whole_units(const UpdatedTables<T>& updated, const RuleFacts& facts) {
-  const std::span<T* const> weights = updated.weights.pointers();
-  bool is_whole = has_whole_units(weights);
+bool has_whole_units(const PreparedTables& tables, const RuleFacts& facts) {
+  const std::span<T* const> weights = tables.blocks<T>();
+  bool is_whole = are_whole_units(weights);
   for (int s = 0; s < facts.state_count(); ++s) {
-    const auto states = std::span<float* const>(updated.states.pointers()).subspan(s * weights.size(), weights.size());
-    is_whole = is_whole && (facts.states[s] == StateWidth::kRow || has_whole_units(states));
+    const auto states = std::span<float* const>(tables.states).subspan(s * weights.size(), weights.size());
+    is_whole = is_whole && (facts.states[s] == StateWidth::kRow || are_whole_units(states));
   }
   return is_whole;
 }
@@ -46,13 +46,13 @@ struct KeyedTables {
   std::vector<uint64_t> first_keys;
   uint64_t end = 0;  // of the keys
 
-  KeyedTables(const UpdateArguments& read, const Tensor& streams) {
-    const std::vector<TableLayout> updated = updated_rows(read);
+  KeyedTables(const UpdateArguments& read, const PreparedTables& prepared, const Tensor& streams) {
+    const std::vector<TableLayout> updated = updated_rows(read, prepared.layout);
     for (size_t t = 0; t < updated.size(); ++t) {
       const int64_t capacity = updated[t].capacity(), step = const_data<int64_t>(streams)[3 * t + 2];
-      const OnNonfinite what = read.on_nonfinite[t];
-      int64_t* const nonfinite = what == OnNonfinite::kWrite ? nullptr : read.nonfinite[t];
-      tables.push_back({capacity, read.tables[t].columns, step, may_have_rows(read.rule, step), what, nonfinite});
+      const OnNonfinite what = prepared.on_nonfinite[t];
+      int64_t* const nonfinite = what == OnNonfinite::kWrite ? nullptr : prepared.nonfinite[t];
+      tables.push_back({capacity, prepared.layout[t].columns, step, may_have_rows(read.rule, step), what, nonfinite});
       first_keys.push_back(end);
       end += static_cast<uint64_t>(capacity);
     }
@@ -64,10 +64,10 @@ struct WidthOfRows {
   int64_t most = 0;
   bool is_whole = true;  // units of columns are pieces of memory
 
-  WidthOfRows(const UpdateArguments& read, const float* grad) {
+  WidthOfRows(const UpdateArguments& read, const PreparedTables& prepared, const float* grad) {
     is_whole = reinterpret_cast<uintptr_t>(grad) % (kUnitColumns * sizeof(float)) == 0;
     for (const Segment& segment : read.bags.segments) {
-      const TableLayout& table = read.tables[static_cast<size_t>(segment.table)];
+      const TableLayout& table = prepared.layout[static_cast<size_t>(segment.table)];
       if (segment.bags == 0 || table.capacity() == 0) continue;
       most = std::max(most, table.columns);
       is_whole &= (table.columns | segment.out_offset | segment.out_stride) % kUnitColumns == 0;
@@ -118,7 +118,8 @@ struct SentUpdate {
 
 // Sorts the ids and updates their rows. Key: an unsigned word for keys.
 template <typename Key, typename T>
-void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArguments& read, const SentUpdate<T>& sent) {
+void update_sorted(DeviceCall& call, const UpdateBatch& given, const UpdateArguments& read, const SentUpdate<T>& sent,
+                   const std::vector<OnNonfinite>& on_nonfinite) {
   const UpdatedIds& ids = sent.ids;
   const int64_t n = ids.count;
   // Kernels that need the position of an id look its gradient up by it; else the gradient is the value of its key.
@@ -150,8 +151,8 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
         call.stream(), n,
         UpdateRows<T, Key, AnyTile, Visit::kMeasure>{grads(AnyTile{}), sent.tables, read.rule, facts,
                                                      facts.is_rowwise(), false, all_ids, divisors, nullptr, ratios});
-  const bool may_fail = has(read.on_nonfinite, OnNonfinite::kError);
-  if (may_fail || has(read.on_nonfinite, OnNonfinite::kSkip)) {
+  const bool may_fail = has(on_nonfinite, OnNonfinite::kError);
+  if (may_fail || has(on_nonfinite, OnNonfinite::kSkip)) {
     auto* tried = call.allocate_for<int64_t>(n);
     simt::launch_tiles(
         call.stream(), n,
@@ -176,25 +177,25 @@ void update_sorted(DeviceCall& call, const UpdateCall& given, const UpdateArgume
 }
 
 template <typename T>
-void update(const char* op, const UpdateCall& given, const UpdateArguments& read) {
+void update(const char* op, const UpdateBatch& given, const UpdateArguments& read, const PreparedTables& prepared) {
   DeviceCall call(given.rows);
-  UpdatedTables<T> updated(op, given, read, call.device());
+  UpdatedTables<T> updated(op, given, read, prepared);
   std::vector<Segment> segments = read.bags.segments;
   std::erase_if(segments, [](const Segment& segment) { return segment.bags == 0; });
-  const KeyedTables keyed(read, given.streams);
+  const KeyedTables keyed(read, prepared, given.streams);
   std::vector<TileTable<T>> tables(updated.tables.size());
   SentLists sent(call, bytes_of(segments) + bytes_of(keyed.tables) + bytes_of(keyed.first_keys) + bytes_of(tables) +
-                           bytes_of(updated.weights.pointers()) + bytes_of(updated.states.pointers()) +
+                           bytes_of(prepared.blocks<T>()) + bytes_of(prepared.states) +
                            bytes_of(updated.marks.pointers()));
-  T* const* weights = sent.add(updated.weights.pointers());
-  float* const* states = sent.add(updated.states.pointers());
+  T* const* weights = sent.add(prepared.blocks<T>());
+  float* const* states = sent.add(prepared.states);
   uint8_t* const* marks = sent.add(updated.marks.pointers());
   const RuleFacts facts = rule_facts(read.rule.optimizer);
   for (size_t t = 0; t < tables.size(); ++t) {
     UpdatedTable<T>& table = updated.tables[t];
     if (table.marks.blocks != nullptr)
       table.marks.blocks = marks + (table.marks.blocks - updated.marks.pointers().data());
-    const TileRows<T> rows = moved(table.weights, updated.weights.pointers(), weights);
+    const TileRows<T> rows = moved(table.weights, prepared.blocks<T>(), weights);
     // Any address will do for a state that no row has.
     auto* row_state = reinterpret_cast<float*>(rows.only);
     TileTable<T> tile = {{rows.only, row_state, keyed.first_keys[t], rows.columns, table.grad_scale},
@@ -205,7 +206,7 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
                          table.stream,
                          table.marks};
     for (int s = 0; s < facts.state_count(); ++s) {
-      tile.states[s] = moved(table.states[s], updated.states.pointers(), states);
+      tile.states[s] = moved(table.states[s], prepared.states, states);
       if (facts.states[s] == StateWidth::kRow) {
         tile.row_state = tile.states[s];
         tile.head.row_state = tile.row_state.only;
@@ -226,30 +227,41 @@ void update(const char* op, const UpdateCall& given, const UpdateArguments& read
                         keyed.end,
                         wrong},
                        sent.add(tables),
-                       WidthOfRows(read, const_data<float>(given.grad)),
+                       WidthOfRows(read, prepared, const_data<float>(given.grad)),
                        keyed.end};
-  update.width.is_whole &= has_whole_units(updated, facts);
+  update.width.is_whole &= has_whole_units<T>(prepared, facts);
   sent.send();
   constexpr uint64_t kShortEnd = std::numeric_limits<uint32_t>::max();
   const auto numbers =
       static_cast<uint64_t>(std::max(given.grad.numel(), lines_of_pieces(n) * columns_of_pieces(update.width)));
   if (keyed.end <= kShortEnd && numbers <= kShortEnd)
-    update_sorted<uint32_t>(call, given, read, update);
+    update_sorted<uint32_t>(call, given, read, update, prepared.on_nonfinite);
   else
-    update_sorted<uint64_t>(call, given, read, update);
+    update_sorted<uint64_t>(call, given, read, update, prepared.on_nonfinite);
   simt::launch(call.stream(), 1, ReportWrongUpdate{update.ids, call.errors(raise_wrong_update)});
   call.finish();
 }
 
+void update(const char* op, const UpdateBatch& given, const PreparedTables& prepared) {
+  const UpdateArguments read = read_update(op, given, prepared, false);
+  dispatch_row_type(op, prepared.row_type, [&](auto zero) { update<decltype(zero)>(op, given, read, prepared); });
+}
+
 void update_rows_(const UpdateCall& given) {
-  const char* op = "update_rows_";
-  check_tensor(op, "grad", given.grad, ScalarType::Float, kDevice);
-  const UpdateArguments read = read_update(op, given, given.grad.device(), false);
-  dispatch_row_type(op, given.weights, [&](auto zero) { update<decltype(zero)>(op, given, read); });
+  check_tensor("update_rows_", "grad", given.grad, ScalarType::Float, kDevice);
+  update("update_rows_", given.batch(), given.tables(given.grad.device()));
+}
+
+void update_prepared_(const PreparedUpdateCall& given) {
+  const char* op = "update_prepared_";
+  update(op, given.batch(), *Handles::all().get(op, given.tables));
 }
 
 }  // namespace
 
-TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_)); }
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_rows_", &update_rows_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("update_prepared_", &update_prepared_));
+}
 
 }  // namespace torchrec_dyn

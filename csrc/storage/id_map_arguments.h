@@ -105,6 +105,12 @@ inline void check_move(const SlotArray& from, const SlotArray& to, int64_t moved
                      " outgoing ones, got ", to.capacity, ".");
 }
 
+inline void check_moved(bool fits) {
+  TORCHREC_DYN_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
+}
+
+inline void raise_full_map(const int64_t*) { check_moved(false); }
+
 inline void check_cell_bits(int64_t bits) {
   TORCHREC_DYN_CHECK(bits >= 0 && bits <= kMostCellBits, "count_cells: expected bits in [0, ", kMostCellBits, "], got ",
                      bits, ".");

@@ -10,6 +10,7 @@
 #include "kernel.h"
 #include "parallel.h"
 #include "simd.h"
+#include "storage/find_rows_cpu.h"
 #include "storage/id_map.h"
 #include "storage/id_map_arguments.h"
 #include "storage/id_map_growth_cpu.h"
@@ -19,7 +20,6 @@
 namespace torchrec_dyn {
 namespace {
 
-constexpr int64_t kGrain = 2048;
 constexpr int64_t kFillGrain = 1 << 14;
 
 constexpr auto on_all_threads = [](int64_t tasks, const auto& task) { for_each_task(tasks, task); };
@@ -45,20 +45,8 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   const std::vector<IdMapView> maps = views_of("lookup", slots, moved);
   Tensor rows = new_int64(ids.numel());
   Tensor absent = new_int64(tables);
-  const int64_t* id = const_data<int64_t>(ids);
-  const int64_t* offset = const_data<int64_t>(table_offsets);
-  int64_t* row = mutable_data<int64_t>(rows);
-  std::vector<std::atomic<int64_t>> absent_of(maps.size());
-  for_each_range(ids.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    int64_t table = std::upper_bound(offset, offset + tables + 1, begin) - offset - 1;
-    for (int64_t first = begin; first < end; ++table) {
-      const int64_t last = std::min(end, offset[table + 1]);
-      const int64_t missing = find_rows(maps[static_cast<size_t>(table)], id, first, last, row);
-      absent_of[static_cast<size_t>(table)].fetch_add(missing, std::memory_order_relaxed);
-      first = last;
-    }
-  });
-  std::copy(absent_of.begin(), absent_of.end(), mutable_data<int64_t>(absent));
+  find_rows(maps, const_data<int64_t>(ids), const_data<int64_t>(table_offsets), mutable_data<int64_t>(rows),
+            mutable_data<int64_t>(absent));
   return {rows, absent};
 }
 
@@ -171,7 +159,7 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
     const int64_t first = std::max(moved / kSlotsAPage * kSlotsAPage, end_of_wrapped(from));
     give_back_zeros(from.slots + first, (end - first) * static_cast<int64_t>(sizeof(Slot)));
   }
-  TORCHREC_DYN_CHECK(fits, "move_slots: expected an empty slot for every id, got a full map.");
+  check_moved(fits);
   return moved_now;
 }
 

@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   const bool is_sent = is_description && kDevice == DeviceType::CUDA;  // the simt build reads all memory in place
   const TableMaps maps = send_maps(call, views, is_sent ? offsets : nullptr);
   simt::launch(call.stream(), ids.numel(),
-               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, mutable_data<int64_t>(rows),
+               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, nullptr, mutable_data<int64_t>(rows),
                         mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
@@ -133,9 +133,8 @@ Tensor move_slots(const Tensor& outgoing, const Tensor& slots, int64_t moved, in
   auto* left_out = call.zeros<int64_t>(1);
   // Slots before `moved` are empty, or hold ids that wrap around the end.
   simt::launch(call.stream(), from.capacity, MoveSlots{from, to, SlotHash::of(key), left_out});
-  // Waits, for the error only: the ids of a map that does not fit stay in `outgoing`.
-  TORCHREC_DYN_CHECK(call.read(left_out) == 0, "move_slots: expected an empty slot for every id, got a full map.");
-  simt::fill_zero(call.stream(), from.slots, from.capacity * static_cast<int64_t>(sizeof(Slot)));
+  simt::launch(call.stream(), from.capacity, EmptyMoved{from, left_out, call.errors(raise_full_map)});
+  call.finish();
   end = from.capacity;
   return moved_now;
 }

@@ -47,13 +47,15 @@ struct FindRows {
   const int64_t* ids;
   TableMaps maps;
   const int64_t* begins;  // where the ids of each table begin; null: as `maps` says. Not checked: the table is in range
+  const int64_t* places;  // of each table in `begins`; null: these are of tables
   int64_t* rows;
   int64_t* absent;              // by tables
   const int64_t* error_record;  // of the GPU
 
   TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
     if (begins == nullptr) return maps.table_of(i);
-    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
+    if (places == nullptr) return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
+    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[places[table]]; });
   }
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
@@ -123,6 +125,20 @@ struct MoveSlots {
     const Slot slot = from.slots[i];
     if (!slot.is_empty() && !claim_slot(to, slot.id, slot.place, hash(slot.id)))
       simt::warp_aggregated_increment(left_out);
+  }
+};
+
+// After MoveSlots: empties the slots that have moved. The ids of a map that does not fit stay.
+struct EmptyMoved {
+  SlotArray from;
+  const int64_t* left_out;
+  ErrorReport error;  // no words
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (*left_out == 0)
+      from.slots[i] = Slot{};
+    else if (i == 0)
+      error.report();
   }
 };
 

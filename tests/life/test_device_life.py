@@ -73,15 +73,14 @@ def test_the_same_calls_give_the_same_tables(lives, program):
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
 # many are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
-# The candidates that expire are read with the first counts; then more ids of the batch may be absent.
-ABSENT, NEW, ADMITTED, LISTED = "_to_copy", "collect_new", "_to_copy", "_to_copy"
+ABSENT, NEW, ADMITTED, LISTED = "find_and_pool", "collect_new", "_to_copy", "_to_copy"
 WAITS = {
     ("none", "all"): [ABSENT, NEW],
     ("lru", "all"): [ABSENT, NEW, LISTED],
     ("lfu", "all"): [ABSENT, NEW, LISTED],
     ("none", "count"): [ABSENT, NEW, ADMITTED],
     ("lru", "count"): [ABSENT, NEW, ADMITTED, LISTED],
-    ("steps", "all"): [ABSENT, NEW, ABSENT],
+    ("steps", "all"): [LISTED, ABSENT, NEW, LISTED],
 }
 
 

@@ -197,9 +197,8 @@ def test_a_device_takes_the_steps_of_the_cpu(life):
             output = one.group(ids, offsets, training=True)
             there, places = ids.to(CUDA), offsets.to(CUDA)
             others = [two.group(there, places, training=True)]
-            counts = [len(of_feature) for of_feature in lists]
-            prepared = ahead.group.prefetch_step(there, counts)
-            others.append(ahead.group(there, places, training=True, counts=counts, ahead=prepared))
+            prepared = ahead.group.prefetch_step(there, places)
+            others.append(ahead.group(there, places, training=True, ahead=prepared))
             for other in others:
                 assert torch.equal(other.detach().memory, output.detach())
                 if output.numel():
@@ -213,20 +212,19 @@ def test_a_device_takes_the_steps_of_the_cpu(life):
 
 
 def test_features_of_a_varying_number_of_bags():
-    """Without counts of the ids, the bags of each feature and rank tell which ids are whose."""
+    """The bags of each feature and rank tell which ids are whose."""
     flags = [(True, True, True), (False, True, False), (True, False, False)]
     sizes = [[2, 1], [1, 0], [0, 2]]
     ids, offsets = ids_of(1, 1, 2, 3, 8, 9, 4, 5), torch.tensor([0, 2, 3, 4, 6, 6, 8])
-    for counts in (None, [4, 2, 2]):
-        table = living_table(EVICTIONS["lru"], kind=OptimizerKind.EXACT_SGD)
-        group = make_group(table, features=[3], uses=uses_of_flags(flags))
-        output = group(ids, offsets, training=True, batch_sizes=sizes, counts=counts)
-        assert table.ids().sort().values.tolist() == [1, 2, 3, 4, 5]
-        assert table.count(ids_of(1, 3, 4, 8)).tolist() == [2, 1, 0, 0]
-        before, _ = table.lookup(ids_of(1, 4))
-        output.sum().backward()
-        moved = (before - table.lookup(ids_of(1, 4))[0])[:, 0]
-        torch.testing.assert_close(moved, torch.tensor([2 * RATE, 0.0]))
+    table = living_table(EVICTIONS["lru"], kind=OptimizerKind.EXACT_SGD)
+    group = make_group(table, features=[3], uses=uses_of_flags(flags))
+    output = group(ids, offsets, training=True, batch_sizes=sizes)
+    assert table.ids().sort().values.tolist() == [1, 2, 3, 4, 5]
+    assert table.count(ids_of(1, 3, 4, 8)).tolist() == [2, 1, 0, 0]
+    before, _ = table.lookup(ids_of(1, 4))
+    output.sum().backward()
+    moved = (before - table.lookup(ids_of(1, 4))[0])[:, 0]
+    torch.testing.assert_close(moved, torch.tensor([2 * RATE, 0.0]))
 
 
 def test_a_prefetch_inserts_no_id_of_a_feature_that_does_not():

@@ -15,6 +15,7 @@ from table_cases import ids_of, make_group
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn.lookup import Batch
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
 KNOWN = torch.tensor([5, -1, 2**63 - 1])
@@ -91,7 +92,7 @@ def test_prefetch_inserts_nothing():
     collection = make()
     read(collection, 1)
     (group,) = (one.tables for one in collection.unsharded_lookup._current_groups())
-    group.prefetch(ids_of(1, 2), torch.tensor([0, 1, 2]))
+    group.prefetch(Batch(ids_of(1, 2), offsets=torch.tensor([0, 1, 2])))
     assert collection.table("t").num_rows == 0
 
 

@@ -10,10 +10,6 @@ from table_cases import ids_of, make_group, same_state
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.lookup.batch import Batch
-from torchrec_dyn.lookup.first_read import read_first
-from torchrec_dyn.lookup.table_lists import list_tables
-from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 
 MOST = 2**32 - 1
 
@@ -135,14 +131,10 @@ def test_the_host_of_a_gpu_reads_no_more_often():
                 ids, scores = ids_of(*numbers), torch.arange(40.0) / 7
                 if where == "cuda":
                     ids, scores = device.of(ids), device.of(scores)
-                lists, offsets = list_tables([table]), torch.tensor([0, 40])
-                batch = Batch(ids, scores=scores, table_offsets=offsets)
-                first = None
-                if where == "cuda":
-                    device.forget()
-                    reading = occurrences_of(lists.trained, batch)
-                    first = read_first(lists, ids, offsets, lists.trained, reading)
-                take_step(lists.trained, batch, first)
+                device.forget()
+                offsets = torch.tensor([0, 40]).to(ids.device)
+                with torch.no_grad():
+                    make_group(table)(ids, offsets, training=True, scores=scores)
                 reads.append(len(device.reads))
             states.append(
                 {
@@ -160,7 +152,7 @@ def test_a_step_taken_ahead_adds_the_weights_once():
     groups = [make_group(living_table(lowest, limit=40)) for _ in range(2)]
     for step in range(4):
         ids, scores = ids_of(*range(step, step + 20)), torch.arange(20.0)
-        ahead = groups[0].prefetch_step(ids, [20], scores=scores)
+        ahead = groups[0].prefetch_step(ids, torch.tensor([0, 20]), scores=scores)
         for group, given in ((groups[0], ahead), (groups[1], None)):
             group(ids, torch.tensor([0, 20]), training=True, scores=scores, ahead=given)
     one, two = (group.tables[0].export_state() for group in groups)

@@ -1,16 +1,16 @@
-"""Descriptions of a batch whose offsets are on a mock GPU: by one read of the host at most."""
+"""Batches on a mock GPU are read, and refused, as on the CPU."""
 
 import pytest
 import torch
 from device_twins import DeviceTwins, take_step_of
 from mock_device import CUDA, MockDevice
+from table_cases import make_table
 
 from torchrec_dyn import DynamicTableConfig
-from torchrec_dyn.lookup.bag_layout import BagLayout
+from torchrec_dyn.lookup import Batch, TableGroup
 from torchrec_dyn.lookup.gradient_reduction import Senders, reduction_of
 
 OFFSETS = torch.tensor([0, 2, 2, 3, 7, 7, 9])
-COUNTS = [2, 5, 2]
 
 
 @pytest.fixture
@@ -19,28 +19,46 @@ def device():
         yield device
 
 
-@pytest.mark.parametrize("sizes", [None, [[1, 0], [2, 1], [0, 2]]])
-@pytest.mark.parametrize("pooling", ["sum", "none"])
-def test_bags_are_described_as_on_the_cpu(device, pooling, sizes):
-    layout = BagLayout([4, 4], [1, 2], pooling)
-    here = layout.describe(OFFSETS, 9, sizes)
-    for counts, reads in ((None, 1), (COUNTS, 0)):
-        device.forget()
-        there = layout.describe(OFFSETS.to(CUDA), 9, sizes, counts)
-        assert device.mixed == [] and (len(device.reads) == reads or not device.is_mock)
-        for name in ("table_offsets", "segments"):
-            assert torch.equal(getattr(there, name), getattr(here, name)), name
-        assert (there.elements, there.shape) == (here.elements, here.shape)
+WRONG = {
+    "a negative length": {"lengths": [2, -1, 2]},
+    "too few": {"lengths": [1, 0, 1]},
+    "too many": {"lengths": [2, 2, 1]},
+    "descending": {"offsets": [0, 3, 2, 3]},
+    "from 1": {"offsets": [1, 1, 2, 3]},
+    "to 2": {"offsets": [0, 1, 2, 2]},
+    "two ways": {"lengths": [1, 1, 1], "offsets": [0, 1, 3, 3]},
+}
 
 
-@pytest.mark.parametrize("wrong", [[0, 3, 2, 3], [0, 1, 2, 2], [1, 1, 2, 3]])
-def test_wrong_offsets_are_refused_as_on_the_cpu(device, wrong):
-    layout, offsets = BagLayout([4], [1], "sum"), torch.tensor(wrong)
-    with pytest.raises(ValueError, match=r"expected (ascending offsets|offsets from 0)") as of_cpu:
-        layout.describe(offsets, 3, None)
-    with pytest.raises(ValueError) as of_device:
-        layout.describe(offsets.to(CUDA), 3, None)
-    assert str(of_device.value) == str(of_cpu.value)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_wrong_bags_are_refused_as_on_the_cpu(device, wrong, dtype):
+    errors = []
+    for place in ("cpu", CUDA):
+        table = make_table(device=place)
+        given = {name: torch.tensor(bags, dtype=dtype).to(place) for name, bags in wrong.items()}
+        for training in (True, False):
+            batch = Batch(torch.arange(3).to(place), **given, training=training)
+            with pytest.raises(ValueError, match="lookup of tables t: expected ") as error:
+                TableGroup([table], [1], "sum")(batch)
+            errors.append(str(error.value))
+        assert table.num_rows == 0 and table.step == 0
+    assert len(set(errors)) == 1
+
+
+def test_lengths_and_offsets_describe_the_same_bags(device):
+    outputs = []
+    for place in ("cpu", CUDA):
+        table, ids = make_table(device=place), torch.arange(9).to(place)
+        bags = {"lengths": OFFSETS.diff().to(place), "offsets": OFFSETS.to(place)}
+        for given in ({"lengths": bags["lengths"]}, {"offsets": bags["offsets"]}, bags):
+            for dtype in (torch.int32, torch.int64):
+                sent = {name: numbers.to(dtype) for name, numbers in given.items()}
+                batch = Batch(ids, **sent)
+                output = TableGroup([table], [2], "sum")(batch).detach()
+                outputs.append(getattr(output, "memory", output))
+                assert batch.begins.tolist() == [0, 3, 9]
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 def test_senders_of_a_batch_need_no_read(device):
@@ -65,6 +83,6 @@ def test_a_frozen_table_beside_others_costs_no_read(device, counted):
     device.forget()
     take_step_of(twins.twins, ids.to(CUDA), bounds, times.to(CUDA) if counted else None)
     if device.is_mock:
-        assert len(device.reads) == 1 and device.mixed == [], device.reads
+        assert len(device.reads) == 1 + counted and device.mixed == [], device.reads
     seen = int(times[:4].sum()) if counted else 4
     assert twins.twins[0].stats()["ids_seen"] == before + seen

@@ -12,6 +12,7 @@ from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
+from torchrec_dyn.lookup import Batch
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
 OPTIMIZERS = [EmbOptimType[name] for name in (
@@ -253,18 +254,18 @@ def test_prefetch_passes_frozen_tables_over(lives):
     ebc.table("v").freeze()
     (group,) = (one.tables for one in ebc.unsharded_lookup._current_groups())
     ids, offsets = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([0, 1, 2, 3, 5])
-    group.prefetch(ids, offsets)
+    group.prefetch(Batch(ids, offsets=offsets))
     rows = [ebc.table(name).num_rows for name in FEATURES]
     assert rows == [inserted["t"], 0, 0]
     ebc.table("t").freeze()
     ebc.table("v").unfreeze()
     ebc.local_tables()
     group = ebc.unsharded_lookup._current_groups()[0].tables
-    group.prefetch(ids, offsets)
+    group.prefetch(Batch(ids, offsets=offsets))
     assert ebc.table("v").num_rows == inserted["v"]
     ebc.table("v").freeze()
     ebc.unsharded_lookup._current_groups()
-    group.prefetch(ids + 10, offsets)
+    group.prefetch(Batch(ids + 10, offsets=offsets))
     assert [ebc.table(name).num_rows for name in FEATURES] == [rows[0], 0, ebc.table("v").num_rows]
 
 

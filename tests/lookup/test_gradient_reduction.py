@@ -9,11 +9,11 @@ from gradient_oracle import MODES, RATE, check_trains_as_dense
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_cases import Case, Table, usual_plan
+from table_cases import make_group
 
 import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
-from torchrec_dyn.lookup.table_group import TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_batch
@@ -94,7 +94,7 @@ def group_of(modes, columns=3, kind=OptimizerKind.EXACT_SGD):
         )
         for number, mode in enumerate(modes)
     ]  # fmt: skip
-    return TableGroup(tables, [1] * len(modes), "sum")
+    return make_group(*tables)
 
 
 @given(

@@ -33,7 +33,7 @@ def calls_of_a_step(policies, tables, frozen):
     set_clocks(group.tables, 1)
     ids, offsets = batch(tables, 1, 2, 3)
     for _ in range(5):
-        group(ids, offsets, training=True, counts=[3] * tables).sum().backward()
+        group(ids, offsets, training=True).sum().backward()
     count = 0
 
     def called(frame, event, argument):
@@ -42,7 +42,7 @@ def calls_of_a_step(policies, tables, frozen):
 
     before = sys.getprofile()
     sys.setprofile(called)
-    group(ids, offsets, training=True, counts=[3] * tables).sum().backward()
+    group(ids, offsets, training=True).sum().backward()
     sys.setprofile(before)
     assert {table.step for table in group.tables[frozen:]} == {6}
     return count

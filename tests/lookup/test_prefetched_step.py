@@ -29,19 +29,18 @@ class Trained:
         self.group = make_group(*self.tables)
 
     def ahead(self, lists):
-        ids = ids_of(*(number for of_table in lists for number in of_table))
-        return self.group.prefetch_step(ids.to(self.group.device), [len(one) for one in lists])
+        return self.group.prefetch_step(*self.batch(lists))
 
     def forward(self, lists, ahead=None, training=True):
-        """Returns the rows of the ids: all bags have one id, and the shorter list empty bags."""
+        return self.group(*self.batch(lists), training=training, ahead=ahead)
+
+    def batch(self, lists):
+        """Returns ids and offsets: all bags have one id, and the shorter list empty bags."""
         longest = max(map(len, lists))
         lengths = [int(i < len(one)) for one in lists for i in range(longest)]
         ids = ids_of(*(number for of_table in lists for number in of_table))
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        place, counts = self.group.device, [len(one) for one in lists]
-        return self.group(
-            ids.to(place), offsets.to(place), training=training, counts=counts, ahead=ahead
-        )
+        place = self.group.device
+        return ids.to(place), torch.tensor([0, *lengths]).cumsum(0).to(place)
 
     def states(self):
         return [table.export_state() for table in self.tables]
@@ -450,7 +449,7 @@ def test_prefetched_ids_of_known_counts_wait_once(device):
     ids, offsets = ids_of(3, 4).to(CUDA), ids_of(0, 1, 2).to(CUDA)
     for inserted in (True, False):
         device.forget()
-        make_group(table).prefetch(ids, offsets, counts=[2])
+        make_group(table).prefetch(ids, offsets)
         assert device.mixed == [] and (len(device.reads) == 1 + inserted or not device.is_mock)
     assert table.num_rows == 2
 

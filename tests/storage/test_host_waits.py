@@ -50,7 +50,7 @@ def test_where_the_host_waits_for_an_id_map(device):
     capacity = id_map.capacity
     id_map.reserve(400)
     assert id_map.capacity > capacity
-    check_waits(device, "move_slots")
+    check_waits(device)
     id_map.insert(on(device, more), on(device, more_rows))
     device.forget()
     id_map.remove(on(device, ids[:50]), 450)

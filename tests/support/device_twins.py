@@ -6,29 +6,21 @@ import pickle
 import torch
 from life_cases import ADMISSIONS, COUNTS, EVICTIONS, living_table
 from mock_device import CUDA
-from table_cases import ids_of, same_state
+from table_cases import ids_of, make_group, same_state
 
 from torchrec_dyn import knobs
-from torchrec_dyn.lookup.batch import Batch
-from torchrec_dyn.lookup.first_read import read_first
-from torchrec_dyn.lookup.table_lists import list_tables
-from torchrec_dyn.lookup.training_step import occurrences_of, take_step
 from torchrec_dyn.storage import RowStore
 from torchrec_dyn.table import TableShard
 
-# A search for candidates, and the growth of a map, wait once more for each table.
-RARE = {"lowest_scores", "move_slots"}
+# A search for candidates waits once more for each table.
+RARE = {"lowest_scores"}
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda table: pickle.loads(pickle.dumps(table))}
 
 
 def take_step_of(tables, ids, offsets, times=None):
-    """Takes one training step of tables, as their group does, for ids in table order."""
-    lists, batch = list_tables(tables), Batch(ids, times=times, table_offsets=offsets)
-    first = None
-    if not ids.is_cpu:
-        reading = occurrences_of(lists.trained, batch)
-        first = read_first(lists, ids, offsets, lists.trained, reading)
-    return take_step(lists.trained, batch, first)
+    """Takes one training step of tables, each with one bag of ids; returns the output."""
+    with torch.no_grad():
+        return make_group(*tables)(ids, offsets.to(ids.device), training=True, times=times)
 
 
 def on_host(state):
@@ -51,16 +43,15 @@ class DeviceTwins:
         self.versions = None
 
     def step(self, *lists, times=False):
-        """Takes one training step of all tables, and compares which ids have rows."""
+        """Takes one training step of all tables, and compares the outputs."""
         ids = ids_of(*(number for of_table in lists for number in of_table))
         offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
         found = []
         for tables, sent in ((self.tables, ids), (self.twins, self.device.of(ids.clone()))):
             twice = torch.full_like(sent, 2) if times else None
             try:
-                rows, refused, *_ = take_step_of(tables, sent, offsets, twice)
-                memory = getattr(rows, "memory", rows)  # not `.cpu()`, which would be noted
-                found.append(((memory >= 0).tolist(), int(refused)))
+                output = take_step_of(tables, sent, offsets, twice)
+                found.append(getattr(output, "memory", output).tolist())  # `.cpu()` would be noted
             except RuntimeError as error:  # a full table
                 found.append(str(error))
         assert found[0] == found[1]

@@ -45,7 +45,10 @@ READING = {
     *(aten._unique, aten._unique2, aten.unique_dim, aten.unique_consecutive),
 }
 # Results of our ops that describe other arguments: on the CPU for every device (torchrec_dyn/ops.py).
-HOST_RESULTS = {"collect_new": {2}, "move_slots": {0}}
+HOST_RESULTS = {
+    **{"collect_new": {2}, "move_slots": {0}, "prepare_tables": {0}},
+    "find_and_pool": {3},
+}
 # Descriptions that may be on the device, too; the host does not look at them there.
 ON_EITHER = {("lookup", "table_offsets")}
 FAR = 2**61  # what the host reads of a copy that it has not waited for

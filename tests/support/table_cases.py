@@ -8,7 +8,7 @@ from oracle import EXTREME_IDS, ids_at_home
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.lookup.table_group import TableGroup
+from torchrec_dyn.lookup import Batch, TableGroup
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 
@@ -47,8 +47,22 @@ def without_probes(stats: dict[str, int | float]) -> dict[str, int | float]:
     return {name: value for name, value in stats.items() if not name.startswith("probe_length")}
 
 
-def make_group(*tables: TableShard, pooling: str = "sum", features=None, **options) -> TableGroup:
-    return TableGroup(tables, features or [1] * len(tables), pooling, **options)
+class Group(TableGroup):
+    """A group whose batches are given as tensors, with offsets."""
+
+    def __call__(self, ids, offsets, weights=None, *, training, ahead=None, **others):
+        batch = Batch(ids, offsets=offsets, weights=weights, training=training, **others)
+        return super().__call__(batch, ahead)
+
+    def prefetch(self, ids, offsets):
+        super().prefetch(Batch(ids, offsets=offsets))
+
+    def prefetch_step(self, ids, offsets, **others):
+        return super().prefetch_step(Batch(ids, offsets=offsets, **others))
+
+
+def make_group(*tables: TableShard, pooling: str = "sum", features=None, **options) -> Group:
+    return Group(tables, features or [1] * len(tables), pooling, **options)
 
 
 def bags_of(*bags: list[int]) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,11 @@ from another_process import environment, start
 from forked import forkserver
 from full_disk import file_limit, room_left, small_disk
 from mapped_cases import SHARED_MEMORY, are_mapped, on_ext4, small_files
-from table_cases import bags_of, ids_of
+from table_cases import bags_of, ids_of, make_group
 
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
-from torchrec_dyn.lookup import TableGroup, rows_ahead
+from torchrec_dyn.lookup import rows_ahead
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.storage import RowStore, check_directory
 from torchrec_dyn.storage.block_memory import mapped_block
@@ -54,7 +54,7 @@ def table_of(
 
 
 def train(table: TableShard, steps: range, pool: int = 4000, ids_a_step: int = 300) -> None:
-    group = TableGroup([table], [1], "sum")
+    group = make_group(table)
     for step in steps:
         draw = torch.Generator().manual_seed(step)
         ids = torch.randint(pool, (ids_a_step,), generator=draw)
@@ -95,7 +95,7 @@ def test_policies_decide_as_in_memory(policies: dict[str, Any]) -> None:
         tables = [table_of(storage, limit=500, **policies) for storage in (None, FILES)]
     for table in tables:
         train(table, range(20), 1500 if "eviction" in policies else 400)
-        group = TableGroup([table], [1], "sum")
+        group = make_group(table)
         outputs = group(*bags_of([*range(30)], [-5, 77]), training=False)
         assert outputs.isfinite().all()
     assert same(*tables)
@@ -106,7 +106,7 @@ def test_initial_rows_of_one_evaluation_are_in_memory() -> None:
     table = table_of(unseen="initial")
     train(table, range(2))
     blocks = len(table.weights.blocks)
-    TableGroup([table], [1], "sum")(*bags_of([-5, -6]), training=False)
+    make_group(table)(*bags_of([-5, -6]), training=False)
     assert len(table.weights.blocks) == blocks
 
 
@@ -373,7 +373,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RowStore, list[int]]]:
 
 def test_a_forward_asks_for_the_rows_of_its_batch(asked: list[Any]) -> None:
     table, plain = table_of(), table_of(None)
-    group = TableGroup([plain, table], [1, 1], "sum")
+    group = make_group(plain, table)
     ids, offsets = bags_of([1, 2, 3], [2], [7, 8], [7])
     group(ids, offsets, training=True)
     rows = sorted(table.id_map.lookup(ids_of(7, 8)).tolist())
@@ -389,7 +389,7 @@ def test_a_forward_asks_for_the_rows_of_its_batch(asked: list[Any]) -> None:
 
 def test_rows_of_a_later_batch_are_asked_for_on_another_thread(asked: list[Any]) -> None:
     table = table_of()
-    group = TableGroup([table], [1], "sum")
+    group = make_group(table)
     group(*bags_of([1, 2, 3]), training=True)
     asked.clear()
     group.ask_ahead({0: ids_of(3, 99, 1)}, True)

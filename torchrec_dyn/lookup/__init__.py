@@ -7,8 +7,7 @@ order of a step with policies.
 A training forward that fails changes no table of its group.
 """
 
-from torchrec_dyn.lookup.batch import PrefetchedStep, no_scores, wrong_scores
+from torchrec_dyn.lookup.batch import Batch, PrefetchedStep, no_scores, wrong_scores
 from torchrec_dyn.lookup.feature_uses import uses_by_feature, uses_of
-from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders, repeat_rows
 from torchrec_dyn.lookup.table_group import TableGroup

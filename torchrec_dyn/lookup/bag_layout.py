@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchrec_dyn.lookup.batch import Batch
 from torchrec_dyn.ops import complete_cumsum
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard
@@ -27,32 +28,57 @@ def lookup_of(tables: Sequence[TableShard]) -> str:
     return f"lookup of tables {', '.join(table.name for table in tables)}"
 
 
-def checked_input(
-    tables: Sequence[TableShard], ids: Tensor, offsets: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the ids, offsets and weights of a batch of `tables`, contiguous, the offsets as int64.
-
-    ids [N], offsets [F * B + 1] and weights [N] are those of `TableGroup.__call__`.
-
-    Raises:
-        ValueError: one of them has a wrong dtype or shape, or is on another device than the rows.
-    """
+def check_input(tables: Sequence[TableShard], batch: Batch) -> None:
+    """Raises ValueError if a tensor of a batch has a wrong dtype or shape, or is not where the rows are."""
+    ids, weights = batch.ids, batch.weights
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
     if weights is not None and (not weights.is_floating_point() or weights.shape != ids.shape):
         raise _misfit(tables, f"[{ids.numel()}] floating point weights, got {_kind(weights)}.")
-    if offsets.dtype not in (torch.int64, torch.int32) or offsets.dim() != 1:
-        raise _misfit(tables, f"offsets [F * B + 1] of int64 or int32, got {_kind(offsets)}.")
-    device = tables[0].weights.device
-    on_cpu = device.type == "cpu"
-    for tensor in (ids, offsets, weights):
+    on_cpu = tables[0].weights.device.type == "cpu"
+    for tensor in (ids, batch.lengths, batch.offsets, weights):
         if tensor is not None and tensor.is_cpu != on_cpu:
             raise _misfit(
                 tables,
-                f"ids, offsets and weights on {device}, where the rows are, got a tensor on "
-                f"{tensor.device}. Move the batch, or the collection, with .to(...).",
+                f"ids, offsets and weights on {tables[0].weights.device}, where the rows are, got a tensor "
+                f"on {tensor.device}. Move the batch, or the collection, with .to(...).",
             )
-    return ids.contiguous(), offsets.to(torch.int64).contiguous(), weights
+    for numbers in (batch.lengths, batch.offsets):
+        if numbers is not None and (
+            numbers.dtype not in (torch.int64, torch.int32) or numbers.dim() != 1
+        ):
+            name = "lengths [F * B]" if numbers is batch.lengths else "offsets [F * B + 1]"
+            raise _misfit(tables, f"{name} of int64 or int32, got {_kind(numbers)}.")
+
+
+def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:
+    """Returns the error of a batch whose lengths or offsets are wrong. A GPU's host waits for the numbers."""
+    ids, lengths, offsets = batch.ids.numel(), batch.lengths, batch.offsets
+    least, total = 0, ids
+    if lengths is not None and lengths.numel():
+        least, total = int(lengths.min()), int(lengths.sum())
+    if lengths is None and offsets is not None:
+        ends = offsets.tolist()
+        if ends != sorted(ends):
+            return _misfit(
+                tables, "ascending offsets, got descending ones. Are there negative lengths?"
+            )
+        return _misfit(
+            tables,
+            f"offsets from 0 to {ids}, the number of ids, got {ends[0]} to {ends[-1]}. Do lengths and values "
+            "agree?",
+        )
+    if least < 0 or total != ids:
+        return _misfit(
+            tables,
+            f"lengths that are not negative and add up to the {ids} ids, got a minimum of {least} and a sum "
+            f"of {total}.",
+        )
+    return _misfit(
+        tables,
+        "offsets that begin at 0 and agree with the lengths of a batch, got others. Pass lengths or offsets "
+        "to the KeyedJaggedTensor, not both.",
+    )
 
 
 def _misfit(tables: Sequence[TableShard], what: str) -> ValueError:
@@ -77,6 +103,21 @@ class Bags:
     table_offsets: Tensor
     offsets: Tensor | None
     segments: Tensor
+    elements: int
+    shape: tuple[int, ...]
+
+
+class BatchShape(NamedTuple):
+    """What the numbers of bags of a batch decide, whatever its ids.
+
+    Attributes:
+        first_bags: [F + 1] int64 on the CPU, the first bag of each feature, and the number of bags.
+        segments: [S, 5] int64 on the CPU (csrc/lookup/bags.h); None for sequences.
+        elements, shape: of the output; of sequences not known.
+    """
+
+    first_bags: Tensor
+    segments: Tensor | None
     elements: int
     shape: tuple[int, ...]
 
@@ -107,82 +148,56 @@ class BagLayout:
         self._first_feature = list(accumulate(features_per_table, initial=0))
         self._features = len(self._table_of)
         self._width = sum(columns[t] for t in self._table_of)
-        # Values of the last batch: the next batch often has the same number of bags.
-        self._cached: tuple[int, Tensor, Tensor] = (-1, torch.empty(0), torch.empty(0))
+        self.first_features = torch.tensor(self._first_feature, device="cpu")
+        # Of the last batch: the next batch often has the same number of bags.
+        self._last: tuple[int | None, BatchShape] = (None, BatchShape(_NONE, None, 0, ()))
 
-    def table_offsets(
-        self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64 on the CPU.
+    def shape_of(self, bags: int, batch_sizes: Sequence[Sequence[int]] | None) -> BatchShape:
+        """Returns the shape of a batch of so many bags.
 
-        offsets [bags + 1] int64 on any device, where each bag begins in the ids; `ids` is N;
         batch_sizes [F][ranks], bags of each feature and rank, or None if all features have the same number.
 
         Raises:
-            ValueError: offsets or batch sizes are not valid.
+            ValueError: the number of bags, or the batch sizes, are not valid.
         """
-        bags = offsets.numel() - 1
-        if batch_sizes is None:
-            if bags < 0 or bags % self._features:
-                raise ValueError(
-                    f"lookup: expected offsets [F * B + 1] with F = {self._features} features, got "
-                    f"{offsets.numel()} offsets."
-                )
-        else:
-            in_all = sum(sum(sizes) for sizes in batch_sizes)
-            if len(batch_sizes) != self._features or in_all != bags:
-                raise ValueError(
-                    f"lookup: expected batch sizes of {self._features} features that sum to {bags} "
-                    f"bags, got {len(batch_sizes)} features and {in_all} bags."
-                )
-            ranks = {len(sizes) for sizes in batch_sizes}
-            if len(ranks) != 1 or any(bags < 0 for sizes in batch_sizes for bags in sizes):
-                raise ValueError(
-                    "lookup: expected batch sizes >= 0 of the same ranks for every feature, got "
-                    f"{[list(sizes) for sizes in batch_sizes]}."
-                )
-        # Checked here, before any id is inserted: the ops check only after the insertion.
-        descends = (offsets[1:] < offsets[:-1]).any()
-        table_offsets = offsets[self._first_bags(bags, batch_sizes).to(offsets.device)]
-        if not offsets.is_cpu:  # one read of a GPU
-            words = torch.cat([table_offsets, descends.view(1)]).cpu()
-            table_offsets, descends = words[:-1], words[-1]
-        first, *_, last = table_offsets.tolist()
-        if descends:
+        if batch_sizes is not None:
+            return self._varying(bags, batch_sizes)
+        if self._last[0] != bags:
+            self._last = bags, self._regular(bags)
+        return self._last[1]
+
+    def _regular(self, bags: int) -> BatchShape:
+        if bags < 0 or bags % self._features:
             raise ValueError(
-                "lookup: expected ascending offsets, got descending ones. Are there negative lengths?"
+                f"lookup: expected offsets [F * B + 1] with F = {self._features} features, got "
+                f"{bags + 1} offsets."
             )
-        if (first, last) != (0, ids):
+        batch = bags // self._features
+        first_bags = torch.arange(self._features + 1, device="cpu") * batch
+        if self._is_sequence:
+            return BatchShape(first_bags, None, 0, ())
+        segments = self._regular_segments(batch)
+        return BatchShape(first_bags, segments, batch * self._width, (batch, self._width))
+
+    def _varying(self, bags: int, batch_sizes: Sequence[Sequence[int]]) -> BatchShape:
+        in_all = sum(sum(sizes) for sizes in batch_sizes)
+        if len(batch_sizes) != self._features or in_all != bags:
             raise ValueError(
-                f"lookup: expected offsets from 0 to {ids}, the number of ids, got {first} to "
-                f"{last}. Do lengths and values agree?"
+                f"lookup: expected batch sizes of {self._features} features that sum to {bags} "
+                f"bags, got {len(batch_sizes)} features and {in_all} bags."
             )
-        return table_offsets
-
-    def begins_of_tables(self, begins: Tensor) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64 on the device of `begins`.
-
-        begins [F + 1] int64 are the begin of each feature's ids, and the end of the last.
-        """
-        if len(self._first_feature) == self._features + 1:  # each table has one feature
-            return begins
-        # Not waited for: the copy is in the order of the stream.
-        return begins[host_numbers(self._first_feature).to(begins.device, non_blocking=True)]
-
-    def begins_of_features(
-        self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Tensor:
-        """Returns the begin of each feature's ids, and the end of the last, [F + 1] int64.
-
-        offsets [bags + 1] int64 on any device, checked; batch_sizes as in `table_offsets`.
-        """
-        if batch_sizes is None:
-            batch = (offsets.numel() - 1) // self._features
-            first_bags = torch.arange(self._features + 1, device="cpu") * batch
-        else:
-            sizes = (sum(sizes) for sizes in batch_sizes)
-            first_bags = torch.tensor(list(accumulate(sizes, initial=0)), device="cpu")
-        return offsets[first_bags.to(offsets.device, non_blocking=True)]
+        ranks = {len(sizes) for sizes in batch_sizes}
+        if len(ranks) != 1 or any(size < 0 for sizes in batch_sizes for size in sizes):
+            raise ValueError(
+                "lookup: expected batch sizes >= 0 of the same ranks for every feature, got "
+                f"{[list(sizes) for sizes in batch_sizes]}."
+            )
+        begins = [*accumulate((sum(sizes) for sizes in batch_sizes), initial=0)]
+        first_bags = host_numbers(begins)
+        if self._is_sequence:
+            return BatchShape(first_bags, None, 0, ())
+        segments, elements = self._varying_segments(begins, batch_sizes)
+        return BatchShape(first_bags, segments, elements, (elements,))
 
     def joined(self, batches: Sequence[Bags], begins: Sequence[Tensor]) -> tuple[Bags, Tensor]:
         """Returns the description of several batches as one, and the places of its ids in the batches.
@@ -225,61 +240,17 @@ class BagLayout:
         all_lines = torch.cat(lines)
         return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
 
-    def offsets_of_tables(self, counts: Sequence[int]) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64 on the CPU; counts [F] are ids of features."""
-        begins = list(accumulate(counts, initial=0))
-        return host_numbers([begins[f] for f in self._first_feature])
+    def offsets_of_tables(self, begins: Tensor) -> Tensor:
+        """Returns the begin of each table's ids, [T + 1] int64; begins [F + 1] int64 are those of features."""
+        if len(self._first_feature) == self._features + 1:  # each table has one feature
+            return begins
+        return begins[self.first_features]
 
-    def describe(
-        self,
-        offsets: Tensor,
-        ids: int,
-        batch_sizes: Sequence[Sequence[int]] | None,
-        counts: Sequence[int] | None = None,
-    ) -> Bags:
-        """Returns the description of one batch.
-
-        As `BagLayout.table_offsets`, but not checked with counts [F], the number of ids of each feature: then
-        the caller has checked that offsets ascend from 0 to N, and the number of bags. (The ops check again
-        before they read memory.)
-        """
-        if counts is None:
-            table_offsets = self.table_offsets(offsets, ids, batch_sizes)
-        elif offsets.is_cpu:
-            table_offsets = offsets[self._first_bags(offsets.numel() - 1, batch_sizes)]
-        else:
-            table_offsets = self.offsets_of_tables(counts)
-        if self._is_sequence:
+    def bags(self, shape: BatchShape, offsets: Tensor, table_offsets: Tensor, ids: int) -> Bags:
+        """Returns the description of a batch; offsets [bags + 1] and table_offsets [T + 1] int64."""
+        if shape.segments is None:
             return self._sequence(table_offsets, ids)
-        return self._pooled(table_offsets, offsets, batch_sizes)
-
-    def describe_uncounted(
-        self, offsets: Tensor, ids: int, batch_sizes: Sequence[Sequence[int]] | None
-    ) -> Bags | None:
-        """Returns the description of a batch whose counts are not known, without `table_offsets`.
-
-        As `BagLayout.table_offsets`, but not checked: the caller has checked the number of bags. Returns None
-        for sequences of several tables, where the tables of ids are not known.
-        """
-        if not self._is_sequence:
-            return self._pooled(_NONE, offsets, batch_sizes)
-        if len(self._columns) > 1:
-            return None
-        return self._sequence(host_numbers([0, ids]), ids)
-
-    def _first_bags(self, bags: int, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Returns the first bag of each table, and the number of bags, [T + 1] int64 on the CPU."""
-        if batch_sizes is None:
-            return self._of_batch(bags // self._features)[1]
-        first_bag = list(accumulate((sum(sizes) for sizes in batch_sizes), initial=0))
-        return torch.tensor([first_bag[feature] for feature in self._first_feature], device="cpu")
-
-    def _of_batch(self, batch: int) -> tuple[int, Tensor, Tensor]:
-        """Returns B, the first bag of each table and the segments of batches of B bags per feature."""
-        if self._cached[0] != batch:
-            first_bags = torch.tensor(self._first_feature, device="cpu") * batch
-            self._cached = (batch, first_bags, self._regular_segments(batch))
-        return self._cached
+        return Bags(table_offsets, offsets, shape.segments, shape.elements, shape.shape)
 
     def _regular_segments(self, batch: int) -> Tensor:
         first_column = accumulate((self._columns[t] for t in self._table_of), initial=0)
@@ -298,34 +269,19 @@ class BagLayout:
         segments = torch.stack([tables, begins, sizes, begins * columns, widths], dim=1)
         return Bags(table_offsets, None, segments, ids * columns, (ids, columns))
 
-    def _pooled(
-        self,
-        table_offsets: Tensor,
-        offsets: Tensor,
-        batch_sizes: Sequence[Sequence[int]] | None,
-    ) -> Bags:
-        if batch_sizes is not None:
-            return self._variable(table_offsets, offsets, batch_sizes)
-        batch, _, segments = self._of_batch((offsets.numel() - 1) // self._features)
-        shape = (batch, self._width)
-        return Bags(table_offsets, offsets, segments, batch * self._width, shape)
-
-    def _variable(
-        self,
-        table_offsets: Tensor,
-        offsets: Tensor,
-        batch_sizes: Sequence[Sequence[int]],
-    ) -> Bags:
+    def _varying_segments(
+        self, first_bags: Sequence[int], batch_sizes: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, int]:
+        """Returns the segments, rank by rank, and the elements of their outputs."""
         lines: list[list[int]] = []
-        place = 0
-        next_bag = list(accumulate((sum(sizes) for sizes in batch_sizes), initial=0))
+        place, next_bag = 0, list(first_bags)
         for rank in range(len(batch_sizes[0])):
             for feature, table in enumerate(self._table_of):
                 bags, columns = batch_sizes[feature][rank], self._columns[table]
                 lines.append([table, next_bag[feature], bags, place, columns])
                 next_bag[feature] += bags
                 place += bags * columns
-        return Bags(table_offsets, offsets, torch.tensor(lines, device="cpu"), place, (place,))
+        return torch.tensor(lines, device="cpu"), place
 
 
 def _places_of_runs(begins: Tensor, sizes: Tensor, total: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batch: what a caller says of the ids of one forward; TakenStep: what the step has made of them.
+"""Batch: the ids of one forward; Found: their rows before the step; TakenStep: after it.
 
 PrefetchedStep is a TakenStep of a batch whose forward has not begun.
 
@@ -14,9 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.feature_uses import Uses
-from torchrec_dyn.lookup.first_read import UnreadCounts
 from torchrec_dyn.lookup.gradient_reduction import Senders
 from torchrec_dyn.lookup.table_lists import TableLists, of_ids
 from torchrec_dyn.storage import OpenForward, keep_in_use
@@ -26,26 +24,69 @@ _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 
 @dataclass
 class Batch:
-    """The ids of one forward, made once where they arrive. The fields are told in `TableGroup.__call__`.
+    """The ids of one forward, made once where they arrive.
 
     Attributes:
-        bags: the description for the ops, as soon as it is known.
+        ids: [N] int64, feature-major.
+        lengths, offsets: of the bags, [F * B] and [F * B + 1], int32 or int64; at least one of them. If both
+            are given they must agree.
+        weights: [N] floating point weights of the ids in their bags, or None.
+        training: True to count the step, to give rows to unseen ids, and to update rows in backward. If
+            False, and for a frozen table, nothing changes, and an unseen id reads as the table's `unseen`
+            configures.
+        batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
+        senders: senders of the batch, if a table's gradients are not the mean over the ranks.
+        times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands for;
+            None for 1 each.
+        scores: [N] floating point, what each id adds to its score in tables with `LowestScore`; None without
+            such tables, and in evaluation.
         uses: of the ids, as soon as they are known; None if each does all, and in evaluation.
-        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin, as soon as it is known.
+        begins: [F + 1] int64 on the CPU, where the ids of each feature begin, as soon as they are found.
+        table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin; as `begins`.
     """
 
     ids: Tensor
-    offsets: Tensor = _NONE
+    lengths: Tensor | None = None
+    offsets: Tensor | None = None
     weights: Tensor | None = None
     training: bool = True
     batch_sizes: Sequence[Sequence[int]] | None = None
-    counts: Sequence[int] | UnreadCounts | None = None
     senders: Senders | None = None
     times: Tensor | None = None
     scores: Tensor | None = None
-    bags: Bags | None = None
     uses: Uses | None = None
+    begins: Tensor = _NONE
     table_offsets: Tensor = _NONE
+
+    @property
+    def bags(self) -> int:
+        """The number of bags of all features."""
+        if self.lengths is not None:
+            return self.lengths.numel()
+        return -1 if self.offsets is None else self.offsets.numel() - 1
+
+    def keep_in_use(self) -> None:
+        """Keeps the memory of a batch on a GPU for the current stream: its owner may drop it early."""
+        keep_in_use(self.ids, self.lengths, self.offsets, self.weights, self.times, self.scores)
+
+
+class Found(NamedTuple):
+    """The rows of a batch before its step.
+
+    Attributes:
+        out: [elements], its output, with zeros for absent ids. In training on a CPU it is not initialised if
+            ids are absent.
+        rows: [N] int64, -1 for an absent id.
+        offsets: [bags + 1] int64, where each bag begins.
+        absent: [T] int64 on the CPU, number of absent ids of each table, repeats counted.
+        num_absent: their sum.
+    """
+
+    out: Tensor
+    rows: Tensor
+    offsets: Tensor
+    absent: Tensor
+    num_absent: int
 
 
 def no_scores(where: str) -> ValueError:
@@ -99,17 +140,19 @@ class PrefetchedStep:
     then. A table that was loaded or converted since takes its step again, and no other table does.
 
     Attributes:
+        bags: `begins` and `table_offsets` of the batch, and where its bags begin.
         generations: [T], generation of each table at the step.
         open_forward: the forward of the step, open since then.
     """
 
     taken: TakenStep
+    bags: tuple[Tensor, Tensor, Tensor]
     generations: list[int]
     open_forward: OpenForward
 
     def keep_in_use(self) -> None:
         """Keeps the memory of the rows, which another stream has allocated, for the current stream."""
-        keep_in_use(self.taken.learning, self.taken.rows)
+        keep_in_use(self.taken.learning, self.taken.rows, self.bags[2])
 
     def is_of(self, lists: TableLists) -> bool:
         """Returns False if a table was loaded or converted since the step: its rows are other rows now."""
@@ -147,15 +190,11 @@ class PrefetchedStep:
         )
         return replace(self, taken=joined)
 
-    def now(self, lists: TableLists, ids: Tensor, table_offsets: Tensor) -> TakenStep:
+    def now(self, lists: TableLists, table_offsets: Tensor) -> TakenStep:
         """Returns the step for a forward that begins now. Rows of tables frozen since then are not updated.
 
-        ids [N] int64, the batch of the step; table_offsets [T + 1] int64, where the ids of each table begin.
-
-        Raises:
-            ValueError: the step was taken for a batch of another size.
+        table_offsets [T + 1] int64: where the ids of each table begin.
         """
-        self.check_size(ids)
         assert self.taken.learning is not None
         learning = lists.rows_to_update(self.taken.learning, table_offsets)
         return self.taken._replace(learning=learning)

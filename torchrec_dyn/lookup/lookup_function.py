@@ -11,11 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates
-from torchrec_dyn.lookup.first_read import EarlyOutput
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TableBlocks, TrainedTables
 from torchrec_dyn.storage import OpenForward, TableLock
@@ -41,6 +39,8 @@ class Group(Protocol):
 
     def _check_backward(self, forward: Forward) -> None: ...
 
+    def _weights_grad(self, forward: Forward, grad: Tensor) -> Tensor: ...
+
     def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None: ...
 
 
@@ -51,14 +51,15 @@ class Forward:
     The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
     Until the backward, or until the graph is dropped, live: `rows`, `shown`, the offsets and segments of
     `bags`, the senders of `reduction` and `begins`, made by this forward; `blocks` and `streams`, of the
-    tables; and the copy `ids`. `early` lives until the output is made. The weights of bags are the caller's:
-    autograd saves them, and raises its error if they were written in place.
+    tables; and the copy `ids`. The weights of bags are the caller's: autograd saves them, and raises its
+    error if they were written in place.
 
     Attributes:
         group: the tables.
         rows: [N] int64, rows to update, -1 for an id without an update; None in evaluation.
         shown: [N] int64, rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in
             `blocks`.
+        blocks: the rows of the tables, and initial rows; None if rows of the tables alone are shown.
         trained: the tables that are not frozen; none in evaluation.
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
@@ -66,7 +67,6 @@ class Forward:
         ids: [N] int64, a copy, for the rounding of rows below float32; else None.
         begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
         step: `DeferredUpdates.step` at the forward; None unless updates are deferred.
-        early: the output, if it was pooled already.
         open_forward: open until the backward has run; None without a backward.
         is_done: True as soon as the backward has updated rows.
     """
@@ -75,34 +75,17 @@ class Forward:
     rows: Tensor | None
     shown: Tensor
     bags: Bags
-    blocks: TableBlocks
+    blocks: TableBlocks | None
     trained: TrainedTables | None
     streams: Tensor | None
     generations: list[int]
     noted: list[object] | None
     reduction: Reduction
-    early: EarlyOutput | None = None
     open_forward: OpenForward | None = None
     is_done: bool = False
     ids: Tensor | None = None
     begins: Tensor | None = None
     step: object | None = None
-
-
-def pool(forward: Forward, weights: Tensor | None) -> Tensor:
-    """Returns the output of a forward.
-
-    weights: [N] weights of the ids in their bags, or None.
-    """
-    group, bags, blocks = forward.group, forward.bags, forward.blocks
-    early, forward.early = forward.early, None  # no open forward holds an output
-    output = None if early is None else early.finish(forward.shown, blocks)
-    if output is not None:
-        return output
-    return ops.gather_pool(
-        forward.shown, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
-        bags.segments, group.is_mean, bags.elements, group.output_dtype,
-    )  # fmt: skip
 
 
 def as_float(weights: Tensor | None) -> Tensor | None:
@@ -132,16 +115,16 @@ class LookupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: Forward
+        ctx: Any, anchor: Tensor | None, weights: Tensor | None, forward: Forward, out: list[Tensor]
     ) -> Tensor:
-        """Returns the output."""
+        """Returns the output, which is `out`: in a list, or autograd would take it for an argument."""
         ctx.lookup = forward
         ctx.save_for_backward(weights)
-        return pool(forward, weights)
+        return out.pop()
 
     @staticmethod
     @not_compiled
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None, None]:
         """Updates the rows, and returns the gradient of the weights."""
         (weights,) = ctx.saved_tensors  # before the lock is held: hooks of saved tensors run here
         lock = ctx.lookup.group.lock
@@ -154,7 +137,9 @@ class LookupFunction(torch.autograd.Function):
                 return LookupFunction._update(ctx, grad, weights)
 
     @staticmethod
-    def _update(ctx: Any, grad: Tensor, weights: Tensor | None) -> tuple[None, Tensor | None, None]:
+    def _update(
+        ctx: Any, grad: Tensor, weights: Tensor | None
+    ) -> tuple[None, Tensor | None, None, None]:
         forward: Forward = ctx.lookup
         group, wants_grad = forward.group, ctx.needs_input_grad[1]
         group._check_backward(forward)
@@ -169,10 +154,7 @@ class LookupFunction(torch.autograd.Function):
         if wants_grad:
             assert weights is not None
             # Computed from the present rows: in a pipeline another batch may have updated them.
-            weights_grad = ops.bag_weights_grad(
-                grad, forward.shown, forward.bags.offsets, forward.blocks.weights,
-                forward.blocks.layout, forward.bags.segments, group.is_mean,
-            ).to(weights.dtype)  # fmt: skip
+            weights_grad = group._weights_grad(forward, grad).to(weights.dtype)
         if forward.trained:
             try:
                 group.lock.is_changing = True
@@ -182,4 +164,4 @@ class LookupFunction(torch.autograd.Function):
         elif forward.open_forward is not None:
             forward.open_forward.close()
         forward.is_done = True
-        return None, weights_grad, None
+        return None, weights_grad, None, None

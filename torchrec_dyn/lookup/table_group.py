@@ -4,14 +4,13 @@ A TableGroup holds the tables that one op call serves: the lookup of rows, the p
 op call each, over all tables of the group.
 
 Forward:
-1. Check the input and describe its bags (bag_layout.py).
-2. Find the row of each id. In training this counts a step, and unseen ids get rows in all tables or in none
-   (training_step.py). Frozen tables are read as in evaluation.
-3. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
-4. Gather the rows and pool them by bag.
+1. Check the input (bag_layout.py).
+2. Find the row of each id and pool them by bag: one op, for which a GPU's host waits once.
+3. In training count a step, and give rows to unseen ids in all tables or in none (training_step.py); then
+   pool the bags of these ids. Frozen tables are read as in evaluation.
+4. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
 
-On a GPU the first numbers of a batch are read together, while its rows are pooled already (first_read.py).
-And a pipeline that prefetches has taken the step before (`PrefetchedStep`).
+A pipeline that prefetches has taken the step before (`PrefetchedStep`).
 
 Backward:
 1. Check that it is the forward's first backward, and that no table was loaded, converted, moved or given
@@ -29,23 +28,29 @@ Legend: T tables, F features (in table order), B bags of a feature, N ids, D col
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.lookup.bag_layout import BagLayout, Bags, Pooling, checked_input, lookup_of
-from torchrec_dyn.lookup.batch import Batch, PrefetchedStep, TakenStep
+from torchrec_dyn.lookup.bag_layout import (
+    BagLayout,
+    BatchShape,
+    Pooling,
+    check_input,
+    lookup_of,
+    wrong_bags,
+)
+from torchrec_dyn.lookup.batch import Batch, Found, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
-from torchrec_dyn.lookup.first_read import EarlyOutput, FirstRead, UnreadCounts, read_first
-from torchrec_dyn.lookup.gradient_reduction import Reduction, Senders, reduction_of
+from torchrec_dyn.lookup.gradient_reduction import Reduction, reduction_of
 from torchrec_dyn.lookup.lookup_function import (
     Forward,
     LookupFunction,
     as_float,
-    pool,
     raise_after_backward,
 )
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
@@ -57,26 +62,26 @@ from torchrec_dyn.lookup.table_lists import (
     blocks_with_initial_rows,
     list_tables,
 )
-from torchrec_dyn.lookup.training_step import occurrences_of, take_step
+from torchrec_dyn.lookup.training_step import take_step
 from torchrec_dyn.storage import (
     TABLES,
     ChangeLog,
-    HostRead,
     OpenForward,
     OpenForwards,
     TableLock,
     changes,
-    gather_reads,
-    keep_in_use,
     locked,
     note_changed,
     note_update,
-    read,
     run_to_end,
     tokens_of,
     unrecorded,
 )
-from torchrec_dyn.table import TableShard, count_late_grads, find_rows, insert_unseen
+from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
+
+# What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
+_NONE, _KNOWN, _ALL = range(3)
+_UNKNOWN = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class TableGroup:
@@ -148,37 +153,11 @@ class TableGroup:
         """The device of the tables."""
         return self.tables[0].weights.device
 
-    def __call__(
-        self,
-        ids: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None = None,
-        *,
-        training: bool,
-        batch_sizes: Sequence[Sequence[int]] | None = None,
-        counts: Sequence[int] | UnreadCounts | None = None,
-        senders: Senders | None = None,
-        times: Tensor | None = None,
-        scores: Tensor | None = None,
-        ahead: PrefetchedStep | None = None,
-    ) -> Tensor:
-        """Returns the pooled rows of ids.
+    def __call__(self, batch: Batch, ahead: PrefetchedStep | None = None) -> Tensor:
+        """Returns the pooled rows of the ids of a batch.
 
         Args:
-            ids: [N] int64, feature-major.
-            offsets: [F * B + 1] integer, where each bag begins in ids.
-            weights: [N] floating point weights of the ids in their bags, or None.
-            training: True to count the step, to give rows to unseen ids, and to update rows in backward.
-                If False, and for a frozen table, nothing changes, and an unseen id reads as the table's
-                `unseen` configures.
-            batch_sizes: [F][ranks] bags of each feature and rank, for variable batches.
-            counts: [F] number of ids of each feature, from a caller that has checked the offsets (they are
-                not checked again before ids are inserted), or that checks them with the counts; else None.
-            senders: senders of the batch, if a table's gradients are not the mean over the ranks.
-            times: [N] int64, at least 1, number of occurrences that each id of a table with a life stands
-                for; None for 1 each.
-            scores: [N] floating point, what each id adds to its score in tables with `LowestScore`; None
-                without such tables, and in evaluation.
+            batch: the ids; `begins` are noted in it.
             ahead: the step of this batch, if it was taken ahead. Evaluation does not use it. Tables that were
                 loaded or converted since take their step again.
 
@@ -187,13 +166,10 @@ class TableGroup:
             order, the [bags, D] of each feature in order. Not pooled: [N, D].
 
         Raises:
-            ValueError: ids, offsets or weights of a wrong dtype or size; no table has changed.
+            ValueError: ids, lengths, offsets or weights of a wrong dtype or size; no table has changed.
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
-        ids, offsets, weights = checked_input(self.tables, ids, offsets, weights)
-        batch = Batch(
-            ids, offsets, weights, training, batch_sizes, counts, senders, times, scores
-        )  # fmt: skip
+        check_input(self.tables, batch)
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
         if lock.is_changing or lock.torn:
@@ -201,10 +177,10 @@ class TableGroup:
         with lock:
             try:
                 lock.is_changing = True
-                if ids.is_cpu:
+                if batch.ids.is_cpu:
                     return self._look_up(batch, ahead)
-                with lock.streams.turn(ids.device):
-                    keep_in_use(ids, offsets, weights, scores)
+                with lock.streams.turn(batch.ids.device):
+                    batch.keep_in_use()
                     if ahead is not None:
                         ahead.keep_in_use()
                     return self._look_up(batch, ahead)
@@ -240,49 +216,63 @@ class TableGroup:
             self.tables[t].weights.check_process(lookup_of(self.tables))
         if not batch.training:
             ahead = None
-        elif ahead is not None and not ahead.is_of(lists):
-            ahead = self._step_again(ahead, batch, lists)
-        first = None
-        if not batch.ids.is_cpu and ahead is None:
-            first = self._read_first(batch, lists, trained)
-        bags = self._describe(batch)
+        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
         if ahead is not None:
-            step = ahead.now(lists, batch.ids, bags.table_offsets)
+            found, step = self._found_ahead(batch, shape, ahead, lists)
+        elif trained is None:
+            found = self._find(batch, shape, lists, _ALL)
+            step = TakenStep(found.rows, found.num_absent)
         else:
-            if self._uses is not None and trained is not None:
-                batch.uses = self._uses.of_ids(self._counts_of(batch), batch.ids)
-            step = self._take_step(batch, lists, trained, first)
-        rows, new_index, (blocks, _) = step.rows, step.new_index, lists.blocks.rows()
+            found, step = self._take_step(batch, shape, lists, trained)
+        bags = self._bag_layout.bags(shape, found.offsets, batch.table_offsets, batch.ids.numel())
         if self.in_files:
-            ask_for_batch(self.tables, self.in_files, rows, bags.table_offsets, trained is not None)
+            ask_for_batch(
+                self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
+            )
+        out, rows, blocks = found.out, step.rows, None
         if step.missing and lists.shows_initial:
             rows = rows.clone() if trained or ahead else rows
-            blocks, unseen = blocks_with_initial_rows(
-                self.tables, batch.ids, rows, bags.table_offsets
-            )
-            new_index = unseen if new_index is None else new_index  # in training among the new ids
-        early = None if first is None else first.early
-        if early is not None:
-            early.new_index = new_index
+            blocks, _ = blocks_with_initial_rows(self.tables, batch.ids, rows, batch.table_offsets)
+            out = ops.gather_pool(
+                rows, bags.offsets, as_float(batch.weights), blocks.weights, blocks.layout, bags.segments,
+                self.is_mean, bags.elements, self.output_dtype,
+            )  # fmt: skip
+        elif trained is not None and found.num_absent:
+            ops.pool_prepared_(
+                out, step.new_index, rows, bags.offsets, as_float(batch.weights), bags.segments,
+                lists.prepared.get(), self.is_mean,
+            )  # fmt: skip
         if batch.senders is None:  # no dist has divided the gradients
             reduction = Reduction([1.0] * len(self.tables), None)
         else:
             reduction = reduction_of(
-                lists.configs, batch.offsets, bags.table_offsets, batch.senders
+                lists.configs, found.offsets, batch.table_offsets, batch.senders
             )
         forward = Forward(
             self, step.learning, rows, bags, blocks, trained, step.streams, lists.generations,
-            step.noted, reduction, early,
+            step.noted, reduction,
         )  # fmt: skip
         if self.deferred is not None and trained is not None:
-            forward.begins = self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes)
-        weights = batch.weights
+            forward.begins = batch.begins
         if trained is not None and self.tables[0].dtype != torch.float32:
             forward.ids = batch.ids.clone()
-        if torch.is_grad_enabled() and _has_backward(forward, weights):
-            forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
-            self._await_backward(forward, batch.ids)
-        return self._output(forward, weights).view(bags.shape)
+        return self._output(forward, batch, out, ahead).view(bags.shape)
+
+    def _output(
+        self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
+    ) -> Tensor:
+        """Returns the output, whose backward updates the rows of the forward."""
+        weights = batch.weights
+        trains = forward.trained is not None
+        has_backward = trains or (weights is not None and weights.requires_grad)
+        if not (has_backward and torch.is_grad_enabled()):
+            return out
+        forward.open_forward = ahead.open_forward if ahead else OpenForward(self._forwards)
+        self._await_backward(forward, batch.ids)
+        output: Tensor = LookupFunction.apply(
+            self._anchored() if trains else None, weights, forward, [out]
+        )
+        return output
 
     def _await_backward(self, forward: Forward, ids: Tensor) -> None:
         """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
@@ -296,103 +286,92 @@ class TableGroup:
             note_changed(unrecorded(logs, forward.noted), ids, forward.rows, table_offsets)
             forward.noted = tokens_of(logs)
 
-    def _output(self, forward: Forward, weights: Tensor | None) -> Tensor:
-        if torch.is_grad_enabled() and _has_backward(forward, weights):
-            anchor = self._anchored() if forward.trained else None
-            output: Tensor = LookupFunction.apply(anchor, weights, forward)
-            return output
-        return pool(forward, weights)
-
-    def _counts_of(self, batch: Batch) -> Sequence[int] | Tensor:
-        """Returns the number of ids of each feature, [F]."""
-        counts = batch.counts
-        if counts is None:
-            return self._bag_layout.begins_of_features(batch.offsets, batch.batch_sizes).diff()
-        return counts.get() if isinstance(counts, UnreadCounts) else counts
-
-    def _describe(self, batch: Batch) -> Bags:
-        """Returns the description of a batch, and notes where the ids of each table begin."""
-        if batch.bags is None:
-            counts = batch.counts.get() if isinstance(batch.counts, UnreadCounts) else batch.counts
-            batch.bags = self._bag_layout.describe(
-                batch.offsets, batch.ids.numel(), batch.batch_sizes, counts
-            )
-            batch.table_offsets = batch.bags.table_offsets
-        return batch.bags
+    def _find(self, batch: Batch, shape: BatchShape, lists: TableLists, pools: int) -> Found:
+        """Finds the rows of a batch, and pools them; notes in the batch what is known of it then."""
+        out, rows, offsets, numbers = ops.find_and_pool(
+            batch.ids, batch.lengths, batch.offsets, as_float(batch.weights), shape.first_bags,
+            self._bag_layout.first_features, shape.segments, lists.prepared.get(), self.is_mean, pools,
+            shape.elements, self.output_dtype,
+        )  # fmt: skip
+        if numbers[-1]:
+            raise wrong_bags(self.tables, batch)
+        features = shape.first_bags.numel()
+        batch.begins = numbers[:features]
+        batch.table_offsets = self._bag_layout.offsets_of_tables(batch.begins)
+        if self._uses is not None and batch.training:
+            batch.uses = self._uses.of_ids(batch.begins.diff(), batch.ids)
+        absent = numbers[features:-1]
+        return Found(out, rows, offsets, absent, int(absent.sum()))
 
     @locked
     @changes
-    def prefetch(self, ids: Tensor, offsets: Tensor, counts: Sequence[int] | None = None) -> None:
+    def prefetch(self, batch: Batch) -> None:
         """Gives rows to unseen ids ahead of the training forward of the same batch.
 
-        ids [N], offsets [F * B + 1] and `counts` are the forward's. Does nothing for tables with a life, or
-        with a feature that does not insert: their steps decide which ids get rows, in the order of the
-        batches. What holds for a table depends on that table alone: other ranks may have others beside it.
+        Does nothing for tables with a life, or with a feature that does not insert: their steps decide which
+        ids get rows, in the order of the batches. What holds for a table depends on that table alone: other
+        ranks may have others beside it.
         """
         lists = self._current()
         trained = {} if lists.trained is None else lists.trained.tables
         tables = {t: table for t, table in trained.items() if t in self._insert_all}
         if not tables:
             return
-        ids, offsets, _ = checked_input(self.tables, ids, offsets, None)
-        keep_in_use(ids, offsets)
-        if counts is None:
-            table_offsets = self._bag_layout.table_offsets(offsets, ids.numel(), None)
-        else:
-            table_offsets = self._bag_layout.offsets_of_tables(counts)
-        rows, absent = find_rows(lists.maps, ids, table_offsets)
-        missing = absent.tolist()
+        check_input(self.tables, batch)
+        batch.keep_in_use()
+        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
+        found = self._find(batch, shape, lists, _NONE)
+        missing = found.absent.tolist()
         if any(missing[t] for t in tables):
-            insert_unseen(tables, ids, rows, table_offsets)
+            insert_unseen(tables, batch.ids, found.rows, batch.table_offsets)
 
     @locked
     @changes
-    def prefetch_step(
-        self,
-        ids: Tensor,
-        counts: Sequence[int],
-        times: Tensor | None = None,
-        scores: Tensor | None = None,
-    ) -> PrefetchedStep | None:
+    def prefetch_step(self, batch: Batch) -> PrefetchedStep | None:
         """Takes the training step of a batch now, for its forward, and returns it.
 
         Returns None, and takes no step, if updates are deferred: then the forward belongs to the step that is
-        present when it runs. Tables that are frozen now are frozen for the batch.
-
-        ids [N], counts [F], times [N] and scores [N] are those of the forward. Raises its errors; no table
-        has changed then.
+        present when it runs. Tables that are frozen now are frozen for the batch. Raises the errors of the
+        forward; no table has changed then.
         """
         if self.deferred is not None:
             return None
         lists = self._current()
-        keep_in_use(ids, times, scores)
-        batch = Batch(ids.contiguous(), counts=counts, times=times, scores=scores)
-        batch.table_offsets = self._bag_layout.offsets_of_tables(counts)
-        taken = self._step_ahead(batch, lists)
-        return PrefetchedStep(taken, lists.generations, OpenForward(self._forwards))
+        batch.keep_in_use()
+        shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
+        found, taken = self._step_ahead(batch, shape, lists)
+        bags = batch.begins, batch.table_offsets, found.offsets
+        return PrefetchedStep(taken, bags, lists.generations, OpenForward(self._forwards))
 
-    def _step_again(self, ahead: PrefetchedStep, batch: Batch, lists: TableLists) -> PrefetchedStep:
-        """Takes the step of a batch again for the tables that were loaded or converted since."""
-        self._describe(batch)
-        ahead.check_size(batch.ids)
-        as_then = ahead.tables_as_then(lists)
-        again = self._step_ahead(batch, list_tables(self.tables, as_then))
-        return ahead.joined(again, as_then, batch.table_offsets)
-
-    def _step_ahead(self, batch: Batch, lists: TableLists) -> TakenStep:
+    def _step_ahead(
+        self, batch: Batch, shape: BatchShape, lists: TableLists
+    ) -> tuple[Found, TakenStep]:
         """Takes the step of a batch whose forward comes later; tables may be frozen or not by then."""
-        trained, first = lists.trained, None
-        if self._uses is not None and trained is not None:
-            batch.uses = self._uses.of_ids(self._counts_of(batch), batch.ids)
-        if not batch.ids.is_cpu:
-            reading: HostRead[Any]
-            reading = gather_reads([]) if trained is None else occurrences_of(trained, batch)
-            first = read_first(lists, batch.ids, batch.table_offsets, trained, reading)
-        taken = self._take_step(batch, lists, trained, first)
-        if trained is None:
-            learning = torch.full_like(taken.rows, -1)
-            taken = taken._replace(learning=learning, streams=lists.streams)
-        return taken
+        if lists.trained is not None:
+            return self._take_step(batch, shape, lists, lists.trained, _NONE)
+        found = self._find(batch, shape, lists, _NONE)
+        learning = torch.full_like(found.rows, -1)
+        return found, TakenStep(
+            found.rows, found.num_absent, learning=learning, streams=lists.streams
+        )
+
+    def _found_ahead(
+        self, batch: Batch, shape: BatchShape, ahead: PrefetchedStep, lists: TableLists
+    ) -> tuple[Found, TakenStep]:
+        """Returns the step that was taken ahead, for the tables that are trained now, and its output."""
+        ahead.check_size(batch.ids)
+        if not ahead.is_of(lists):  # again for the tables that were loaded or converted since
+            as_then = ahead.tables_as_then(lists)
+            _, again = self._step_ahead(batch, shape, list_tables(self.tables, as_then))
+            ahead = ahead.joined(again, as_then, batch.table_offsets)
+        batch.begins, batch.table_offsets, offsets = ahead.bags
+        step = ahead.now(lists, batch.table_offsets)
+        bags = self._bag_layout.bags(shape, offsets, batch.table_offsets, batch.ids.numel())
+        out = ops.gather_pool(
+            step.rows, bags.offsets, as_float(batch.weights), *lists.blocks.of_weights(), bags.segments,
+            self.is_mean, bags.elements, self.output_dtype,
+        )  # fmt: skip
+        return Found(out, step.rows, offsets, _UNKNOWN, 0), step
 
     @locked
     def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:
@@ -408,59 +387,26 @@ class TableGroup:
             self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         return self._anchor
 
-    def _read_first(
-        self, batch: Batch, lists: TableLists, trained: TrainedTables | None
-    ) -> FirstRead:
-        """Finds the rows of a batch on a GPU, pools them, and reads the first numbers of the batch.
-
-        Its result has `occurrences_of` the batch, if it is a training batch.
-        """
-        ids, counts, layout = batch.ids, batch.counts, self._bag_layout
-        bags: Bags | None
-        reading: HostRead[Any]
-        if isinstance(counts, UnreadCounts) and not counts.are_read:
-            is_counted = False
-            bags = layout.describe_uncounted(batch.offsets, ids.numel(), batch.batch_sizes)
-            begins, reading = layout.begins_of_tables(counts.begins), counts.host_read()
-        else:
-            is_counted = True
-            bags = self._describe(batch)
-            begins = batch.table_offsets
-            reading = gather_reads([]) if trained is None else occurrences_of(trained, batch)
-        early = None
-        if bags is not None:
-            (blocks, _), weights = lists.blocks.rows(), as_float(batch.weights)
-            early = EarlyOutput(
-                bags, weights, layout.is_mean, self.output_dtype, blocks, is_counted
-            )
-        first = read_first(lists, ids, begins, trained, reading, early)
-        if is_counted or trained is None:
-            return first
-        self._describe(batch)
-        return first._replace(beside=read(occurrences_of(trained, batch)))
-
     def _take_step(
         self,
         batch: Batch,
+        shape: BatchShape,
         lists: TableLists,
-        trained: TrainedTables | None,
-        first: FirstRead | None,
-    ) -> TakenStep:
+        trained: TrainedTables,
+        pools: int = _KNOWN,
+    ) -> tuple[Found, TakenStep]:
         """Runs the training step of the trained tables, and finds the rows of all ids."""
-        table_offsets = batch.table_offsets
-        if trained is None:
-            rows, absent = first[:2] if first else find_rows(lists.maps, batch.ids, table_offsets)
-            return TakenStep(rows, sum(absent.tolist()))
-        step = take_step(trained, batch, first)
+        find = partial(self._find, batch, shape, lists, pools)
+        found, step = take_step(trained, batch, find, self._uses)
         if self.deferred is not None:
-            self.deferred.begin(table_offsets, trained.tables)
+            self.deferred.begin(batch.table_offsets, trained.tables)
             trained.shared.earlier = self.deferred.sizes
         scored = trained.with_life and lists.has_changes
         streams = torch.add(lists.streams, lists.stepping, alpha=trained.shared.counted.steps)
-        learning = lists.rows_to_update(step.rows, table_offsets)
+        learning = lists.rows_to_update(step.rows, batch.table_offsets)
         if batch.uses is not None:
             learning = masked(learning, batch.uses.trains)
-        return step._replace(
+        return found, step._replace(
             learning=learning,
             streams=streams,
             noted=tokens_of(self._logs()) if scored else None,
@@ -501,6 +447,17 @@ class TableGroup:
                 "loaded or converted in between, moved, or given another optimizer. Run backward first."
             )
 
+    def _weights_grad(self, forward: Forward, grad: Tensor) -> Tensor:
+        """Returns the gradient of the weights of a forward, [N] float32; `grad` is of its output."""
+        bags, blocks = forward.bags, forward.blocks
+        given = grad, forward.shown, bags.offsets
+        if blocks is None:
+            prepared = self._current().prepared.get()
+            return ops.weights_grad_prepared(*given, bags.segments, prepared, self.is_mean)
+        return ops.bag_weights_grad(
+            *given, blocks.weights, blocks.layout, bags.segments, self.is_mean
+        )
+
     def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
@@ -518,7 +475,7 @@ class TableGroup:
         try:
             self._write(update)
         except Exception as error:
-            if not self._current().nonfinite and self.tables[0].optimizer.own is None:
+            if not self._current().refuses_nonfinite and self.tables[0].optimizer.own is None:
                 raise
             raise_after_backward(error)
         if forward.open_forward is not None:
@@ -633,14 +590,8 @@ class TableGroup:
             run_to_end(lambda _: note_changed(logs, id_maps, *batch), *written)
             return
         listed_marks = note_update(logs, id_maps, *batch)
-        listed, states = lists.blocks.rows()
-        ops.update_rows_(
-            update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights,
-            listed.weights, states, listed.layout, bags.segments, update.streams, self.is_mean,
-            optimizer.rule, optimizer.hyper(self.learning_rate), update.reduction.scales,
-            update.reduction.senders, *listed_marks, lists.on_nonfinite, lists.nonfinite,
+        ops.update_prepared_(
+            update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights, bags.segments,
+            lists.prepared.get(), update.streams, self.is_mean, optimizer.hyper(self.learning_rate),
+            update.reduction.scales, update.reduction.senders, *listed_marks,
         )  # fmt: skip
-
-
-def _has_backward(forward: Forward, weights: Tensor | None) -> bool:
-    return forward.trained is not None or (weights is not None and weights.requires_grad)

@@ -22,9 +22,11 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig, OnNonfinite
 from torchrec_dyn.life import NO_STEP
+from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import (
     BLOCKS,
     CLOCKS,
+    SLOTS,
     TABLES,
     ChangeLog,
     MapList,
@@ -81,6 +83,11 @@ class BlockLists:
             self._rows, self._rows_token = _list_rows(self._tables), token
         return self._rows
 
+    def of_weights(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the blocks of the weights and their layout."""
+        rows, _ = self.rows()
+        return rows.weights, rows.layout
+
     def scores(self) -> TableBlocks:
         """Returns the blocks of the scores; a table that is frozen or without a life has no blocks."""
         token = BLOCKS.now
@@ -91,6 +98,39 @@ class BlockLists:
                     stores[t] = table.life.scores.store
             self._scores, self._scores_token = blocks_of(stores), token
         return self._scores
+
+
+class PreparedTables:
+    """The maps and rows of the tables of a group as ops take them, prepared again when these have others."""
+
+    def __init__(self, tables: Sequence[TableShard], maps: MapList, blocks: BlockLists) -> None:
+        self._tables, self._maps, self._blocks = tables, maps, blocks
+        self._tokens: tuple[object, object] = (None, None)
+        self._handle = torch.empty(0, device="cpu")
+
+    def get(self) -> Tensor:
+        """Returns the result of `ops.prepare_tables`."""
+        tokens = (SLOTS.now, BLOCKS.now)
+        if self._tokens[0] is not tokens[0] or self._tokens[1] is not tokens[1]:
+            rows, states = self._blocks.rows()
+            slots, moved = self._maps.arrays()
+            optimizer, nonfinite = self._tables[0].optimizer, _nonfinite_of(self._tables)
+            rule = optimizer.rule
+            if optimizer.own is not None:  # the kernel has no part in its updates
+                rule, states = RULES[OptimizerKind.EXACT_SGD].number, []
+            what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self._tables]
+            self._handle = ops.prepare_tables(
+                slots,
+                moved,
+                rows.weights,
+                states,
+                rows.layout,
+                rule,
+                what if nonfinite else [],
+                nonfinite,
+            )
+            self._tokens = tokens
+        return self._handle
 
 
 def _list_rows(tables: Sequence[TableShard]) -> tuple[TableBlocks, list[Tensor]]:
@@ -228,7 +268,8 @@ class TableLists:
         trained: the tables that are not frozen; None if all are frozen.
         shows_initial: True if unseen ids of a table read as initial rows.
         has_changes: True if a table records its changes.
-        on_nonfinite, nonfinite: [T] each, as `ops.update_rows_` takes them; empty if every table is written.
+        refuses_nonfinite: True if a table does not write every update.
+        prepared: the tables as ops take them.
     """
 
     token: object
@@ -243,8 +284,8 @@ class TableLists:
     trained: TrainedTables | None
     shows_initial: bool
     has_changes: bool
-    on_nonfinite: list[int]
-    nonfinite: list[Tensor]
+    refuses_nonfinite: bool
+    prepared: PreparedTables
 
     def rows_to_update(self, rows: Tensor, table_offsets: Tensor) -> Tensor:
         """Returns rows [N] int64 of a batch, with -1 in place of those of frozen tables.
@@ -283,7 +324,6 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         [table.rounding_key, table.first_column, table.own.step if trains else table.step]
         for table, trains in zip(tables, is_trained, strict=True)
     ]
-    nonfinite = _nonfinite_of(tables)
     return TableLists(
         token=token,
         generations=[table.generation for table in tables],
@@ -297,10 +337,8 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         trained=trained,
         shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=any(table.changes is not None for table in tables),
-        on_nonfinite=[_ON_NONFINITE.index(table.config.on_nonfinite) for table in tables]
-        if nonfinite
-        else [],
-        nonfinite=nonfinite,
+        refuses_nonfinite=any(table.nonfinite is not None for table in tables),
+        prepared=PreparedTables(tables, maps, blocks),
     )
 
 

@@ -3,7 +3,7 @@
 Without a life a step gives a row to every unseen id. With one it runs in this order:
 
 1. Expire: remove the ids that are too old from the maps. Waiting ids that are too old count as unseen.
-2. Look up all ids.
+2. Find the rows of all ids.
 3. Decide the admission of the ids without a row.
 4. Check that every table has room, and reserve memory. If a step fails up to here, the expired ids are put
    back, and no table has changed. Nothing fails after this point, and an interrupt (Ctrl-C) is raised at the
@@ -18,9 +18,8 @@ Without a life a step gives a row to every unseen id. With one it runs in this o
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
 scored in 6. So 8 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
 
-What these do to one table is in table/table_step.py. The host waits for a GPU four times at most, beside
-searches and growth: for the absent and the expired ids (first_read.py), the new ids, their admission, and the
-rows and counters of 8.
+What these do to one table is in table/table_step.py. The host waits for a GPU five times at most, beside
+searches: for the expired ids, the absent ids, the new ids, their admission, and the rows and counters of 8.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -38,9 +37,8 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.life import NO_STEP, Asked, Decision
-from torchrec_dyn.lookup.batch import Batch, TakenStep, no_scores, wrong_scores
+from torchrec_dyn.lookup.batch import Batch, Found, TakenStep, no_scores, wrong_scores
 from torchrec_dyn.lookup.feature_uses import Uses, masked
-from torchrec_dyn.lookup.first_read import FirstRead
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage import (
@@ -65,74 +63,75 @@ from torchrec_dyn.table import (
     make_room,
     prepared_steps,
     ranges_of,
-    read_absent,
     touched_of,
 )
 
 
-def take_step(trained: TrainedTables, batch: Batch, first: FirstRead | None = None) -> TakenStep:
+def take_step(
+    trained: TrainedTables, batch: Batch, find: Callable[[], Found], uses: Uses | None
+) -> tuple[Found, TakenStep]:
     """Runs one training step of all trained tables, and finds the rows of the frozen tables.
 
     Args:
         trained: the trained tables among T tables.
-        batch: ids and times of the batch, and where the ids of each table begin.
-        first: what was read of this batch on a GPU, with `occurrences_of`; None on the CPU.
+        batch: ids and times of the batch.
+        find: finds the rows of the batch, and notes in it where the ids of each table begin, and their uses.
+        uses: of the features.
 
     Returns:
-        The rows, as far as they do not depend on which tables are frozen.
+        What was found before the step, and the rows, as far as they do not depend on which tables are frozen.
 
     Raises:
-        ValueError: `times` of a wrong shape, dtype or range; no table has changed.
+        ValueError: lengths, `times` or scores are wrong; no table has changed.
         RuntimeError: a table is full, or memory is out; no table has changed.
     """
-    if trained.with_life or (batch.uses is not None and batch.uses.inserts is not None):
-        return _step_with_life(trained, batch, first)
-    rows, absent = first[:2] if first else find_rows(trained.maps, batch.ids, batch.table_offsets)
-    num_unseen, of_frozen = trained.num_absent(absent)
+    if trained.with_life or (uses is not None and uses.inserts is not None):
+        return _step_with_life(trained, batch, find)
+    found = find()
+    num_unseen, of_frozen = trained.num_absent(found.absent)
     new_index = None
     if num_unseen:
-        new_index = insert_unseen(trained.tables, batch.ids, rows, batch.table_offsets)
+        new_index = insert_unseen(trained.tables, batch.ids, found.rows, batch.table_offsets)
     trained.shared.counted = trained.counted_after(
-        batch.table_offsets, absent if num_unseen else None
+        batch.table_offsets, found.absent if num_unseen else None
     )
-    return TakenStep(rows, of_frozen, new_index)
+    return found, TakenStep(found.rows, of_frozen, new_index)
 
 
-def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | None) -> TakenStep:
+def _step_with_life(
+    trained: TrainedTables, batch: Batch, find: Callable[[], Found]
+) -> tuple[Found, TakenStep]:
     """`take_step` of tables of which some have a life, or features that do not insert.
 
     Most tables know all their ids and have room: an op over all tables scores their rows. Only the other
     tables are looked at one by one.
     """
-    tables, shared, table_offsets = trained.tables, trained.shared, batch.table_offsets
+    tables, shared = trained.tables, trained.shared
     if trained.most_steps + shared.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
             tables[number].check_step(tables[number].next_step)
     expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
     steps: list[TableStep] = []
     try:
-        if first is None:
-            occurrences = table_offsets
-            if batch.times is not None or trained.units:
-                occurrences = read(occurrences_of(trained, batch))
-            due = trained.due()
-            of_due = read_together([expired_of(tables[number]) for number in due])
-            of_tables = dict(zip(due, of_due, strict=True))
-        else:
-            occurrences, of_tables = first.beside, first.expired
+        due = trained.due()
+        of_due = read_together([expired_of(tables[number]) for number in due])
         check_stack()
-        for number, old in of_tables.items():
+        for number, old in zip(due, of_due, strict=True):
             expired[number] = old
             if old.ids.numel():
                 tables[number].id_map.remove(old.ids, old.num_ids - old.ids.numel())
-                first = None  # rows of removed ids may be among the rows
+        found = find()
+        table_offsets = batch.table_offsets
+        occurrences = table_offsets
+        if batch.times is not None or trained.units:
+            occurrences = read(occurrences_of(trained, batch))
         added = _added(trained, batch)
-        found = _decide(trained, batch, first, added)
-        rows, scored = found.rows, found.scored
-        special = sorted({*trained.watched, *of_tables, *found.unseen})
-        counted = trained.counted_after(occurrences, found.absent)
-        seen = _seen(trained, batch, found, added)
-        steps = prepared_steps(tables, special, expired, found.unseen, found.distinct)
+        decided = _decide(trained, batch, found, added)
+        rows, scored = found.rows, decided.scored
+        special = sorted({*trained.watched, *due, *decided.unseen})
+        counted = trained.counted_after(occurrences, decided.absent)
+        seen = _seen(trained, batch, rows, decided, added)
+        steps = prepared_steps(tables, special, expired, decided.unseen, decided.distinct)
         listed, at_steps = trained.blocks.scores(), trained.first_steps + counted.steps
         watched = {step.number for step in steps if step.acts}
         frees_room = any(step.surplus > 0 or step.surplus_counters > 0 for step in steps)
@@ -167,15 +166,15 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
             actions.append(touch)
         if seen:
             actions.append(write_decayed)
-        if found.unseen:
+        if decided.unseen:
             actions += (step.count_waiting for step in steps if step.counts_waiting)
         if frees_room:
             actions.append(partial(make_room, steps))
-        if found.unseen:
+        if decided.unseen:
             actions += (step.prepare_rows for step in steps)
             actions.append(partial(add_rows, steps))
-        if of_tables:
-            actions.append(lambda _: trained.note_looked([*of_tables]))
+        if due:
+            actions.append(lambda _: trained.note_looked(due))
         run_to_end(*actions)
     except BaseException:
         for number, old in expired.items():
@@ -183,13 +182,14 @@ def _step_with_life(trained: TrainedTables, batch: Batch, first: FirstRead | Non
         for step in steps:
             step.restore_waiting()
         raise
-    if found.unseen:
-        ops.fill_new_(rows, found.new_index, added_rows(steps, found.new_ids, found.ranges))
-    new_index = found.new_index if found.ranges else None
+    if decided.unseen:
+        new_rows = added_rows(steps, decided.new_ids, decided.ranges)
+        ops.fill_new_(rows, decided.new_index, new_rows)
+    new_index = decided.new_index if decided.ranges else None
     if frees_room and scored is not rows:
-        return _found_again(trained, batch, rows, new_index)
-    missing = found.absent_of_frozen + sum(step.refused for step in steps)
-    return TakenStep(rows, missing, new_index)
+        return found, _found_again(trained, batch, rows, new_index)
+    missing = decided.absent_of_frozen + sum(step.refused for step in steps)
+    return found, TakenStep(rows, missing, new_index)
 
 
 def _found_again(
@@ -266,11 +266,10 @@ def _added(trained: TrainedTables, batch: Batch) -> Tensor | None:
     return added
 
 
-class _Found(NamedTuple):
+class _Decided(NamedTuple):
     """A batch after lookup and admission. So far only expired ids were removed.
 
     Attributes:
-        rows: [N] int64, -1 for an id without a row.
         scored: [N] int64, the rows to score: -1 for an id that does not count; the same tensor as `rows` if
             all count.
         absent: [T] int64, number of ids without a row, repeats counted; None if every id of a trained table
@@ -286,7 +285,6 @@ class _Found(NamedTuple):
         num_known: number of ids with a row, repeats counted, of each table whose counts decay.
     """
 
-    rows: Tensor
     scored: Tensor
     absent: Tensor | None
     absent_of_frozen: int
@@ -298,12 +296,10 @@ class _Found(NamedTuple):
     num_known: dict[int, int]
 
 
-def _decide(
-    trained: TrainedTables, batch: Batch, first: FirstRead | None, added: Tensor | None
-) -> _Found:
-    """Looks ids up and decides admission. `added` is what each id adds to the count of its row."""
+def _decide(trained: TrainedTables, batch: Batch, found: Found, added: Tensor | None) -> _Decided:
+    """Decides the admission of the absent ids. `added` is what each id adds to the count of its row."""
     tables, ids, times, table_offsets = trained.tables, batch.ids, batch.times, batch.table_offsets
-    rows, absent = first[:2] if first else ops.lookup(ids, table_offsets, *trained.maps.arrays())
+    rows, absent = found.rows, found.absent
     scored = rows if batch.uses is None else masked(rows, batch.uses.counts)
     new_ids = new_index = ids[:0]
     asked: Asked | None = None
@@ -312,8 +308,8 @@ def _decide(
     decisions: dict[int, HostRead[Decision]] = {}
     counted: dict[int, HostRead[int]] = {}
     sums: dict[int, HostRead[int]] = {}
-    # A GPU's numbers after the removal of expired ids are read later, with the decisions.
-    if not absent.is_cpu or trained.num_absent(absent)[0]:
+    num_unseen, of_frozen = trained.num_absent(absent)
+    if num_unseen:
         new_ids, sent, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
         counts = sent
         if times is not None:
@@ -348,8 +344,6 @@ def _decide(
             else:
                 counted[number] = _num_seen(tables[number], own)
     parts: list[HostRead[Any]] = [*decisions.values(), *counted.values(), *sums.values()]
-    if ranges and not absent.is_cpu:
-        parts.append(read_absent(absent, ids))
     results = iter(read_together(parts))
     unseen = {number: next(results) for number in decisions}
     if added is not None and not unseen.keys().isdisjoint(trained.units):
@@ -358,21 +352,25 @@ def _decide(
             unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
     distinct = {number: next(results) for number in counted}
     occurred = {number: next(results) for number in sums}
-    absent = next(results, absent)
-    of_frozen = trained.num_absent(absent)[1] if absent.is_cpu else 0
-    num_known: dict[int, int] = {}
-    for number in trained.decaying:
-        begin, end = table_offsets[number : number + 2].tolist()
-        # Without new ids a GPU's numbers are not read.
-        num_known[number] = end - begin - (int(absent[number]) if absent.is_cpu else 0)
+    num_known = {
+        number: int(table_offsets[number + 1] - table_offsets[number] - absent[number])
+        for number in trained.decaying
+    }
     if occurred:
         absent = absent.clone()
         absent[list(occurred)] = torch.tensor(list(occurred.values()), device="cpu")
     absent_of_trained = absent if unseen else None
-    return _Found(
-        rows, scored, absent_of_trained, of_frozen, unseen, distinct, new_ids, new_index, ranges,
+    return _Decided(
+        scored,
+        absent_of_trained,
+        of_frozen,
+        unseen,
+        distinct,
+        new_ids,
+        new_index,
+        ranges,
         num_known,
-    )  # fmt: skip
+    )
 
 
 def _asked(uses: Uses, times: Tensor | None, new_ids: Tensor, new_index: Tensor) -> Asked | None:
@@ -398,14 +396,14 @@ def _given(uses: Uses | None, numbers: Tensor) -> Tensor:
 
 
 def _seen(
-    trained: TrainedTables, batch: Batch, found: _Found, added: Tensor | None
+    trained: TrainedTables, batch: Batch, all_rows: Tensor, decided: _Decided, added: Tensor | None
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Returns `touched_of` each table whose counts decay, by number of the table; writes nothing."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
-    for number, known in found.num_known.items():
+    for number, known in decided.num_known.items():
         begin, end = batch.table_offsets[number : number + 2].tolist()
-        rows, times = found.scored[begin:end], None
-        if found.scored is not found.rows:
+        rows, times = decided.scored[begin:end], None
+        if decided.scored is not all_rows:
             known = int((rows >= 0).sum())  # a GPU's host waits
         if added is not None:
             times = added[begin:end]

@@ -1,7 +1,7 @@
-"""Reads a KeyedJaggedTensor: checks it and selects the ids of chosen features, in a chosen order.
+"""Reads a KeyedJaggedTensor: checks its form and selects the ids of chosen features, in a chosen order.
 
-The lengths of a batch on a GPU are checked when the host first reads their sums: with the first numbers of
-the lookup (lookup/first_read.py), or earlier, where a caller needs the sums.
+The lookup checks the lengths of a batch where it reads them. Who needs their sums before has them checked
+here.
 
 Legend: F features read, N ids.
 """
@@ -9,84 +9,75 @@ Legend: F features read, N ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.lookup import UnreadCounts
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ops import complete_cumsum
 
 
-@dataclass(frozen=True)
+@dataclass
 class FeatureIds:
-    """The checked ids of some features, one feature after the other.
+    """The ids of some features, one feature after the other.
 
-    Shapes: ids [N] int64, lengths [sum of batch_sizes], weights and scores [N] float32, batch_sizes [F].
-    `given_counts` are the ids of each feature, or how to read them; `bag` is the length of every bag if it
-    is known to be the same; `given_offsets` are the offsets if they were computed for the counts.
+    Shapes: ids [N] int64, lengths [sum of batch_sizes], `stated` [sum of batch_sizes + 1] the offsets that
+    the batch states beside them, weights and scores [N] float32, batch_sizes [F]. `where` begins errors.
     """
 
     ids: Tensor
     lengths: Tensor
+    stated: Tensor | None
     weights: Tensor | None
     batch_sizes: list[int]
-    given_counts: list[int] | UnreadCounts
-    bag: int | None
-    given_offsets: Tensor | None = None
+    where: str
     scores: Tensor | None = None
+    _counts: list[int] | None = field(default=None, repr=False)
 
     @property
     def counts(self) -> list[int]:
-        """The number of ids of each feature, [F]."""
-        given = self.given_counts
-        return given.get() if isinstance(given, UnreadCounts) else given
+        """The number of ids of each feature, [F]. A GPU's host waits for them.
+
+        Raises:
+            ValueError: lengths or offsets are wrong.
+        """
+        if self._counts is None:
+            self._counts = _checked_counts(
+                self.lengths, self.stated, self.batch_sizes, self.ids.numel(), self.where
+            )
+        return self._counts
+
+    def note_begins(self, begins: Tensor) -> None:
+        """Notes where the ids of each feature begin, [F + 1] int64 on the CPU, which a lookup has read."""
+        self._counts = begins.diff().tolist()
+
+    def offsets(self) -> Tensor:
+        """Returns the checked begin of each bag, and the end of the last, [sum of batch_sizes + 1] int64."""
+        _ = self.counts
+        return complete_cumsum(self.lengths)
 
     @property
     def varies(self) -> bool:
         """True if features differ in the number of bags."""
         return len(set(self.batch_sizes)) > 1
 
-    def offsets(self) -> Tensor:
-        """Returns the begin of each bag and the end of the last bag, [sum of batch_sizes + 1] int64.
-
-        Do not write to it: batches of equal bags share one tensor.
-        """
-        if self.given_offsets is not None:
-            return self.given_offsets
-        if self.bag is not None:
-            return _equal_offsets(self.lengths.numel(), self.bag, self.lengths.device)
-        return complete_cumsum(self.lengths)
-
-    def feature_offsets(self) -> Tensor:
-        """Returns the begin of each feature and the end of the last feature, [F + 1] int64."""
-        if isinstance(self.given_counts, UnreadCounts):
-            return self.given_counts.begins
-        begins = torch.tensor([0, *accumulate(self.counts)], device="cpu")
-        return begins.to(self.ids.device, non_blocking=True)
-
     def select(self, positions: Sequence[int]) -> FeatureIds:
         """Returns the features at these positions; a position may be repeated."""
+        counts = self.counts
         return FeatureIds(
-            ids=_picked(self.ids, self.counts, positions),
+            ids=_picked(self.ids, counts, positions),
             lengths=_picked(self.lengths, self.batch_sizes, positions),
-            weights=None if self.weights is None else _picked(self.weights, self.counts, positions),
+            stated=None,
+            weights=None if self.weights is None else _picked(self.weights, counts, positions),
             batch_sizes=[self.batch_sizes[i] for i in positions],
-            given_counts=[self.counts[i] for i in positions],
-            bag=self.bag,
-            scores=None if self.scores is None else _picked(self.scores, self.counts, positions),
+            where=self.where,
+            scores=None if self.scores is None else _picked(self.scores, counts, positions),
+            _counts=[counts[i] for i in positions],
         )
-
-
-@lru_cache(maxsize=8)
-def _equal_offsets(bags: int, bag: int, device: torch.device) -> Tensor:
-    # Cached for later batches. So one-hot features never need a cumulative sum.
-    return torch.arange(bags + 1, device=device) * bag
 
 
 def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tensor:
@@ -182,15 +173,14 @@ def checked_features(
 ) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order."""
     read = _read_features(features, weighted, where, scored)
-    if isinstance(read.given_counts, UnreadCounts):
-        read.given_counts.get()
+    _ = read.counts
     return read
 
 
 def _read_features(
     features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool
 ) -> FeatureIds:
-    """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
+    """As `checked_features`, but lengths are not checked."""
     ids = as_int64(features.values(), where)
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
@@ -199,14 +189,7 @@ def _read_features(
     stated = features.offsets_or_none() if lengths.numel() else None
     if stated is not None and stated.numel() != lengths.numel() + 1:
         raise _offsets_that_differ(where)
-    counts: list[int] | UnreadCounts
-    bag, offsets = None, None
-    if lengths.numel() and not lengths.is_cpu:
-        offsets = complete_cumsum(lengths)
-        counts = _unread_counts(lengths, offsets, stated, batch_sizes, ids.numel(), where)
-    else:
-        counts, bag = _checked_counts(lengths, stated, batch_sizes, ids.numel(), where)
-    return FeatureIds(ids, lengths, weights, batch_sizes, counts, bag, offsets, scores)
+    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
 
 
 def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]]:
@@ -224,24 +207,28 @@ def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]
 
 def _checked_counts(
     lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
-) -> tuple[list[int], int | None]:
-    """Returns the ids of each feature, [F], and of every bag if all have as many.
+) -> list[int]:
+    """Returns the ids of each feature, [F].
 
     Shapes: lengths [bags of all features], stated [bags + 1] the offsets of the batch, if it has them.
     """
-    shortest = longest = 0
-    if lengths.numel():
-        shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
-    if shortest == longest:
-        counts = [longest * bags for bags in batch_sizes]
-    elif len(set(batch_sizes)) == 1:
-        counts = lengths.reshape(len(batch_sizes), -1).sum(1).tolist()
+    if len(set(batch_sizes)) == 1:
+        sums = lengths.reshape(len(batch_sizes), -1).sum(1)
     else:
-        counts = [int(part.sum()) for part in torch.split(lengths, list(batch_sizes))]
-    _check_sums(where, ids, counts, (shortest, longest))
+        sums = torch.stack([part.sum() for part in torch.split(lengths, list(batch_sizes))])
+    bounds = torch.aminmax(lengths) if lengths.numel() else ()
+    *counts, least, most = (
+        torch.hstack([sums, *bounds]).tolist() if bounds else (*sums.tolist(), 0, 0)
+    )
+    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
+    if least < 0 or most > ids or sum(counts) != ids:
+        raise ValueError(
+            f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
+            f"got a minimum of {least} and a sum of {sum(counts)}."
+        )
     if stated is not None and not torch.equal(stated.long(), complete_cumsum(lengths)):
         raise _offsets_that_differ(where)
-    return counts, longest if shortest == longest else None
+    return counts
 
 
 def _weights(
@@ -302,38 +289,3 @@ def as_int64(ids: Tensor, where: str) -> Tensor:
     raise ValueError(
         f"{where}: expected ids of dtype int64, int32 or uint64, got {ids.dtype}. Convert with ids.long()."
     )
-
-
-def _check_sums(where: str, ids: int, counts: Sequence[int], bounds: Sequence[int]) -> None:
-    """Raises ValueError unless the lengths of a batch with so many ids are valid.
-
-    counts [F] are their sums, bounds the least and the greatest; a third number is 1 if offsets differ.
-    """
-    least, most, *differ = bounds
-    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
-    if least < 0 or most > ids or sum(counts) != ids:
-        raise ValueError(
-            f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
-            f"got a minimum of {least} and a sum of {sum(counts)}."
-        )
-    if any(differ):
-        raise _offsets_that_differ(where)
-
-
-def _unread_counts(
-    lengths: Tensor,
-    offsets: Tensor,
-    stated: Tensor | None,
-    batch_sizes: list[int],
-    ids: int,
-    where: str,
-) -> UnreadCounts:
-    """Returns the counts of a batch on a GPU, which check its lengths when they are read."""
-    if len(set(batch_sizes)) == 1:
-        begins = offsets[:: batch_sizes[0]]
-    else:
-        bags = torch.tensor([0, *accumulate(batch_sizes)], device="cpu")
-        begins = offsets[bags.to(offsets.device, non_blocking=True)]
-    differ = [] if stated is None else [(stated != offsets).any()]
-    words = torch.hstack([begins, *torch.aminmax(lengths), *differ])
-    return UnreadCounts(words, len(batch_sizes), partial(_check_sums, where, ids))

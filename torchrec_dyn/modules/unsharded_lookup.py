@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from torchrec_dyn.lookup import TableGroup, uses_of
+from torchrec_dyn.lookup import Batch, TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
 from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
 from torchrec_dyn.modules.optimizer_choice import (
@@ -57,6 +57,15 @@ class _Group:
         sizes = [bags * width for bags, width in zip(batch_sizes, self.columns, strict=True)]
         flat = zip(torch.split(output, sizes), self.columns, strict=True)
         return [part.view(-1, width) for part, width in flat]
+
+
+def _batch(
+    features: FeatureIds, training: bool, batch_sizes: Sequence[Sequence[int]] | None
+) -> Batch:
+    return Batch(
+        features.ids, features.lengths, features.stated, features.weights, training, batch_sizes,
+        scores=features.scores,
+    )  # fmt: skip
 
 
 class UnshardedLookup:
@@ -101,15 +110,8 @@ class UnshardedLookup:
         varies = features.varies
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            output = group.tables(
-                chosen.ids,
-                chosen.offsets(),
-                chosen.weights,
-                training=training,
-                batch_sizes=[[size] for size in chosen.batch_sizes] if varies else None,
-                counts=chosen.given_counts,
-                scores=chosen.scores,
-            )
+            sizes = [[size] for size in chosen.batch_sizes] if varies else None
+            output = group.tables(_batch(chosen, training, sizes))
             if group.positions is None and not varies:
                 return [output]
             return group.split(output, chosen.batch_sizes if varies else None)
@@ -120,11 +122,10 @@ class UnshardedLookup:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            # In a sequence the bag of an id does not matter: each feature is passed as one bag.
-            offsets, counts = chosen.feature_offsets(), chosen.given_counts
-            output = group.tables(
-                chosen.ids, offsets, training=training, counts=counts, scores=chosen.scores
-            )
+            sizes = [[size] for size in chosen.batch_sizes] if chosen.varies else None
+            batch = _batch(chosen, training, sizes)
+            output = group.tables(batch)
+            chosen.note_begins(batch.begins)
             return list(torch.split(output, chosen.counts))
 
         return self._by_feature(features, look_up)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torchrec_dyn.modules import FeatureReader, checked_configs
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
+from torchrec_dyn.storage import host_numbers
 
 # Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
 _INITIAL_ROWS = DynamicTableConfig(initializer=Constant(0.0))
@@ -201,7 +203,8 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             counts = counts_between(firsts, ids)
         else:
             read = self._read(features)
-            ids, firsts, counts = read.ids, read.feature_offsets(), read.counts
+            ids, counts = read.ids, read.counts
+            firsts = host_numbers([*accumulate(counts, initial=0)]).to(ids.device)
             lengths = read.lengths.split(read.batch_sizes)
         values = self._lookup.sequences(ids, firsts).split(counts)
         own: Sequence[Tensor | None] = [None] * len(counts)

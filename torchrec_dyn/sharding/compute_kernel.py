@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_dyn import knobs
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import (
+    Batch,
     PrefetchedStep,
     Senders,
     TableGroup,
@@ -145,21 +146,12 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         by feature. Sequences: [N, columns].
         """
         ahead, self.prefetched_step = self.prefetched_step, None
-        weights = features.weights_or_none() if self._config.is_weighted else None
-        varies = features.variable_stride_per_key()
-        output = self.group(
-            features.values(),
-            features.offsets().long(),
-            weights,
-            training=self.training,
-            batch_sizes=features.stride_per_key_per_rank() if varies else None,
-            # TorchRec computed the counts for the all-to-all. Each rank checked the lengths that it sent.
-            counts=features.length_per_key(),
-            senders=self._senders(features) if self.training and self._asks_for_senders else None,
-            times=self._times(features) if self.training else None,
-            scores=self._scores(features) if self.training else None,
-            ahead=ahead,
-        )
+        batch = self._batch(features, self.training)
+        if self._config.is_weighted:
+            batch.weights = features.weights_or_none()
+        if self.training and self._asks_for_senders:
+            batch.senders = self._senders(features)
+        output = self.group(batch, ahead)
         if torch.is_grad_enabled() and not output.requires_grad:
             # In evaluation, or all tables of this kernel are frozen. But another rank may train tables, or
             # have none, for which TorchRec's output requires a gradient; and backward is collective. With one
@@ -167,6 +159,17 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             # place.
             output = output.requires_grad_().clone()
         return output
+
+    def _batch(self, features: KeyedJaggedTensor, training: bool) -> Batch:
+        varies = features.variable_stride_per_key()
+        return Batch(
+            features.values().contiguous(),
+            features.lengths().contiguous(),
+            training=training,
+            batch_sizes=features.stride_per_key_per_rank() if varies else None,
+            times=self._times(features) if training else None,
+            scores=self._scores(features) if training else None,
+        )
 
     def _times(self, features: KeyedJaggedTensor) -> Tensor | None:
         """Returns each id's occurrences in its sender's batch, [N] int64; None if all are 1 or not used."""
@@ -192,12 +195,11 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """
         if not self.training:
             return None
-        counts, step = features.length_per_key(), None
+        batch, step = self._batch(features, True), None
         if keeps_step and self.group.device.type in knobs.PREFETCHED_STEPS_ON:
-            times, scores = self._times(features), self._scores(features)
-            step = self.group.prefetch_step(features.values(), counts, times, scores)
+            step = self.group.prefetch_step(batch)
         if step is None:
-            self.group.prefetch(features.values(), features.offsets(), counts=counts)
+            self.group.prefetch(batch)
         return step
 
     def ask_ahead(self, features: KeyedJaggedTensor) -> None:

@@ -39,6 +39,7 @@ from torchrec_dyn.storage.id_map import (
     BLOCKS,
     CLOCKS,
     SLOT_BYTES,
+    SLOTS,
     TABLES,
     IdMap,
     MapList,

@@ -1,0 +1,123 @@
+// A forward of prepared tables on the CPU: where bags begin, the rows of ids, and their pooling, in one call.
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "kernel.h"
+#include "lookup/find_and_pool_arguments.h"
+#include "lookup/pooling_cpu.h"
+#include "output_memory.h"
+#include "parallel.h"
+#include "storage/find_rows_cpu.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// Writes the sums of lengths. Returns false unless they are not negative and add up to the ids.
+template <typename Length>
+bool add_up(const Length* lengths, int64_t bags, int64_t ids, int64_t* offsets) {
+  int64_t signs = 0;  // without comparisons, for which not every level of x86-64 has vectors
+  for (int64_t b = 0; b < bags; ++b) signs |= lengths[b] | (ids - lengths[b]);
+  if (signs < 0) return false;
+  uint64_t sum = 0;
+  for (int64_t b = 0; b < bags; ++b) {
+    offsets[b] = static_cast<int64_t>(sum);
+    sum += static_cast<uint64_t>(lengths[b]);
+  }
+  offsets[bags] = static_cast<int64_t>(sum);
+  // No length is above the ids: only in a batch that no memory holds do their sums come round.
+  const bool may_come_round = ids > 0 && bags > std::numeric_limits<int64_t>::max() / ids;
+  return offsets[bags] == ids && !(may_come_round && !std::is_sorted(offsets, offsets + bags + 1));
+}
+
+bool add_up(const Tensor& lengths, int64_t ids, int64_t* offsets) {
+  if (lengths.scalar_type() == ScalarType::Int)
+    return add_up(const_data<int32_t>(lengths), lengths.numel(), ids, offsets);
+  return add_up(const_data<int64_t>(lengths), lengths.numel(), ids, offsets);
+}
+
+// True if offsets ascend from 0 to the number of ids; copies them.
+template <typename Offset>
+bool ascend(const Offset* given, int64_t bags, int64_t ids, int64_t* offsets) {
+  bool is_right = given[0] == 0 && given[bags] == ids;
+  for (int64_t b = 0; b < bags; ++b) is_right &= given[b] <= given[b + 1];
+  std::copy(given, given + bags + 1, offsets);
+  return is_right;
+}
+
+bool ascend(const Tensor& given, int64_t ids, int64_t* offsets) {
+  const int64_t bags = given.numel() - 1;
+  if (given.scalar_type() == ScalarType::Int) return ascend(const_data<int32_t>(given), bags, ids, offsets);
+  return ascend(const_data<int64_t>(given), bags, ids, offsets);
+}
+
+// Writes where bags begin. Returns false unless they are right, and lengths and offsets agree if both are given.
+bool write_offsets(const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets, int64_t bags,
+                   int64_t ids, int64_t* written) {
+  if (!lengths) return ascend(*offsets, ids, written);
+  if (!add_up(*lengths, ids, written)) return false;
+  if (!offsets) return true;
+  if (offsets->scalar_type() == ScalarType::Int)
+    return std::equal(written, written + bags + 1, const_data<int32_t>(*offsets));
+  return std::equal(written, written + bags + 1, const_data<int64_t>(*offsets));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
+    const Tensor& ids, const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
+    const std::optional<Tensor>& bag_weights, const Tensor& first_bags, const Tensor& first_features,
+    const std::optional<Tensor>& segments, const Tensor& handle, bool mean, int64_t pools, int64_t elements,
+    ScalarType dtype) {
+  const char* op = "find_and_pool";
+  const FoundBatch batch =
+      read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments, handle, pools, elements, dtype);
+  const PreparedTables& tables = *batch.tables;
+  const auto count = static_cast<int64_t>(tables.count());
+  Tensor bag_offsets = new_int64(batch.bags + 1);
+  Tensor rows = new_int64(ids.numel());
+  Tensor numbers = new_int64(batch.features + 1 + count + 1);
+  Tensor out = new_output(batch.elements, dtype);
+  int64_t* const number = mutable_data<int64_t>(numbers);
+  int64_t* const offset = mutable_data<int64_t>(bag_offsets);
+  int64_t* const row = mutable_data<int64_t>(rows);
+  std::fill(number, number + numbers.numel(), int64_t{0});
+  if (!write_offsets(lengths, offsets, batch.bags, ids.numel(), offset)) {
+    number[numbers.numel() - 1] = 1;
+    std::fill(row, row + rows.numel(), kNoRow);
+    return {out, rows, bag_offsets, numbers};
+  }
+  for (int64_t f = 0; f <= batch.features; ++f) number[f] = offset[batch.first_bags[f]];
+  const std::vector<int64_t> table_offsets = table_offsets_of(batch, number);
+  int64_t* const absent = number + batch.features + 1;
+  find_rows(tables.maps, const_data<int64_t>(ids), table_offsets.data(), row, absent);
+  if (batch.pools == Pools::kNothing || (batch.pools == Pools::kKnown && std::any_of(absent, absent + count, [](int64_t ids_without) { return ids_without > 0; })))
+    return {out, rows, bag_offsets, numbers};
+  BagLists lists;
+  lists.count = segments ? batch.bags : ids.numel();
+  if (segments) {
+    // Bags of one id each are a sequence: the loops over them read no offsets.
+    if (batch.bags != ids.numel() || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
+    read_segments(op, lists, *segments, tables.layout, batch.elements);
+  } else {
+    add_segments(lists, sequence_segments(tables, table_offsets));
+  }
+  pool(op, tables, lists, row, batch.bag_weights, mean, out);
+  return {out, rows, bag_offsets, numbers};
+}
+
+Tensor prepare_tables(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> weights,
+                      std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
+                      std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite) {
+  return prepared(DeviceType::CPU, std::move(slots), moved, std::move(weights), std::move(states), layout, optimizer,
+                  on_nonfinite, std::move(nonfinite));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl(TORCHREC_DYN_KERNEL("prepare_tables", &prepare_tables));
+  m.impl(TORCHREC_DYN_KERNEL("find_and_pool", &find_and_pool));
+}
+
+}  // namespace torchrec_dyn

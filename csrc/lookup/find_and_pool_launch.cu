@@ -1,0 +1,14 @@
+#include "lookup/find_and_pool_kernels.h"
+#include "simt_cuda.h"
+
+namespace torchrec_dyn {
+
+TORCHREC_DYN_LAUNCH(ReadLengths<int32_t>);
+TORCHREC_DYN_LAUNCH(ReadLengths<int64_t>);
+TORCHREC_DYN_LAUNCH(CopyOffsets<int32_t>);
+TORCHREC_DYN_LAUNCH(CopyOffsets<int64_t>);
+TORCHREC_DYN_LAUNCH(CompareOffsets<int32_t>);
+TORCHREC_DYN_LAUNCH(CompareOffsets<int64_t>);
+TORCHREC_DYN_LAUNCH(ReadBegins);
+
+}  // namespace torchrec_dyn
