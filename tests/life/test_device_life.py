@@ -106,7 +106,5 @@ def test_waits_of_a_step_do_not_depend_on_the_number_of_tables(life, tables=3):
         often = [waits for waits in new if waits is not None]
         if device.is_mock:
             assert max(often, key=len) == WAITS[life] and len(often) > 2
-            assert max(len(waits) for waits in known if waits is not None) == 1 + (
-                life[0][:5] == "steps"
-            )
+            assert max(len(waits) for waits in known if waits is not None) == 2
         twins.compare()
