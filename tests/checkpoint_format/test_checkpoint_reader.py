@@ -127,14 +127,6 @@ def test_a_transposed_tensor_is_loaded_once_and_dropped(tmp_path, monkeypatch):
     assert torch.equal(only_table(tmp_path / "waiting").read("waiting"), state["waiting"])
 
 
-def test_an_empty_table_is_read(tmp_path):
-    save_table(tmp_path, model_state(0), optimizer_state(0))
-    table = only_table(tmp_path)
-    assert table.num_rows == 0 and table.dtype == torch.float32 and "ids" not in table.names
-    assert list(table.chunks(("ids", "weight"))) == []
-    table.verify()
-
-
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

@@ -8,21 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import workers
-from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
+from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, collection_of, outputs_by_name, shard
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,
 )
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
-
-import torchrec_dyn as dyn
 
 POOLED = [
     "table_wise",
@@ -32,175 +23,6 @@ POOLED = [
     "table_row_wise",
     "grid_shard",
 ]
-
-
-class Mixed(nn.Module):
-    """A static table, a dynamic one, and a dense layer on both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        static = EmbeddingBagConfig(
-            name="static", embedding_dim=8, num_embeddings=50, feature_names=["s"]
-        )
-        dynamic = EmbeddingBagConfig(
-            name="dynamic", embedding_dim=8, num_embeddings=1000, feature_names=["d"]
-        )
-        self.static = EmbeddingBagCollection([static])
-        self.dynamic = dyn.DynamicEmbeddingBagCollection([dynamic], fused_params=FUSED_PARAMS)
-        self.dense = nn.Linear(16, 1)
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Predicts one number per example."""
-        static, dynamic = self.static(features), self.dynamic(features)
-        return self.dense(torch.cat([static["s"], dynamic["d"]], dim=1)).squeeze(1)
-
-
-def mixed_batch(step: int, rank: int) -> KeyedJaggedTensor:
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    lengths = torch.randint(4, (12,), generator=generator)
-    static = torch.randint(50, (int(lengths[:6].sum()),), generator=generator)
-    dynamic = torch.randint(-(2**62), 2**62, (int(lengths[6:].sum()),), generator=generator)
-    return KeyedJaggedTensor(
-        keys=["s", "d"], values=torch.cat([static, dynamic % 97 - 48]), lengths=lengths
-    )
-
-
-def train_mixed() -> list[float]:
-    """Trains under DistributedModelParallel with the dense layer under DDP; returns losses."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    model = Mixed()
-    plan = ShardingPlan(
-        {
-            "static": {"static": shard_by_hand("column_wise", [([0], 0, 4), ([1], 4, 4)], rows=50)},
-            "dynamic": {"dynamic": usual_plan("row_wise", 8, world, world)},
-        }  # type: ignore[dict-item]
-    )
-    sharders: list[Any] = [
-        EmbeddingBagCollectionSharder(fused_params=dict(FUSED_PARAMS)),
-        dyn.DynamicEmbeddingBagCollectionSharder(),
-    ]
-    start = model.static.embedding_bags["static"].weight.detach().clone()
-    model = DistributedModelParallel(model, plan=plan, sharders=sharders)
-    model.load_state_dict({"static.embedding_bags.static.weight": start}, strict=False)
-    assert isinstance(model._dmp_wrapped_module, DistributedDataParallel)
-    assert sorted(dict(model._dmp_wrapped_module.module.dense.named_parameters())) == [
-        "bias",
-        "weight",
-    ]
-    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "dense" in n], lr=0.05)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad()
-        predicted = model(mixed_batch(step, rank))
-        loss = (predicted - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(float(total / world))
-    return losses
-
-
-def train_mixed_unsharded(world: int) -> list[float]:
-    """The same in one process: the global loss is the mean over the ranks' batches."""
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.dense.parameters(), lr=0.05)
-    static = torch.optim.Adagrad(model.static.parameters(), lr=0.1, eps=1e-8)
-    losses = []
-    for step in range(4):
-        parts = [mixed_batch(step, rank) for rank in range(world)]
-        lengths = [part.lengths().view(2, -1) for part in parts]
-        values = [part.values().split(part.length_per_key()) for part in parts]
-        together = KeyedJaggedTensor(
-            keys=["s", "d"],
-            values=torch.cat([v[feature] for feature in range(2) for v in values]),
-            lengths=torch.cat(lengths, dim=1).flatten(),
-        )
-        optimizer.zero_grad()
-        static.zero_grad()
-        loss = (model(together) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        static.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
-def test_static_and_dynamic_collections_and_dense_layer_in_one_model() -> None:
-    by_rank = workers.run(train_mixed, world_size=2)
-    assert by_rank[0] == by_rank[1]
-    torch.testing.assert_close(by_rank[0], train_mixed_unsharded(2), rtol=1e-4, atol=1e-5)
-    assert by_rank[0][-1] < by_rank[0][0]
-
-
-def check_evaluate(case: Case) -> None:
-    """Evaluation reads what training wrote and changes nothing."""
-    rank = dist.get_rank()
-    unsharded = collection_of(case, fused_params=case.fused_params)
-    model = shard(case, copy.deepcopy(unsharded))
-    per_rank, _ = batches(case, 0)
-    outputs_by_name(case, model(per_rank[rank]))
-    collection = model.module.collection
-    before = [collection.table(table.name).stats() for table in case.tables]
-    model.eval()
-    unseen = KeyedJaggedTensor(
-        keys=case.features(),
-        values=torch.arange(7_000_000, 7_000_000 + 2 * len(case.features())),
-        lengths=torch.ones(2 * len(case.features()), dtype=torch.int64),
-    )
-    for value in outputs_by_name(case, model(unseen)).values():
-        assert value.shape == (2, 8) and not value.any()
-    assert [collection.table(table.name).stats() for table in case.tables] == before
-    model.train()
-    for value in outputs_by_name(case, model(unseen)).values():
-        assert bool(value.any())
-
-
-@pytest.mark.parametrize(
-    "pooled, kind",
-    [(True, k) for k in POOLED] + [(False, k) for k in ("table_wise", "column_wise", "row_wise")],
-)
-def test_evaluation_changes_nothing(pooled: bool, kind: str) -> None:
-    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
-    workers.run(check_evaluate, Case(tables, pooled=pooled), world_size=4, local_size=2)
-
-
-def check_prefetch(case: Case) -> None:
-    """Prefetch makes the rows; the forward of the same batch then finds all ids."""
-    rank = dist.get_rank()
-    model = shard(case, collection_of(case))
-    collection = model.module.collection
-    per_rank, _ = batches(case, 0)
-    ctx = collection.create_context()
-    arrived = collection.input_dist(ctx, per_rank[rank]).wait().wait()
-    collection.prefetch(arrived)
-    handles = [collection.table(table.name) for table in case.tables]
-    rows = [handle.num_rows for handle in handles]
-    assert sum(rows) > 0
-    outputs = collection.compute_and_output_dist(ctx, arrived)
-    outputs_by_name(case, outputs)
-    for handle, before in zip(handles, rows, strict=True):
-        stats = handle.stats()
-        assert stats["rows"] == before
-        assert not handle.columns or stats["hits"] == stats["ids_seen"] > 0
-    model.eval()
-    ctx = collection.create_context()
-    later, _ = batches(case, 5)
-    collection.prefetch(collection.input_dist(ctx, later[rank]).wait().wait())
-    assert [handle.num_rows for handle in handles] == rows
-
-
-@pytest.mark.parametrize("variable", [False, True])
-@pytest.mark.parametrize(
-    "pooled, kind", [(True, "row_wise"), (True, "grid_shard"), (False, "row_wise")]
-)
-def test_prefetch_makes_the_rows_of_the_next_forward(
-    pooled: bool, kind: str, variable: bool
-) -> None:
-    tables = [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 4, 2, i)) for i in range(2)]
-    case = Case(tables, pooled=pooled, variable=variable, longest_bag=9)
-    workers.run(check_prefetch, case, world_size=4, local_size=2)
 
 
 def full_table(case: Case) -> str:
