@@ -200,18 +200,6 @@ def test_a_delta_is_read(tmp_path):
         only_table(tmp_path / "x").verify()
 
 
-def test_contents_tell_the_fingerprint(tmp_path):
-    save_table(tmp_path / "one", optimizer=optimizer_state())
-    save_table(
-        tmp_path / "two",
-        cut=lambda name, one: pieces(one, [7, 9]) if name in ("ids", "weight") else one,
-        key="other.ebc.embedding_bags.user",
-    )
-    save_table(tmp_path / "three", model_state(seed=1))
-    one, two, three = (only_table(tmp_path / name) for name in ("one", "two", "three"))
-    assert one.fingerprint() == two.fingerprint() != three.fingerprint()
-
-
 def test_what_is_asked_for_wrongly(tmp_path):
     save_table(tmp_path)
     table = only_table(tmp_path)

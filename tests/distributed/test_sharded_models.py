@@ -15,15 +15,6 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
-POOLED = [
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-]
-
 
 def full_table(case: Case) -> str:
     """Only rank 1's shard is full: it says so, and the other ranks end with an error too."""

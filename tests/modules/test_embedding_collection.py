@@ -96,17 +96,6 @@ def test_every_int64_has_its_own_row_and_evaluation_changes_nothing() -> None:
     assert ec.table("t").stats() == stats
 
 
-@pytest.mark.parametrize("size", [0, 3])
-def test_batches_without_ids(size: int) -> None:
-    ec = dyn.DynamicEmbeddingCollection(configs(), fused_params=SGD)
-    ids, _ = Batches(KEYS).draw(size, longest=0)
-    output = ec(ids)
-    assert {tuple(one.values().shape) for one in output.values()} == {(0, 8)}
-    assert {one.lengths().numel() for one in output.values()} == {size}
-    torch.cat([one.values() for one in output.values()]).sum().backward()
-    assert ec.table("user").num_rows == 0
-
-
 def test_is_torchrecs_interface() -> None:
     ec = dyn.DynamicEmbeddingCollection(configs(), need_indices=True, fused_params=SGD)
     assert isinstance(ec, EmbeddingCollectionInterface)

@@ -13,7 +13,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from oracle import DenseRows
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
-from torch.nn.functional import embedding_bag
 
 from torchrec_dyn.initializers import Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
@@ -135,29 +134,6 @@ def test_sequences_learn_as_bags_of_one(kind):
     ).backward(upstream)
     make_group(tables[1])(ids, torch.arange(ids.numel() + 1), training=True).backward(upstream)
     assert same_state(tables[0].export_state(), tables[1].export_state())
-
-
-@on_devices
-def test_torch_sgd_and_adam_agree():
-    """If every row is in every batch, the classes of torch.optim are an oracle too."""
-    for kind, make in (
-        (OptimizerKind.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=0.1)),
-        (OptimizerKind.ADAM, lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-8)),
-        (OptimizerKind.EXACT_ADAGRAD, lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8)),
-    ):
-        table = learning_table(RowOptimizer(kind, 0.1))
-        dense = torch.nn.Parameter(table.lookup(POOL)[0])
-        optimizer, offsets = make([dense]), torch.arange(0, 41, 4)
-        for _ in range(8):
-            upstream = torch.randn(10, 13)
-            make_group(table)(POOL, offsets, training=True).backward(upstream)
-            optimizer.zero_grad()
-            pooled = embedding_bag(
-                torch.arange(40), dense, offsets, mode="sum", include_last_offset=True
-            )
-            pooled.backward(upstream)
-            optimizer.step()
-        torch.testing.assert_close(table.lookup(POOL)[0], dense.detach(), rtol=1e-4, atol=1e-5)
 
 
 @on_devices

@@ -1,8 +1,6 @@
 """The price of a shard, against real tables that hold as many rows, scores and counters."""
 
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,13 +100,6 @@ def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
             assert 0 <= excess <= MAP_SLACK_PER_ROW * rows, (key, columns)
 
 
-LIMITS_PAGE = Path(__file__).resolve().parents[2] / "docs/guide/limits.md"
-MOST_ROWS = [
-    [int(cell.replace(",", "")) for cell in line]
-    for line in re.findall(r"^\|" + 4 * r" ([\d,]+) \|" + "$", LIMITS_PAGE.read_text(), re.M)
-]
-
-
 def row_wise_price(limit, ranks, expected=None):
     """Bytes of each rank's shard of a row-wise table, with the memory of a batch."""
     place = topology(world_size=ranks, local_world_size=ranks)
@@ -119,21 +110,6 @@ def row_wise_price(limit, ranks, expected=None):
     )
     (option,) = (one for one in found if one.sharding_type == "row_wise")
     return [shard.storage.ddr for shard in option.shards]
-
-
-@pytest.mark.parametrize(("limit", "on_2", "on_8", "on_64"), MOST_ROWS)
-def test_the_most_rows_of_the_guide_are_priced(limit, on_2, on_8, on_64):
-    rule = RowOptimizer(kind=OptimizerKind.EXACT_ADAGRAD)
-    one_row = table_bytes(1, DIM, torch.float32, rule)
-    for ranks, most in {2: on_2, 8: on_8, 64: on_64}.items():
-        table = table_bytes(most // ranks, DIM, torch.float32, rule)
-        full, of_one_row = row_wise_price(limit, ranks), row_wise_price(limit, ranks, expected=1)
-        added = [price - least for price, least in zip(full, of_one_row, strict=True)]
-        assert most % ranks == 0 and added == [table - one_row] * ranks
-
-
-def test_the_guide_has_the_most_rows_of_four_limits():
-    assert [line[0] for line in MOST_ROWS] == [100, 1000, 10_000, 1_000_000]
 
 
 def overfilled_table():

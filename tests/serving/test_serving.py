@@ -131,14 +131,6 @@ def test_pooled_rows_are_sums_of_decoded_rows(served, dtype):
     torch.testing.assert_close(ours(features).values(), torch.cat(parts, 1), rtol=1e-6, atol=1e-5)
 
 
-def test_half_rows_are_rounded_to_nearest(served):
-    (config,) = bag_configs(A)
-    one = serving.ServingEmbeddingBagCollection(served(torch.float16), [config])
-    ids = torch.arange(-50, 50)
-    seen = one(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones(100).long())).values()
-    assert torch.equal(seen, torch.stack([A.rows[int(i)] for i in ids]).half().float())
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_that_are_not_contiguous_are_read_as_they_are(served, dtype):
     ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A), is_weighted=True)

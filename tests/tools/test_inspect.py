@@ -12,7 +12,6 @@ from another_process import start
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from saved_cases import (
     MODEL_KEY,
-    config_bytes,
     model_state,
     optimizer_state,
     pieces,
@@ -259,13 +258,6 @@ def test_histograms_join_bins():
     norms = histogram_of_norms()
     norms.add(torch.tensor([0.0, 1e-30, 1.0, 1e30], dtype=torch.float64))
     assert sum(count for _, count in norms.bars()) == 4 and len(norms.bars()) <= 10
-
-
-def test_a_checkpoint_of_a_newer_format(tmp_path, capsys):
-    config = {"format": 1, "table": "user", "embedding_dim": 6}
-    save_table(tmp_path, model_state() | {"config": config_bytes(config)})
-    status, _, errors = told(capsys, tmp_path)
-    assert status == 1 and "expected a checkpoint of format 2, got 1" in errors
 
 
 @pytest.mark.parametrize(
