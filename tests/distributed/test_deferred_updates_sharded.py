@@ -35,7 +35,6 @@ from sharded_training import (
     with_dense_sgd,
 )
 from torch import nn
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
@@ -166,33 +165,6 @@ def check_scaled(spoiled: str) -> None:
 @pytest.mark.parametrize("spoiled", ["rows", "dense"])
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one(spoiled: str) -> None:
     workers.run(check_scaled, spoiled, world_size=2)
-
-
-def check_large_batch_on_one_rank(kind: str) -> None:
-    """Three batches a step against one of all their samples; the gradients are equal."""
-    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 1, 1))], fused_params=DEFERRED)
-    at_once = replace(case, fused_params={**DEFERRED, "defer_updates": False})
-    small, large = (shard(one, collection_of(one)) for one in (case, at_once))
-    for step in range(2):
-        parts = [batches(case, 3 * step + number)[0][0] for number in range(3)]
-        grads = []
-        for part in parts:
-            output = small(part).values()
-            grads.append(torch.randn_like(output))
-            output.backward(grads[-1])
-        small.fused_optimizer.step()
-        keys, jagged = parts[0].keys(), [part.to_dict() for part in parts]
-        ids, lengths = (
-            torch.cat([getattr(one[key], kind)() for key in keys for one in jagged])
-            for kind in ("values", "lengths")
-        )
-        large(KeyedJaggedTensor(keys, ids, lengths=lengths)).values().backward(torch.cat(grads))
-        check_rows(replace(case, exact=True), small.module.collection, large.module.collection)
-
-
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
-def test_bits_of_one_large_batch_on_one_rank(kind: str) -> None:
-    workers.run(check_large_batch_on_one_rank, kind, world_size=1)
 
 
 def backward(case: Case, model: Any, number: int) -> torch.Tensor:

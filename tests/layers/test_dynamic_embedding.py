@@ -130,14 +130,6 @@ def test_is_its_collection() -> None:
     assert module.table.name == "user" and module.table.num_rows == 3
 
 
-def test_evaluation_changes_nothing() -> None:
-    module, _ = pair()
-    before = module.table.stats()
-    module.eval()
-    assert module(torch.tensor([[123, 0]]))[0, 0].eq(0).all()
-    assert module.table.stats() == before
-
-
 def test_event_time() -> None:
     policy = dyn.DynamicTableConfig(eviction=dyn.ExpireAfter(time=10))
     module = dyn.DynamicEmbedding(DIM, 100, dynamic=policy, fused_params=SGD)

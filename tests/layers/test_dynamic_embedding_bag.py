@@ -340,21 +340,6 @@ def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
         dyn.DynamicEmbeddingBag(**{"embedding_dim": 4, "num_embeddings": 10, **options})
 
 
-@pytest.mark.parametrize("mode", ["sum", "tile"])
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_options_by_name(mode: str, is_weighted: bool) -> None:
-    options = dyn.DynamicTableConfig(seed=7)
-    rows = [
-        bag_of(mode, is_weighted=is_weighted, dynamic=given)(torch.tensor([[1, 2]]))
-        for given in (options, {"embedding_bag": options}, {})
-    ]
-    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
-    with pytest.raises(
-        ValueError, match=rf"{WHERE}\.dynamic: expected a DynamicTableConfig or .* int"
-    ):
-        bag_of(mode, is_weighted=is_weighted, dynamic=3)
-
-
 TWO = torch.tensor([[1, 2]])
 
 

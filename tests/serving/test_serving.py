@@ -4,8 +4,6 @@ import pytest
 import torch
 from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, sequence_configs
 from tensordict import TensorDict
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -257,44 +255,3 @@ def test_serving_does_not_follow_torchs_default_device(tmp_path, dtype):
         tmp_path / "expected", sequence_configs(A), unseen="initial"
     )
     assert torch.equal(rows, expected(features)["f_a"].values())
-
-
-class Written(TorchDispatchMode):
-    """Counts the numbers that ops return; views count, too."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        found = op(*args, **(kwargs or {}))
-        self.numbers += sum(
-            one.numel() for one in tree_leaves(found) if isinstance(one, torch.Tensor)
-        )
-        return found
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_the_work_of_initial_rows_grows_with_the_ids_alone(tmp_path, pooled):
-    """Not with the ids times the features."""
-    tables = [Plain(f"t{i}", 4) for i in range(40)]
-    serving.build(save(tmp_path / "checkpoint", *tables), tmp_path / "served")
-    done = []
-    for count in (10, 40):
-        some = tables[:count]
-        ours = (
-            serving.ServingEmbeddingBagCollection(
-                tmp_path / "served",
-                bag_configs(
-                    *some, pooling=dict.fromkeys([one.name for one in some], PoolingType.MEAN)
-                ),
-                unseen="initial",
-            )
-            if pooled
-            else serving.ServingEmbeddingCollection(
-                tmp_path / "served", sequence_configs(*some), unseen="initial"
-            )
-        )
-        features = batch([f"f_{one.name}" for one in some], IDS, 50, seed=1)
-        with Written() as written:
-            ours(features)
-        done.append(written.numbers)
-    assert done[1] < 6 * done[0]

@@ -221,19 +221,6 @@ def check_runs(slots):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("home", [0, 3, 6, 7])
-@pytest.mark.parametrize("victim", range(5))
-def test_one_of_a_run_goes_and_the_others_stay(home, victim):
-    ids = ids_at_home(home, 8, 5)
-    slots = slots_of(8)
-    put(slots, ids)
-    assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).tolist() == [victim]
-    assert look(slots, ids) == [-1 if k == victim else k for k in range(5)]
-    check_runs(slots)
-    assert int((slots[:, 1] > 0).sum()) == 4
-
-
-@pytest.mark.usefixtures("device")
 def test_every_order_of_a_wrapping_run():
     """Six ids of three homes around the end of the map, erased in each of 720 orders."""
     ids = [*ids_at_home(6, 8, 2), *ids_at_home(7, 8, 2), *ids_at_home(0, 8, 2)]
