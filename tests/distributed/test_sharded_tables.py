@@ -36,16 +36,6 @@ def case_of(pooled: bool, kind: str, **options: Any) -> Case:
     return Case(tables, pooled=pooled, exact=False, **options)
 
 
-def check_unknown_table(case: Case) -> None:
-    collection = shard(case, collection_of(case)).module.collection
-    with pytest.raises(ValueError, match=r"expected a name among \['t0', 't1'\], got 'x'"):
-        collection.table("x")
-
-
-def test_unknown_table_is_refused() -> None:
-    workers.run(check_unknown_table, case_of(True, "table_wise"), world_size=4, local_size=2)
-
-
 def check_train_then_shard(case: Case, steps_before: int) -> None:
     """Trains unsharded, shards a copy, trains both on: they must stay the same."""
     rank, world = dist.get_rank(), dist.get_world_size()

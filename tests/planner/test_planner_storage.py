@@ -408,17 +408,6 @@ def test_the_counters_of_a_batch_over_the_limit_are_all_that_is_left_out():
     assert price[COUNTERS + batch] - price[COUNTERS] < 64 * batch
 
 
-def test_expected_rows_do_not_hide_counters():
-    def price(limit, config, expected=None):
-        expected_rows = None if expected is None else {"user": expected}
-        module = collection(config, num_embeddings=limit)
-        return user_shard(module, SHARDER, expected_rows=expected_rows).storage.ddr
-
-    few, many = POLICIES["counters"], POLICIES["as_many_as_rows"]
-    assert price(2**45, few, expected=ROWS) == price(ROWS, few)
-    assert price(10 * ROWS, many, expected=ROWS) > price(ROWS, many) + 9 * ROWS * 8
-
-
 @pytest.mark.parametrize(
     ("expected", "counters"), [(10, 65_536), (ROWS, 65_536), (30_000, 120_000)]
 )
@@ -443,15 +432,6 @@ def test_default_counters_are_priced_by_the_rows(expected, counters):
     plan = make_planner(topology(), expected_rows={"user": expected})
     config = DynamicTableConfig(admission=AdmitAfter(2))
     assert set(plan.plan(collection(config, **generous), [SHARDER]).plan[""]) == {"user"}
-
-
-def test_a_plan_pays_for_scores_and_no_counters():
-    def price(admission):
-        config = DynamicTableConfig(admission=admission)
-        return user_shard(collection(config), SHARDER).storage.ddr
-
-    assert price(Never()) == price(AdmitWithProbability(0.5)) < price(AdmitAfter(2))
-    assert price(Never()) > price(None)
 
 
 def test_rows_in_mapped_files_are_not_memory():

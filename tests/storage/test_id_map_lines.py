@@ -320,19 +320,6 @@ def test_repeats_absent_ids_and_empty_maps():
     assert ops.erase(ids_of(), [slots], WHOLE).tolist() == []
 
 
-@pytest.mark.usefixtures("device")
-def test_probe_lengths_shrink_again():
-    ids = ids_at_home(5, 32, 10)
-    slots = slots_of(32)
-    put(slots, ids)
-    assert ops.probe_lengths(slots, 1).tolist() == [10, sum(range(1, 11)), 10]
-    ops.erase(ids_of(*ids[:9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots, 1).tolist() == [1, 1, 1]
-    ops.erase(ids_of(ids[9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots, 1).tolist() == [0, 0, 0]
-    assert ops.probe_lengths(slots_of(0), 1).tolist() == [0, 0, 0]
-
-
 @pytest.mark.parametrize("is_growing", [False, True])
 def test_many_ids_are_erased_one_by_one_in_order(is_growing):
     """With prefetched homes of later ids; some ids are absent or repeated."""
