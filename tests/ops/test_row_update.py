@@ -173,29 +173,6 @@ def test_the_learning_rate_is_read_at_the_backward():
 
 @on_devices
 @every_kind
-def test_column_shards_learn_as_the_whole(kind):
-    """Bit-equal if the columns of a row share no moment."""
-    if RowOptimizer(kind).state_is_rowwise.count(True) or kind == OptimizerKind.LAMB:
-        pytest.skip("one moment or one norm per shard, as in TorchRec")
-    rule = RowOptimizer(kind, 0.1)
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = learning_table(rule, 20, dtype=dtype)
-        shards = [
-            learning_table(rule, 20, dtype=dtype, first_column=c, columns=n)
-            for c, n in ((0, 7), (7, 13))
-        ]
-        for step in range(4):
-            ids, offsets = random_bags(step, bags=9, longest=8, pool=40)
-            upstream = torch.randn(9, 20)
-            make_group(whole)(ids, offsets, training=True).backward(upstream)
-            for shard, part in zip(shards, (upstream[:, :7], upstream[:, 7:]), strict=True):
-                make_group(shard)(ids, offsets, training=True).backward(part)
-        joined = torch.cat([shard.lookup(POOL)[0] for shard in shards], 1)
-        assert torch.equal(joined, whole.lookup(POOL)[0])
-
-
-@on_devices
-@every_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_wild_gradients_reach_their_rows_only(kind, value):
     table = learning_table(RowOptimizer(kind, 0.1))
@@ -209,35 +186,6 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
         assert not torch.equal(after[0], before[0])
     assert torch.equal(after[2:], before[2:])
     assert after[1].isfinite().all()
-
-
-@on_devices
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_tables_of_a_group_learn_as_alone(pooling):
-    """The outputs of several features are interleaved; bags are long, so each gradient is read often."""
-
-    def table(name, dim):
-        return make_table(
-            OptimizerKind.EXACT_ADAGRAD, name=name, embedding_dim=dim, initializer=Normal(0.0, 0.3)
-        )
-
-    widths, bags = (5, 20), 9
-    together = [table("a", widths[0]), table("b", widths[1])]
-    group = make_group(*together, pooling=pooling, features=[2, 1])
-    ids, offsets = random_bags(3, bags=3 * bags, longest=12, pool=25)
-    upstream = torch.randn(bags, 2 * widths[0] + widths[1])
-    group(ids, offsets, training=True).backward(upstream)
-
-    cut = int(offsets[2 * bags])
-    parts = [
-        (ids[:cut], offsets[: 2 * bags + 1], upstream[:, : 2 * widths[0]], 2),
-        (ids[cut:], offsets[2 * bags :] - cut, upstream[:, 2 * widths[0] :], 1),
-    ]
-    for got, (part_ids, part_offsets, grad, features) in zip(together, parts, strict=True):
-        alone = table(got.name, got.columns)
-        own = make_group(alone, pooling=pooling, features=[features])
-        own(part_ids, part_offsets, training=True).backward(grad.contiguous())
-        assert same_state(got.export_state(), alone.export_state()), got.name
 
 
 # Rows of one batch that share bags and gradients
