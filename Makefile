@@ -50,7 +50,7 @@ PTX_OF_GPU := build/ptx-$(GPU)$(if $(BOUNDS),-bounds)/torchrec_dyn_ptx.abi3.so
 PTX_CORE := $(filter-out %_cpu.cpp,$(CORE)) $(wildcard tests/csrc/ptx/*.cpp tests/csrc/ptx/*.h)
 HAS_NVCC := $(if $(filter cpu,$(TORCHREC_DYN_BUILD)),,$(shell PATH="$(or $(CUDA_HOME),/usr/local/cuda)/bin:$$PATH" command -v nvcc))
 
-.PHONY: train test build wheel release lint format docs bench bench-ab test-deep planted goldens soak ptx sanitize fuzz clones clean
+.PHONY: train test build wheel release lint format docs bench bench-ab test-deep planted goldens ptx sanitize fuzz clones clean
 
 # The script starts torchrun itself, and keeps its stack traces off the screen when a rank ends with an error.
 train: $(VENV)/trainable.stamp
@@ -58,9 +58,9 @@ train: $(VENV)/trainable.stamp
 
 # Two processes side by side, each with process groups of its own, take file after file. ARGS="-n 0": one process.
 # Both have two threads, which must not spin while they wait: they would take the cores from each other.
-test test-deep planted soak: export OMP_WAIT_POLICY = passive
+test test-deep planted: export OMP_WAIT_POLICY = passive
 # Every rank, script and example imports the package again: bytecode is kept, whatever the machine sets.
-test test-deep soak: export PYTHONDONTWRITEBYTECODE =
+test test-deep: export PYTHONDONTWRITEBYTECODE =
 test: build $(if $(HAS_NVCC),$(PTX))
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -73,13 +73,9 @@ PART ?= 1/1
 planted: build
 	$(BIN)/python tests/planted/run.py --part $(PART) $(ARGS)
 
-# Records the results of fifty steps anew (tests/support/golden_runs.py) and prints what has changed.
+# Records the results of fifty steps anew (tests/golden/test_goldens.py) and prints what has changed.
 goldens: build
-	PYTHONPATH=tests/support $(BIN)/python -c "import golden_runs; golden_runs.record()"
-
-# Trains, saves, kills, follows and serves for 20 minutes: make soak ARGS="--seconds 1200 --seed 3"
-soak: build
-	$(BIN)/python tests/support/soak.py $(ARGS)
+	PYTHONPATH=tests/support:tests/golden $(BIN)/python -c "import test_goldens; test_goldens.record()"
 
 build: $(VENV)/extension.stamp $(SIMT)
 

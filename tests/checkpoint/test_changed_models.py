@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_cases
@@ -29,7 +27,6 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.checkpoint_format import MergedTable
 from torchrec_dyn.state_dict import StagedTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -203,15 +200,6 @@ def test_another_form_begins_with_a_full_save(tmp_path: Path) -> None:
     assert checkpoints._marker is not None
 
 
-def test_an_older_line_in_two_dtypes_says_what_to_do() -> None:
-    saves: list[Any] = [
-        SimpleNamespace(name="t", embedding_dim=1, dtype=dtype, config={"seed": 0}, sums={})
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
-    with pytest.raises(ValueError, match=r"'torch.float32'\]. Call Checkpoints.restore in"):
-        MergedTable(saves, "kept")
-
-
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A full save of one table, then a full save and a delta of two."""
@@ -269,30 +257,6 @@ def test_what_is_in_both_can_be_loaded(line: Path) -> None:
     same(loaded[0], loaded[2])
     alone = Net(names=("user", "item"), width=0)
     assert restore(line, alone, allow_partial_load=True)[0]._marker is None
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "error"),
-    [
-        (StagedTable, "_read", MemoryError("no memory for 8 rows")),
-        (StagedTable, "replacing", OSError(errno.ENOSPC, "no space")),
-    ],
-)
-def test_a_lack_of_memory_is_no_damage(
-    target: Any, name: str, error: Exception, tmp_path: Path
-) -> None:
-    model = Net()
-    checkpoints, _ = restore(tmp_path / "kept", model)
-    for step in (1, 2):
-        model.train_step(step)
-        checkpoints.save(model, model.optimizer, step=step)
-    checkpoints.close()
-    with (
-        failing(target, name, 1, error),
-        pytest.raises((MemoryError, OSError), match=r"no (memory|space)"),
-    ):
-        restore(tmp_path / "kept", model)
-    assert restore(tmp_path / "kept", model)[1].step == 2
 
 
 def on_two_ranks(path: str) -> list[str]:

@@ -251,19 +251,6 @@ def test_another_working_directory_is_no_other_place(
     assert names(tmp_path / "here" / "kept") == ["full-00000001"] and not [*Path().iterdir()]
 
 
-def test_an_error_of_a_delta_is_raised(tmp_path: Path) -> None:
-    """Only a table that was converted or is another object leads to a full save instead."""
-    job = Job(tmp_path / "kept", full_every=9)
-    job.save()
-    with (
-        failing(entry_writing, "collect_changes", error=ValueError("expected something else")),
-        pytest.raises(ValueError, match="expected something else"),
-    ):
-        job.save()
-    assert job.save().kind == "delta"
-    job.checkpoints.close()
-
-
 def test_full_saves_alone_record_no_changes(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept")
     with failing(entry_writing, "mark", error=AssertionError("marked")):

@@ -392,34 +392,6 @@ def test_learning_rates_are_restored(tmp_path: Path) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
 
-def test_the_first_step_at_which_two_runs_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = []
-    for run_name, batches in (("one", [0, 1, 2, 3]), ("other", [0, 1, 3, 4])):
-        setup, model, optimizer = new(0)
-        checkpoints = Checkpoints(tmp_path / run_name, keep=9)
-        paths.append(str(checkpoints.path))
-        for step, batch in enumerate(batches):
-            train(model, setup, [batch])
-            quietly(checkpoints.save, model, optimizer, step=step)
-        checkpoints.close()
-    assert main(["diff", *paths]) == 1
-    told = capsys.readouterr().out
-    assert "4 steps in both" in told and "step 2: the first with other contents" in told
-    assert "rows differ" in told  # of the full saves of that step
-    assert main(["diff", paths[0], paths[0]]) == 0
-    for entry, status in (("full-00000004", 1), ("full-00000003", 2)):
-        (tmp_path / "other" / entry / "entry.json").write_text("{")
-        capsys.readouterr()
-        assert main(["diff", *paths]) == status
-        told, error = capsys.readouterr()
-        assert f"not compared  {paths[1]}: {entry}: Expecting property name" in told
-        assert "equal" not in told and ("differ" in told) == (status == 1)
-    assert "got 2 that cannot, and no difference at 2 steps. Compare single full saves: " in error
-    assert f"diff {paths[0]}/full-NUMBER/state {paths[1]}/full-NUMBER/state." in error
-
-
 def test_runs_are_compared_on_the_way_to_their_newest_entries(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

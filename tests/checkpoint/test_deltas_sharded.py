@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import workers
 from checkpoint_cases import (
     LOCAL_SIZES,
@@ -20,7 +19,6 @@ from checkpoint_cases import (
     held,
     load,
     new,
-    optimizer_of,
     quietly,
     same_bits,
     save,
@@ -28,9 +26,8 @@ from checkpoint_cases import (
 )
 from sharded_training import collection_of
 from shards import deep_but
-from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
+from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.whole_model import tables_of
 
@@ -102,21 +99,6 @@ def run(function, setup: Setup, *args):
     )
     assert all(one == results[0] for one in results)
     return results[0]
-
-
-def is_not_loaded_as_a_checkpoint(setup: Setup, folder: str) -> None:
-    model = new(setup)
-    for state in ({"model": model.state_dict()}, {"optimizer": optimizer_of(model).state_dict()}):
-        for planner in (LoadPlanner(allow_partial_load=True), LoadPlanner(path=folder)):
-            with pytest.raises(
-                CheckpointException, match="expected a full checkpoint, got a delta"
-            ):
-                quietly(dcp.load, state, checkpoint_id=folder, planner=planner)
-
-
-def test_it_is_not_loaded_as_a_checkpoint(exported):
-    folder, _ = exported(CASES[1][0])
-    run(is_not_loaded_as_a_checkpoint, CASES[1][1], str(folder / "0"))
 
 
 EDITED = ("plain", "counted", "drawn")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +23,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints
-from torchrec_dyn.checkpoint.dense_part import split_state
-from torchrec_dyn.checkpoint_format import checkpoint_reader
 
 TABLES = {
     name: EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=100, feature_names=[name])
@@ -151,18 +145,6 @@ def test_learning_rates_of_numpy_and_tensors(tmp_path: Path) -> None:
     job.checkpoints.close()
 
 
-def test_a_rate_in_a_tensor_is_that_of_the_rows_after_a_restore(tmp_path: Path) -> None:
-    job, again = Job(tmp_path / "kept"), Job(tmp_path / "kept")
-    job.optimizer.param_groups[0]["lr"] = 0.5
-    rows = again.optimizer.param_groups[0]
-    held = rows["lr"] = torch.tensor(0.125)
-    job.save(0)
-    again.restore()
-    assert rows["lr"] is held and held == 0.5
-    assert {group.learning_rate for group in rows.groups} == {0.5}
-    job.checkpoints.close()
-
-
 def warming(optimizer: Any, name: str = "__warmup") -> WarmupOptimizer:
     stage = WarmupStage(WarmupPolicy.LINEAR, max_iters=20, value=0.1)
     return WarmupOptimizer(optimizer, [stage], lr=0.05, param_name=name)
@@ -220,40 +202,6 @@ def test_values_of_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         )
     job.checkpoints.close()
     assert torch.equal(job.restore().extra["mean"], torch.ones(2))
-
-
-@contextmanager
-def at_most(lines: int) -> Iterator[None]:
-    """Ends with an error the code below that runs more lines of Python."""
-    left = lines
-
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        left -= event == "line"
-        assert left >= 0, f"more than {lines} lines"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-def test_many_tables_are_found_in_one_pass() -> None:
-    """Not in one for each table."""
-    names = [f"t{number}" for number in range(500)]
-    tables: Any = [SimpleNamespace(name=name, key=f"sparse.bags.{name}") for name in names]
-    states = {f"{table.key}.weight": {f"{table.name}.config": 0} for table in tables}
-    model = {f"{table.key}.{part}": 0 for table in tables for part in ("ids", "weight", "config")}
-    state = {"model": {**model, "sparse.bags": 0}, "optimizer": {"state": states}}
-    saved = {f"optimizer.state.{table.key}.weight.{table.name}": 0 for table in tables}
-    keys = {f"model.{table.key}": 0 for table in tables}
-    with at_most(100 * len(tables)):
-        assert split_state(state, tables)[1]["model"] == {"sparse.bags": 0}
-        owners, ownerless = checkpoint_reader._owners(saved, keys)
-    assert len(owners) == len(tables) and not ownerless
 
 
 class Mixed(nn.Module):

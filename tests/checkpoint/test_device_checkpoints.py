@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import random
 
 import pytest
 import torch
@@ -10,15 +9,12 @@ import torch.distributed.checkpoint as dcp
 from delta_cases import NAMES, Model
 from device_twins import on_host, small_chunks
 from mock_device import CUDA, MockDevice, run_lookups_backward
-from static_collections import OPTIMIZERS, batch, ebc, loss_of
 from table_cases import same_state
 from torch.utils._pytree import tree_map_only
 from torchrec import KeyedJaggedTensor
 
-import torchrec_dyn as dyn
-from torchrec_dyn import checkpoint, serving
+from torchrec_dyn import checkpoint
 from torchrec_dyn.checkpoint import LoadPlanner, apply_delta, export_delta, mark
-from torchrec_dyn.migration import from_static, load_static
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -96,14 +92,6 @@ def put(model, state):
     model.load_state_dict(state["model"])
     for name, one in state["optimizers"].items():
         getattr(model, name).fused_optimizer.load_state_dict(one)
-
-
-def moved_to_device(static):
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        return copy.deepcopy(static).to("cuda")
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 def sums_of(path):
@@ -184,53 +172,6 @@ def test_rows_of_a_device_are_written_and_read_as_files(device, twins, tmp_path)
         assert checkpoint.import_rows(model.pooled, "plain", tmp_path / "there") == rows
     assert_same(*fresh)
     assert device.mixed == []
-
-
-def test_a_model_on_a_device_is_served(device, twins, tmp_path):
-    here, there = twins
-    folders = []
-    for name, model, place in (("here", here, "cpu"), ("there", there, CUDA)):
-        marker, folder = mark(model), tmp_path / name
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "saved", no_dist=True)
-        serving.build(folder / "saved", folder / "served")
-        train(model, place, range(7, 9))
-        export_delta(model, folder / "delta", marker)
-        serving.apply_delta(folder / "served", folder / "delta")
-        folders.append(folder / "served")
-    one, other = (
-        sorted(file for file in folder.rglob("*") if file.is_file()) for folder in folders
-    )
-    contents_of = [
-        [file.read_bytes() for file in files if "rows" in file.name] for files in (one, other)
-    ]
-    assert contents_of[0] and contents_of[0] == contents_of[1]
-
-
-@pytest.mark.parametrize("kind", ["EXACT_ROWWISE_ADAGRAD", "ADAM"])
-def test_static_tables_of_a_device_become_dynamic_there(device, tmp_path, kind):
-    torch.manual_seed(1)
-    static = ebc()
-    optimizer = OPTIMIZERS[kind](static.parameters())
-    loss_of(static, batch(static, random.Random(2))).backward()
-    optimizer.step()
-    there = moved_to_device(static)
-    of_there = OPTIMIZERS[kind](there.parameters())
-    for one, other in zip(static.parameters(), there.parameters(), strict=True):
-        of_there.state[other] = {
-            name: value.to(CUDA) if value.dim() else value
-            for name, value in optimizer.state[one].items()
-        }
-    dcp.save(static.state_dict(), checkpoint_id=tmp_path, no_dist=True)
-    dynamic, made = from_static(static, optimizer), from_static(there, of_there)
-    loaded = dyn.DynamicEmbeddingBagCollection(static.embedding_bag_configs()).to("cuda")
-    load_static(loaded, tmp_path, with_optimizer=False)
-    for name, table in dynamic.local_tables().items():
-        other, plain = made.local_tables()[name], loaded.local_tables()[name]
-        assert other.device == CUDA and same_state(
-            on_host(other.export_state()), table.export_state()
-        )
-        assert torch.equal(plain.export_state()["weight"].cpu(), table.export_state()["weight"])
-    assert device.mixed == [] and device.without_kernel == []
 
 
 def test_no_save_hides_an_error_of_the_device(device, twins):

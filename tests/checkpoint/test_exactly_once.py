@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import contents, quietly
-from forked import run_ranks
+from forked import forkserver, run_ranks
 from torch import nn
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -25,12 +25,17 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import torchrec_dyn as dyn
+from torchrec_dyn import serving
 from torchrec_dyn.checkpoint import Checkpoints, Positions
 from torchrec_dyn.checkpoint_format import read_chain
 
 StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 STEPS, SAVED = 14, 3
 FEATURES = ["user", "item"]
+TABLES = [
+    EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=60, feature_names=[name])
+    for name in FEATURES
+]
 DYNAMIC = dyn.DynamicTableConfig(
     admission=dyn.AdmitAfter(2), eviction=dyn.LeastFrequentlyUsed(half_life_steps=5)
 )
@@ -41,12 +46,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=60, feature_names=[name])
-            for name in FEATURES
-        ]
         self.sparse = dyn.DynamicEmbeddingBagCollection(
-            tables, dynamic=DYNAMIC, fused_params={"optimizer": "ADAM", "learning_rate": 0.02}
+            TABLES, dynamic=DYNAMIC, fused_params={"optimizer": "ADAM", "learning_rate": 0.02}
         )
         self.over = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 1))
 
@@ -76,11 +77,16 @@ def made() -> tuple[Any, Any]:
     torch.manual_seed(0)
     sharders: Any = [dyn.DynamicEmbeddingBagCollectionSharder()]
     model: Any = DistributedModelParallel(Net(), sharders=sharders, device=torch.device("cpu"))
+    return model, optimizer_of(model, "", model.fused_optimizer)
+
+
+def optimizer_of(model: nn.Module, prefix: str, fused: Any) -> CombinedOptimizer:
+    of_model = in_backward_optimizer_filter(model.named_parameters())
     dense = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(model.named_parameters())),
+        {name: parameter for name, parameter in of_model if not parameter.is_meta},
         lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     )
-    return model, CombinedOptimizer([model.fused_optimizer, dense])
+    return CombinedOptimizer([(prefix, fused), ("", dense)])
 
 
 @dataclass(frozen=True)
@@ -256,3 +262,41 @@ def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]
     check(
         tmp_path, deaths, expected, draw.choice(["save", "async_save"]), draw.choice([0, 0, 0, 2])
     )
+
+
+def follow(folder: Path) -> None:
+    for followed in serving.follow(folder / "kept", folder / "served", every=0.05):
+        with open(folder / "steps", "a") as steps:
+            steps.write(f"{followed.entry.step}\n")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_served_of_killed_runs(seed: int, tmp_path: Path) -> None:
+    """Runs and their follower are killed at any time: it never goes back, and ends with the last save."""
+    draw = random.Random(seed)
+    for number in range(4):
+        follower = forkserver().Process(target=follow, args=(tmp_path,), daemon=True)
+        follower.start()
+        deaths: Deaths = [None, None]
+        if number < 3:
+            deaths[draw.randrange(2)] = Death(
+                "", 4 * number + draw.randrange(4), draw.random() / 10
+            )
+        ended(tmp_path, deaths, draw.choice(["save", "async_save"]))
+        follower.kill()
+        follower.join()
+    steps = (tmp_path / "steps").read_text().split()
+    assert len(steps) > 1 and steps == sorted(steps, key=int)
+    serving.Follower(tmp_path / "kept", tmp_path / "served").poll()
+    net, served = Net(), serving.ServingEmbeddingBagCollection(tmp_path / "served", TABLES)
+    optimizer = optimizer_of(net, "sparse", net.sparse.fused_optimizer)
+    restored = quietly(
+        Checkpoints(tmp_path / "kept").restore, net, optimizer, leave_out=["position"]
+    )
+    assert restored.step == 12
+    ids = torch.arange(80)
+    features = KeyedJaggedTensor(
+        FEATURES, ids.repeat(2), lengths=torch.ones(160, dtype=torch.int64)
+    )
+    assert served(features).values().equal(net.eval().sparse(features).values())

@@ -15,7 +15,6 @@ from checkpoint_cases import quietly, state_dict_of, tables_of
 from checkpoint_damage import items_of
 from checkpoint_small import AGED, COUNTED, case, on_one, read, sharded, step
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import Checkpoints, TableWriter, open_checkpoint
@@ -116,19 +115,6 @@ def counts_reads(path: str) -> bool:
 
 def test_rows_are_read_once(tmp_path: Path) -> None:
     assert on_one(counts_reads, tmp_path)
-
-
-def trained_meanwhile(path: str) -> bool:
-    model = trained("table_wise", 1)
-    state = state_without_reads(model)
-    step(model, [6000])
-    with pytest.raises(CheckpointException, match="got a table that was trained"):
-        quietly(dcp.save, state, storage_writer=TableWriter(path))
-    return True
-
-
-def test_a_table_that_was_trained_since_is_not_saved(tmp_path: Path) -> None:
-    assert on_one(trained_meanwhile, tmp_path)
 
 
 def damaged_while_written(path: str) -> bool:

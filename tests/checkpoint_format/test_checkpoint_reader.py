@@ -127,14 +127,6 @@ def test_a_transposed_tensor_is_loaded_once_and_dropped(tmp_path, monkeypatch):
     assert torch.equal(only_table(tmp_path / "waiting").read("waiting"), state["waiting"])
 
 
-def test_an_empty_table_is_read(tmp_path):
-    save_table(tmp_path, model_state(0), optimizer_state(0))
-    table = only_table(tmp_path)
-    assert table.num_rows == 0 and table.dtype == torch.float32 and "ids" not in table.names
-    assert list(table.chunks(("ids", "weight"))) == []
-    table.verify()
-
-
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
@@ -206,18 +198,6 @@ def test_a_delta_is_read(tmp_path):
     save_dict({f"t.embedding_bags.user.{name}": one for name, one in parts.items()}, tmp_path / "x")
     with pytest.raises(ValueError, match="expected removed ids in canonical order"):
         only_table(tmp_path / "x").verify()
-
-
-def test_contents_tell_the_fingerprint(tmp_path):
-    save_table(tmp_path / "one", optimizer=optimizer_state())
-    save_table(
-        tmp_path / "two",
-        cut=lambda name, one: pieces(one, [7, 9]) if name in ("ids", "weight") else one,
-        key="other.ebc.embedding_bags.user",
-    )
-    save_table(tmp_path / "three", model_state(seed=1))
-    one, two, three = (only_table(tmp_path / name) for name in ("one", "two", "three"))
-    assert one.fingerprint() == two.fingerprint() != three.fingerprint()
 
 
 def test_what_is_asked_for_wrongly(tmp_path):

@@ -25,7 +25,7 @@ from pipeline_runs import (
     states_of,
     tables_of,
 )
-from sharded_cases import Case, Table, shard_by_hand, three_tables, usual_plan
+from sharded_cases import Case, Table, three_tables, usual_plan
 from sharded_training import (
     batches,
     check_rows,
@@ -35,12 +35,10 @@ from sharded_training import (
     with_dense_sgd,
 )
 from torch import nn
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.gradient_accumulation import (
     GradientAccumulationConfig,
     GradientAccumulationWrapper,
 )
-from torchrec.optim.keyed import OptimizerWrapper
 
 import torchrec_dyn as dyn
 
@@ -169,33 +167,6 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one(spoiled: str) -> None:
     workers.run(check_scaled, spoiled, world_size=2)
 
 
-def check_large_batch_on_one_rank(kind: str) -> None:
-    """Three batches a step against one of all their samples; the gradients are equal."""
-    case = Case([Table("t", ["a", "b"], usual_plan(kind, 8, 1, 1))], fused_params=DEFERRED)
-    at_once = replace(case, fused_params={**DEFERRED, "defer_updates": False})
-    small, large = (shard(one, collection_of(one)) for one in (case, at_once))
-    for step in range(2):
-        parts = [batches(case, 3 * step + number)[0][0] for number in range(3)]
-        grads = []
-        for part in parts:
-            output = small(part).values()
-            grads.append(torch.randn_like(output))
-            output.backward(grads[-1])
-        small.fused_optimizer.step()
-        keys, jagged = parts[0].keys(), [part.to_dict() for part in parts]
-        ids, lengths = (
-            torch.cat([getattr(one[key], kind)() for key in keys for one in jagged])
-            for kind in ("values", "lengths")
-        )
-        large(KeyedJaggedTensor(keys, ids, lengths=lengths)).values().backward(torch.cat(grads))
-        check_rows(replace(case, exact=True), small.module.collection, large.module.collection)
-
-
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
-def test_bits_of_one_large_batch_on_one_rank(kind: str) -> None:
-    workers.run(check_large_batch_on_one_rank, kind, world_size=1)
-
-
 def backward(case: Case, model: Any, number: int) -> torch.Tensor:
     """Returns the outputs of a batch, after their backward."""
     output = model(batches(case, number)[0][dist.get_rank()]).values()
@@ -226,32 +197,6 @@ def check_resharded_between() -> None:
 
 def test_a_reshard_with_pending_updates_is_refused() -> None:
     workers.run(check_resharded_between, world_size=2)
-
-
-def check_resharded_elsewhere() -> None:
-    """The table with the updates stays: no table moves, or another one, which is frozen."""
-    here = {kind: shard_by_hand(kind, [([0], 0, 8)]) for kind in ALL}
-    tables = [Table("t", ["a"], here["table_wise"]), Table("u", ["b"], here["row_wise"])]
-    case = Case(tables, fused_params=DEFERRED)
-    model = shard(case, collection_of(case))
-    collection = model.module.collection
-    collection.table("u").freeze()
-    ids = batches(case, 0)[0][0]["a"].values()
-    for changed in ({"t": here["column_wise"]}, {"u": here["table_wise"]}):
-        output = model(batches(case, 0)[0][0]).values()
-        with pytest.raises(ValueError, match="no forward that waits for its backward"):
-            model.sharders[0].reshard(collection, changed, model._env, model.device)
-        output.sum().backward()
-        before, _ = dyn.lookup_rows(collection, "t", ids)
-        with pytest.raises(ValueError, match="updates that wait"):
-            model.sharders[0].reshard(collection, changed, model._env, model.device)
-        model.fused_optimizer.step()
-        assert not torch.equal(dyn.lookup_rows(collection, "t", ids)[0], before)
-        model.sharders[0].reshard(collection, changed, model._env, model.device)
-
-
-def test_a_reshard_that_moves_no_table_with_pending_updates_is_refused() -> None:
-    workers.run(check_resharded_elsewhere, world_size=1)
 
 
 def skipped() -> list[int]:
@@ -321,19 +266,7 @@ def test_saves_and_loads_between_backward_and_step(tmp_path: Any) -> None:
 RUN = Run(("table_wise", "row_wise"), ("row_wise",), steps=5, fused_params=DEFERRED)
 
 
-class Clipped(OptimizerWrapper):
-    """An optimizer that clips before its step, as docs/guide/accumulation.md has it."""
-
-    def __init__(self, optimizer: Any, model: nn.Module) -> None:
-        super().__init__(optimizer)
-        self._model = model
-
-    def step(self, closure: Any = None) -> None:
-        assert dyn.clip_grad_norm_(self._model, 0.01) > 0.01
-        super().step(closure)
-
-
-def in_cycles(ahead: bool, run: Run = RUN, clips: bool = False) -> Any:
+def in_cycles(ahead: bool, run: Run = RUN) -> Any:
     """A plain loop of cycles of two batches, the last of one; `ahead`: as semi-sync pipelines look up."""
     model = sharded_model(run)
     optimizer = optimizer_of(run, model)
@@ -350,8 +283,6 @@ def in_cycles(ahead: bool, run: Run = RUN, clips: bool = False) -> Any:
                 rows = [forward(following.features) for forward in forwards]
         loss.backward()
         if number % 2 or number == run.steps - 1:
-            if clips:
-                dyn.clip_grad_norm_(model, 0.01)
             optimizer.step()
             optimizer.zero_grad()
         for following in source[number + 1 : number + 2]:
@@ -364,13 +295,12 @@ def steps_of(model: Any) -> list[int]:
     return [table.stats()["step"] for table in tables_of(model).values()]
 
 
-def by_the_wrapper(pipeline: str, cleared: bool, run: Run = RUN, clips: bool = False) -> Any:
+def by_the_wrapper(pipeline: str, cleared: bool, run: Run = RUN) -> Any:
     model = sharded_model(run)
     with shims_for(pipeline):
         inner = make_pipeline(run, pipeline, model)
-        optimizer = Clipped(inner._optimizer, model) if clips else inner._optimizer
         config = GradientAccumulationConfig(num_steps=2)
-        wrapper = GradientAccumulationWrapper(inner, optimizer, model, config)
+        wrapper = GradientAccumulationWrapper(inner, inner._optimizer, model, config)
         if cleared:
             wrapper.optimizer_wrapper.zero_grad()
         drain(wrapper, run_batches(run))
@@ -390,30 +320,3 @@ def test_accumulates_by_the_wrapper_of_torchrec(pipeline: str) -> None:
         check_same_states(one, another, tolerance=1e-5)
         # In the semi-sync pipeline the third lookup runs before the first step, the fifth before the second.
         assert steps == expected_steps == [2 if ahead else 3] * len(steps)
-
-
-def test_clips_in_a_pipeline_once_a_cycle() -> None:
-    """The sums of dense gradients have another order, so the norm is another up to rounding."""
-    run = replace(RUN, steps=4)
-    got = workers.run(by_the_wrapper, "sparse_dist", False, run, True, world_size=2)
-    expected = workers.run(in_cycles, False, run, True, world_size=2)
-    for (one, _), (another, _) in zip(got, expected, strict=True):
-        for table, state in another.items():
-            torch.testing.assert_close(one[table], state, rtol=1e-5, atol=1e-6)
-
-
-def first_gradients() -> tuple[bool, bool]:
-    """Returns for a wrapped semi-sync pipeline if rows and dense gradients wait after the first batch."""
-    model = sharded_model(RUN)
-    with shims_for("semi_sync"):
-        inner = make_pipeline(RUN, "semi_sync", model)
-        config = GradientAccumulationConfig(num_steps=2)
-        wrapper = GradientAccumulationWrapper(inner, inner._optimizer, model, config)
-        wrapper.progress(iter(run_batches(RUN)))
-    waits = any(group.deferred.updates for group in model.module.pooled._shards.groups())
-    return waits, any(one.grad is not None and one.grad.any() for one in model.parameters())
-
-
-def test_the_wrapper_of_torchrec_drops_the_first_batch_of_a_semi_sync_pipeline() -> None:
-    """It clears gradients before the first step, and this pipeline asks for that after backward."""
-    assert workers.run(first_gradients, world_size=2) == [(False, False)] * 2

@@ -36,12 +36,11 @@ from torch.distributed import checkpoint as dcp
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 import torchrec_dyn as dyn
 from torchrec_dyn import DynamicTableConfig
-from torchrec_dyn.planner import DynamicStorageEstimator, make_planner
+from torchrec_dyn.planner import make_planner
 
 every_plan = pytest.mark.parametrize("kinds", [WHOLE_ROWS, SPREAD_ROWS])
 
@@ -171,25 +170,6 @@ def test_the_planner_plans_them() -> None:
     assert set(workers.run(plan_and_train, asked, world_size=2)) == {"row_wise"}
 
 
-def test_storage_is_priced_as_of_dynamic_tables() -> None:
-
-    case = one_table()
-    topology = Topology(2, "cpu")
-    prices = []
-    for wrapped in (False, True):
-        collection = collection_of(case, fused_params=FUSED_PARAMS)
-        module = Model(processed(case, collection, "dict") if wrapped else collection)
-        sharders = [
-            dyn.DynamicFeatureProcessedEmbeddingBagCollectionSharder(),
-            dyn.DynamicEmbeddingBagCollectionSharder(),
-        ]
-        enumerator = EmbeddingEnumerator(topology, 4, None, [DynamicStorageEstimator(topology)])
-        options = enumerator.enumerate(module, sharders[:1] if wrapped else sharders[1:])
-        (one,) = [each for each in options if each.sharding_type == "table_wise"]
-        prices.append(one.shards[0].storage.ddr)
-    assert prices[0] == prices[1]
-
-
 @pytest.mark.parametrize("kind", deep_but(["row_wise"], ["table_wise", "row_wise", "grid_shard"]))
 def test_pipelines(kind: str) -> None:
     run = Run([kind] * 3, ["table_wise"], processed=True, steps=4)
@@ -271,18 +251,6 @@ def test_checkpoint_into_the_unsharded_module(saved) -> None:
     table = model.collection.split()[1].table("t0")
     assert torch.equal(table.lookup(saved["t0 ids"])[0], saved["t0 rows"])
     assert torch.equal(position_weights(model)["a"], saved["a"])
-
-
-def check_export_delta(folder: str) -> None:
-    case = Case(tables_of(MIXED, 2, 2), weighted=True)
-    model = trained(case, 1)
-    marker = dyn.checkpoint.mark(model)
-    backward(model(batches(case, 1)[0][dist.get_rank()]))
-    assert dyn.checkpoint.export_delta(model, folder, marker)
-
-
-def test_deltas_find_the_tables(tmp_path) -> None:
-    workers.run(check_export_delta, str(tmp_path / "delta"), world_size=2)
 
 
 def test_make_dynamic_and_from_static_keep_the_processors() -> None:

@@ -19,7 +19,7 @@ from processed_training import (
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import collection_of
 from torch import Tensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.feature_processor_ import (
@@ -240,49 +240,3 @@ def check_weigh_by_id(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_processors_see_ids_as_the_user_wrote_them(kind: str) -> None:
     workers.run(check_weigh_by_id, kind, world_size=2)
-
-
-def train_with_admission(kind: str) -> tuple[list[float], list[float]]:
-    life = dyn.DynamicTableConfig(
-        admission=dyn.AdmitAfter(2), eviction=dyn.LeastRecentlyUsed(), unseen="initial"
-    )
-    config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=64, feature_names=["a"])
-    outputs: list[list[float]] = []
-    for sharded in (False, True):
-        collection = dyn.DynamicEmbeddingBagCollection(
-            [config], is_weighted=True, dynamic=life, fused_params=FUSED_PARAMS
-        )
-        processors = PositionWeightedModuleCollection({"a": 4})
-        module = FeatureProcessedEmbeddingBagCollection(collection, processors)
-        model = Model(module)
-        if sharded:
-            case = Case(
-                [Table("t", ["a"], usual_plan(kind, 8, 1, 1, rows=64), rows=64)], weighted=True
-            )
-            model = shard_processed(case, module)
-        seen = []
-        for step in range(6):
-            ids = torch.arange(12) + 5 * (step // 2)
-            out = model(KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([4, 4, 0, 4])))["a"]
-            out.square().sum().backward()
-            weight = position_weights(model)["a"]
-            seen += [float(out.detach().sum()), float(weight.grad.sum())]
-            weight.grad = None
-        outputs.append(seen)
-    return outputs[0], outputs[1]
-
-
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_admission_and_eviction(kind: str) -> None:
-    ((unsharded, sharded),) = workers.run(train_with_admission, kind, world_size=1)
-    torch.testing.assert_close(torch.tensor(sharded), torch.tensor(unsharded))
-
-
-def test_single_process_position_weights_learn() -> None:
-    collection = collection_of(one_table(), fused_params=FUSED_PARAMS)
-    module = FeatureProcessedEmbeddingBagCollection(collection, {"a": PositionWeightedModule(4)})
-    out = module(bags(3, 1))["a"]
-    rows = collection.table("t").lookup(torch.arange(4))[0]
-    out.sum().backward()
-    expected = torch.tensor([rows[0].sum() + rows[3].sum(), rows[1].sum(), rows[2].sum(), 0])
-    torch.testing.assert_close(position_weights(module)["a"].grad, expected)

@@ -13,12 +13,10 @@ import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand
-from sharded_training import Holder, batches, collection_of, outputs_by_name, shard
+from sharded_training import batches, collection_of, outputs_by_name, shard
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.types import (
     CacheParams,
@@ -300,52 +298,6 @@ def look_up_in_two_dtypes() -> dict[str, torch.dtype]:
 def test_output_dtypes_may_differ_by_sharding_type_in_a_sequence_collection() -> None:
     for dtypes in workers.run(look_up_in_two_dtypes, world_size=2):
         assert dtypes == {"t": torch.float16, "u": torch.float32}
-
-
-def plan_by_planner(pooled: bool, kind: str) -> str:
-    case = Case([Table("t", ["a"], shard_by_hand("table_wise", WHOLE))], pooled=pooled)
-    model = Holder(collection_of(case))
-    sharder: Any = (
-        dyn.DynamicEmbeddingBagCollectionSharder(dict(FUSED_PARAMS))
-        if pooled
-        else dyn.DynamicEmbeddingCollectionSharder(dict(FUSED_PARAMS))
-    )
-    world = dist.get_world_size()
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=world, compute_device="cpu", local_world_size=2),
-        constraints={"t": ParameterConstraints(sharding_types=[kind], min_partition=4)},
-    )
-    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    sharded = DistributedModelParallel(model, plan=plan, sharders=[sharder])
-    return sharded.plan.plan["collection"]["t"].sharding_type
-
-
-@pytest.mark.parametrize(
-    "pooled, kind",
-    [(True, kind) for kind in dyn.DynamicEmbeddingBagCollectionSharder().sharding_types("cpu")]
-    + [(False, kind) for kind in dyn.DynamicEmbeddingCollectionSharder().sharding_types("cpu")],
-)
-def test_stock_planner_plans_every_type(pooled: bool, kind: str) -> None:
-    # TorchRec's managed collision cannot be planned for several ranks at all.
-    assert workers.run(plan_by_planner, pooled, kind, world_size=4, local_size=2) == [kind] * 4
-
-
-def test_sharders_offer_all_types_on_cpu() -> None:
-    pooled = dyn.DynamicEmbeddingBagCollectionSharder()
-    assert pooled.sharding_types("cpu") == pooled.sharding_types("cuda")
-    assert sorted(pooled.sharding_types("cpu")) == sorted(
-        [
-            "table_wise",
-            "row_wise",
-            "column_wise",
-            "table_row_wise",
-            "table_column_wise",
-            "grid_shard",
-        ]
-    )
-    assert pooled.compute_kernels("row_wise", "cpu") == ["fused"]
-    sequence = dyn.DynamicEmbeddingCollectionSharder()
-    assert sorted(sequence.sharding_types("cpu")) == ["column_wise", "row_wise", "table_wise"]
 
 
 class TwoCollections(nn.Module):

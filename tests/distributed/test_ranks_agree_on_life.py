@@ -8,7 +8,7 @@ import torch.distributed as dist
 import workers
 from sharded_cases import Case, Table, shard_by_hand, usual_plan
 from sharded_life import Beside, drifting_batch, make_batch
-from sharded_training import collection_of, outputs_by_name, shard
+from sharded_training import outputs_by_name
 from table_cases import without_probes
 
 import torchrec_dyn as dyn
@@ -135,51 +135,6 @@ def test_ids_are_admitted_by_the_occurrences_of_all_ranks(pooled: bool, kind: st
         assert first == [[1.0, 0.0], [], [1.0, 1.0], [1.0, 1.0]]
         assert second == [[1.0], [1.0], [], [1.0]]
         assert third == [[1.0], [1.0, 0.0], [0.0, 0.0], []]
-
-
-def count_over_ranks(case: Case) -> dict[int, int]:
-    beside = Beside(case)
-    batch = [[[[1, 2, 2]]], [[[2, 1, 1, 1]]], [[[3]]]]
-    for _ in range(2):
-        beside.step(make_batch(case, batch))
-        beside.check()
-    counts = {}
-    for one in beside.shards:
-        ids = one.ids()
-        counts.update(zip(ids.tolist(), one.count(ids).tolist(), strict=True))
-        assert one.last_seen(ids).tolist() == [2] * len(ids)
-    return counts
-
-
-@pytest.mark.parametrize("pooled, kind", KINDS)
-def test_every_occurrence_of_every_rank_counts(pooled: bool, kind: str) -> None:
-    case = case_of(pooled, kind, eviction=dyn.LeastFrequentlyUsed())
-    counts: dict[int, int] = {}
-    for of_rank in workers.run(count_over_ranks, case, world_size=3):
-        counts.update(of_rank)
-    assert counts == {1: 8, 2: 6, 3: 2}
-
-
-def draw(case: Case) -> list[int]:
-    """The ids on this rank after four steps of 40 ids that occur once."""
-    model = shard(case, collection_of(case))
-    world = dist.get_world_size()
-    for step in range(4):
-        ids = list(range(100 * step, 100 * step + 40))
-        shown(case, model, [[ids[rank::world]] for rank in range(world)])
-    return model.module.collection.table("t").ids().tolist()
-
-
-def test_draws_are_those_of_any_plan() -> None:
-    by_plan = []
-    for world, kind in ((2, "column_wise"), (3, "row_wise"), (3, "table_wise")):
-        case = case_of(True, kind, admission=dyn.AdmitWithProbability(0.5), world=world)
-        by_rank = workers.run(draw, case, world_size=world)
-        if kind == "column_wise":
-            assert by_rank[0] == by_rank[1]
-        by_plan.append(set().union(*by_rank))
-    assert by_plan == [by_plan[0]] * 3
-    assert 40 < len(by_plan[0]) < 120
 
 
 # A batch that needs more rows than a shard may hold: who says so, what is left, who waits how long

@@ -19,8 +19,6 @@ from checkpoint_cases import (
     OPTIMIZERS,
     Setup,
     batch,
-    contents,
-    differences,
     held,
     kinds_on,
     load,
@@ -168,37 +166,6 @@ def test_any_plan_to_any_other(seed: int, tmp_path: Path) -> None:
     setup = Setup(world, first, pooled, drawn.choice(OPTIMIZERS))
     names = drawn.sample(["plain", "sixteen", "brain", "counted", "drawn"], drawn.randint(1, 5))
     run_on(setup, check_goes_on, second, drawn.randrange(4), str(tmp_path), names)
-
-
-def stays_or_moves(setup: Setup, folder: str) -> None:
-    """Saves what was trained under one plan, and what moved twice and back."""
-    stayed, moved = new(setup), new(setup)
-    train(stayed, setup, range(6))
-    train(moved, setup, range(2))
-    move(moved, plans(setup, (RW, CW, TW)))
-    train(moved, setup, range(2, 4))
-    move(moved, plans(setup, (CW, TW, RW), 1))
-    move(moved, plans(setup, setup.kinds))
-    check_places(moved, setup)
-    train(moved, setup, range(4, 6))
-    check_same(held(moved), held(stayed))
-    assert counts_of(moved, setup) == counts_of(stayed, setup)
-    save(stayed, f"{folder}/stayed")
-    save(moved, f"{folder}/moved")
-
-
-def check_places(model: Any, setup: Setup) -> None:
-    """Asserts that tables lie as in a model that was made with the plan of the setup."""
-    for table in setup.case().tables:
-        mine, theirs = (m.module.collection.table(table.name) for m in (model, new(setup)))
-        assert mine.columns == theirs.columns
-
-
-def test_what_moved_and_came_back_is_saved_as_what_stayed(tmp_path: Path) -> None:
-    setup = Setup(2, (TW, RW, CW), optimizer="ADAM", names=("plain", "sixteen", "counted"))
-    run_on(setup, stays_or_moves, str(tmp_path))
-    got, expected = contents(tmp_path / "moved"), contents(tmp_path / "stayed")
-    assert len(expected) > 30 and not differences(got, expected)
 
 
 def check_moves_one(setup: Setup) -> None:

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
+from sharded_cases import FUSED_PARAMS, Case, Table, shard_by_hand, usual_plan
 from sharded_training import batches, check_rows, collection_of, outputs_by_name, shard
 from table_cases import ids_of, make_table
-from torchrec import KeyedJaggedTensor
 
 from torchrec_dyn import ranks
 from torchrec_dyn.checkpoint_format import table_config
@@ -35,117 +34,6 @@ def case_of(pooled: bool, kind: str, **options: Any) -> Case:
     plans = [usual_plan(kind, 8, 4, 2, turn) for turn in (1, 2)]
     tables = [Table("t0", ["a"], plans[0]), Table("t1", ["b"], plans[1])]
     return Case(tables, pooled=pooled, exact=False, **options)
-
-
-def row_of(identity: int, seed: float = 0.0) -> list[float]:
-    return [(identity % 1009) / 1009 + seed + column for column in range(8)]
-
-
-def whole_rows(handle: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Puts the shards of all ranks together: rows [M, 8] and how many ranks had each id."""
-    rows = torch.zeros(len(ids), 8)
-    ranks = torch.zeros(len(ids), dtype=torch.long)
-    local, found = handle.lookup(ids)
-    begin = 0
-    for first, width in handle.columns:
-        rows[:, first : first + width] = local[:, begin : begin + width]
-        begin += width
-    ranks += found
-    dist.all_reduce(rows)
-    dist.all_reduce(ranks)
-    return rows, ranks
-
-
-def check_assign_and_erase(case: Case) -> None:
-    rank = dist.get_rank()
-    model = shard(case, collection_of(case)).eval()
-    handle = model.module.collection.table("t0")
-    # Each rank assigns ids of its own, rank 3 none, and all of them the id 77.
-    every = [*EXTREME_IDS, *range(200, 260)]
-    mine = [*every[rank::3], 77] if rank < 3 else []
-    rows = torch.tensor([row_of(i, rank if i == 77 else 0) for i in mine]).view(-1, 8)
-    handle.assign(torch.tensor(mine, dtype=torch.int64), rows)
-    ids = torch.tensor([*EXTREME_IDS, *range(200, 260)])
-    got, ranks = whole_rows(handle, ids)
-    torch.testing.assert_close(got, torch.tensor([row_of(i) for i in ids.tolist()]))
-    assert bool((ranks > 0).all())
-    # Rows are where a batch looks for them.
-    asked = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=ids,
-        lengths=torch.tensor([1] * len(ids) + [0] * len(ids)),
-    )
-    torch.testing.assert_close(outputs_by_name(case, model(asked))["a"], got)
-    last, _ = whole_rows(handle, torch.tensor([77]))
-    torch.testing.assert_close(last, torch.tensor([row_of(77, 2)]))
-    held = sorted(handle.ids().tolist())
-    assert handle.num_rows == len(held) == handle.stats()["rows"]
-    everyones: list[Any] = [None] * 4
-    dist.all_gather_object(everyones, held)
-    assert set().union(*everyones) == {*ids.tolist(), 77}
-
-    gone = [0, -1, 210, 5555] if rank == 0 else [2**63 - 1] if rank == 2 else []
-    assert handle.erase(torch.tensor(gone, dtype=torch.int64)) == 4
-    _, ranks = whole_rows(handle, torch.tensor([0, -1, 210, 5555, 2**63 - 1, 1, 211]))
-    assert (ranks > 0).tolist() == [False] * 5 + [True] * 2
-
-
-@pytest.mark.parametrize("pooled, kind", BOTH)
-def test_assign_and_erase_reach_all_shards(pooled: bool, kind: str) -> None:
-    workers.run(check_assign_and_erase, case_of(pooled, kind), world_size=4, local_size=2)
-
-
-def test_assign_reaches_columns_in_any_order() -> None:
-    shards = [([1], 6, 2), ([0], 4, 2), ([1], 0, 2), ([0], 2, 2)]
-    tables = [
-        Table("t0", ["a"], shard_by_hand("column_wise", shards)),
-        Table("t1", ["b"], shard_by_hand("column_wise", shards[::-1])),
-    ]
-    workers.run(check_assign_and_erase, Case(tables), world_size=4, local_size=2)
-
-
-def assign_badly(case: Case) -> list[str]:
-    rank = dist.get_rank()
-    handle = shard(case, collection_of(case)).module.collection.table("t0")
-    faults = []
-    for ids, rows in [
-        (torch.arange(3), torch.zeros(3, 7 if rank == 1 else 8)),
-        (torch.arange(3, dtype=torch.int32 if rank == 2 else torch.int64), torch.zeros(3, 8)),
-    ]:
-        with pytest.raises(ValueError) as caught:
-            handle.assign(ids, rows)
-        faults.append(str(caught.value))
-    with pytest.raises(
-        ValueError, match=r"erase\(rank=0\): ids: expected ids \[M\] of int64, got \[2, 2\]"
-    ):
-        handle.erase(torch.zeros(2, 2, dtype=torch.int64) if rank == 0 else torch.arange(2))
-    assert handle.num_rows == 0
-    with pytest.raises(RuntimeError, match="at most"):
-        handle.assign(torch.arange(5000), torch.zeros(5000, 8))
-    return faults
-
-
-@pytest.mark.parametrize("kind", ["column_wise", "row_wise"])
-def test_bad_assign_is_refused_on_every_rank(kind: str) -> None:
-    by_rank = workers.run(assign_badly, case_of(True, kind), world_size=4, local_size=2)
-    assert by_rank == [by_rank[0]] * 4
-    assert (
-        "table('t0').assign(rank=1): rows: expected floating point rows of shape [3, 8], got [3, 7]"
-        in by_rank[0][0]
-    )
-    assert (
-        "assign(rank=2): ids: expected ids [M] of int64, got [3] of torch.int32." in by_rank[0][1]
-    )
-
-
-def check_unknown_table(case: Case) -> None:
-    collection = shard(case, collection_of(case)).module.collection
-    with pytest.raises(ValueError, match=r"expected a name among \['t0', 't1'\], got 'x'"):
-        collection.table("x")
-
-
-def test_unknown_table_is_refused() -> None:
-    workers.run(check_unknown_table, case_of(True, "table_wise"), world_size=4, local_size=2)
 
 
 def check_train_then_shard(case: Case, steps_before: int) -> None:

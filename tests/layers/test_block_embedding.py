@@ -13,10 +13,9 @@ from mixed_cases import (
     pooled_by_hand,
     some_grad,
     tables,
-    varied_batch,
 )
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 import torchrec_dyn as dyn
@@ -27,19 +26,6 @@ BLOCKS = {"a": 2, "b": 4, "c": 8}  # c has the full width
 def collection(pooling=PoolingType.SUM, **options):
     torch.manual_seed(1)
     return dyn.BlockEmbeddingBagCollection(tables(pooling), BLOCKS, fused_params=SGD, **options)
-
-
-def test_outputs_are_those_of_an_embedding_bag_collection():
-    theirs = EmbeddingBagCollection(tables())
-    small = KeyedJaggedTensor(["f", "g", "h"], torch.arange(6), lengths=torch.ones(6).long())
-    got, expected = collection()(small), theirs(small)
-    assert got.keys() == expected.keys() == ["g@a", "f", "g@b", "h"]
-    assert got.length_per_key() == expected.length_per_key()
-    assert got.values().shape == expected.values().shape
-    ours = collection()
-    assert [(c.name, c.embedding_dim) for c in ours.embedding_bag_configs()] == [
-        (c.name, c.embedding_dim) for c in theirs.embedding_bag_configs()
-    ]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -122,28 +108,6 @@ def test_projections_start_xavier_normal_and_rows_as_the_config_says():
     assert torch.equal(matrix, expected)
 
 
-def test_bags_that_vary_by_feature():
-    varied, plain = varied_batch()
-    ours = collection()
-    assert torch.equal(ours(varied).values(), copy.deepcopy(ours)(plain).values())
-
-
-@pytest.mark.parametrize("bags", [0, 3])
-def test_batches_without_ids(bags):
-    ours = collection()
-    output = ours(batch(bags=bags, longest=0))
-    assert output.values().shape == (bags, 8 + 8 + 12 + 8)
-    assert output.values().eq(0).all()
-    output.values().sum().backward()
-    assert ours.projections.tables["a"].weight.grad.eq(0).all()
-
-
-def test_evaluation_reads_unseen_ids_as_zeros_and_inserts_nothing():
-    ours = collection().eval()
-    assert ours(batch()).values().eq(0).all()
-    assert ours.rows.table("a").num_rows == 0
-
-
 def test_options_reach_the_narrow_tables():
     initial = dyn.DynamicTableConfig(initializer=dyn.Constant(0.25))
     ours = collection(dynamic={"a": initial}, is_weighted=True)
@@ -151,28 +115,6 @@ def test_options_reach_the_narrow_tables():
     rows, found = ours.rows.table("a").lookup(torch.tensor(IDS))
     assert rows[found].eq(0.25).all() and found.any() and rows.shape[1] == 2
     assert ours.is_weighted() and not collection().is_weighted()
-
-
-def test_an_initializer_replaces_init_fn():
-    config = EmbeddingBagConfig(9, 8, "t", feature_names=["f"], init_fn=torch.nn.init.zeros_)
-    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0), unseen="initial")
-    ours = dyn.BlockEmbeddingBagCollection([config], block_dim=8, dynamic={"t": ones}).eval()
-    one_id = KeyedJaggedTensor(["f"], torch.tensor([5]), lengths=torch.tensor([1]))
-    assert ours(one_id).values().tolist() == [[1.0] * 8]
-
-
-def test_state_dict_round_trip():
-    trained, fresh = collection(), collection()
-    for step in range(2):
-        output = trained(batch(step)).values()
-        output.backward(some_grad(output))
-        with torch.no_grad():
-            for one in trained.projections.parameters():
-                one -= one.grad
-    fresh.load_state_dict(trained.state_dict())
-    seen = batch(1)
-    assert torch.equal(fresh.eval()(seen).values(), trained.eval()(seen).values())
-    assert trained(seen).values().abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -191,10 +133,3 @@ def test_a_wrong_width_is_named(block_dim, message):
         ValueError, match=f"^BlockEmbeddingBagCollection.block_dim: expected {message}"
     ):
         dyn.BlockEmbeddingBagCollection(tables(), block_dim)
-
-
-def test_a_missing_feature_is_named_and_nothing_changes():
-    ours = collection()
-    with pytest.raises(ValueError, match="expected feature 'f'"):
-        ours(KeyedJaggedTensor(["g"], torch.tensor([1]), lengths=torch.tensor([1])))
-    assert ours.rows.table("a").num_rows == 0

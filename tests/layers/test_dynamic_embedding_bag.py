@@ -255,30 +255,6 @@ def test_forms_agree() -> None:
         assert torch.equal(dense, bag_of(mode)(torch.tensor([bags]))[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint64])
-@pytest.mark.parametrize("mode", ["sum", "mean", "tile"])
-def test_ids_of_other_dtypes_are_those_of_int64(mode: str, dtype: torch.dtype) -> None:
-    """uint64 by its bits: 2^64 - 1 is -1."""
-    ids = torch.tensor([[1, -1, 3], [4, 9, 6]])
-    other = ids.int() if dtype == torch.int32 else ids.view(torch.uint64)
-    lengths, offsets, weights = torch.tensor([2, 4]), torch.tensor([0, 2, 6]), torch.rand(6)
-    for gradients in (False, True):
-        options = {"is_weighted": True, "weight_gradients": gradients, "padding_idx": -1}
-        one, twin = bag_of(mode, **options), bag_of(mode, **options)
-        for form in (
-            lambda values: values,
-            lambda values: JaggedTensor(values.view(-1), lengths=lengths, weights=weights),
-            lambda values: torch.nested.nested_tensor_from_jagged(values.view(-1), offsets),
-        ):
-            outputs = one(form(other)), twin(form(ids))
-            assert torch.equal(*outputs)
-            outputs[0].sin().sum().backward(), outputs[1].sin().sum().backward()
-        assert sorted(one.table.ids().tolist()) == [1, 3, 4, 6, 9]
-        assert all(
-            map(torch.equal, one.table.lookup(ids.view(-1)), twin.table.lookup(ids.view(-1)))
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_weights_of_other_dtypes_are_computed_with_as_float32(
@@ -362,21 +338,6 @@ WHERE = r"DynamicEmbeddingBag\(table='embedding_bag'\)"
 def test_impossible_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"{WHERE}: {message}"):
         dyn.DynamicEmbeddingBag(**{"embedding_dim": 4, "num_embeddings": 10, **options})
-
-
-@pytest.mark.parametrize("mode", ["sum", "tile"])
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_options_by_name(mode: str, is_weighted: bool) -> None:
-    options = dyn.DynamicTableConfig(seed=7)
-    rows = [
-        bag_of(mode, is_weighted=is_weighted, dynamic=given)(torch.tensor([[1, 2]]))
-        for given in (options, {"embedding_bag": options}, {})
-    ]
-    assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2])
-    with pytest.raises(
-        ValueError, match=rf"{WHERE}\.dynamic: expected a DynamicTableConfig or .* int"
-    ):
-        bag_of(mode, is_weighted=is_weighted, dynamic=3)
 
 
 TWO = torch.tensor([[1, 2]])

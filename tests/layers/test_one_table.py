@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import workers
-from checkpoint_cases import load, save
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from sharded_cases import EXTREME_IDS, FUSED_PARAMS, Case, Table, usual_plan
 from sharded_training import Holder, check_rows, check_same, with_dense_sgd
@@ -329,22 +327,6 @@ def plan_and_name() -> tuple[list[str], str, str]:
     return kinds, refused, repr(model.module.words)
 
 
-def save_and_move(path: str) -> list[str]:
-    """Saves a trained model and loads it under other plans; returns the saved names."""
-    rank = dist.get_rank()
-    model = sharded_model()
-    for step in range(3):
-        model(Texts.draw(step, rank))[0].backward()
-    save(model, path)
-    moved = load(sharded_model(turn=1), path)
-    for step in (3, 4):
-        losses = [one(Texts.draw(step, rank))[0] for one in (model, moved)]
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-        for loss in losses:
-            loss.backward()
-    return [name for name in model.state_dict() if "collection" in name]
-
-
 SEQUENCE = ["table_wise", "row_wise", "column_wise"]
 WHOLE_ROWS = ["table_wise", "column_wise", "table_column_wise"]
 POOLED = [*WHOLE_ROWS, "row_wise", "table_row_wise", "grid_shard"]
@@ -450,9 +432,3 @@ def test_planner_and_what_is_refused() -> None:
         )
         assert refused.endswith("Make the module with weight_gradients=True, or detach them.")
         assert "8, 1000, mode='mean', name='words', is_weighted=True" in told
-
-
-def test_checkpoints_move_to_another_plan(tmp_path: Path) -> None:
-    (names, _) = workers.run(save_and_move, str(tmp_path / "step"), world_size=2)
-    assert any(name.startswith("words.collection.embedding_bags.words.") for name in names)
-    assert any(name.startswith("user.collection.embeddings.user.") for name in names)

@@ -275,17 +275,6 @@ def test_impossible_collections() -> None:
         from_static(two)
 
 
-def test_an_initializer_replaces_init_fn() -> None:
-    config = EmbeddingBagConfig(6, 4, "t", feature_names=["f"], init_fn=torch.nn.init.zeros_)
-    static = EmbeddingBagCollection([config])
-    with pytest.raises(ValueError, match=r"^from_static\(table='t'\): expected init_fn"):
-        from_static(static)
-    ones = dyn.DynamicTableConfig(initializer=dyn.Constant(1.0))
-    made = from_static(static, None, ones, RULE, num_embeddings={"t": 9})
-    out = made(KeyedJaggedTensor(["f"], torch.tensor([5, 6]), lengths=torch.tensor([1, 1])))
-    assert out.values().tolist() == [[0.0] * 4, [1.0] * 4]
-
-
 def test_one_limit_for_all_tables() -> None:
     made = from_static(ebc(), fused_params=RULE, num_embeddings=90)
     assert {config.num_embeddings for config in made.embedding_bag_configs()} == {90}

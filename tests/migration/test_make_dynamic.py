@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import workers
 from collection_oracle import EXTREMES
 from torch import nn
 from torchrec import (
@@ -12,7 +11,6 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
 )
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -222,21 +220,6 @@ def test_an_initializer_of_another_table_replaces_no_init_fn() -> None:
     unset = {"b": dyn.DynamicTableConfig(seed=3)}
     with pytest.raises(ValueError, match=r"table='b'\): expected init_fn"):
         dyn.make_dynamic(EmbeddingBagCollection(tables[1:]), dynamic=unset)
-
-
-def rows_of_a_sharded_model() -> torch.Tensor:
-    model = nn.Sequential(EmbeddingBagCollection([own_init(EmbeddingBagConfig, "a")]))
-    dyn.make_dynamic(model, dynamic=ONES)
-    sharder = dyn.DynamicEmbeddingBagCollectionSharder({"optimizer": "EXACT_SGD"})
-    dmp = DistributedModelParallel(model, sharders=[sharder])
-    ids = torch.tensor(EXTREMES)
-    dmp(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones_like(ids)))
-    return dyn.lookup_rows(dmp.module[0], "a", ids)[0]
-
-
-def test_an_initializer_replaces_init_fn_in_a_sharded_model() -> None:
-    for rows in workers.run(rows_of_a_sharded_model, world_size=2):
-        assert rows.eq(1).all()
 
 
 def test_tables_that_are_dynamic_already() -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from collection_oracle import (
-    EXTREMES,
     POOL,
     Batches,
     assert_same_rows,
@@ -11,7 +10,7 @@ from collection_oracle import (
     stock_config,
 )
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
@@ -80,31 +79,6 @@ def test_groups_do_not_change_the_order_of_outputs() -> None:
         "u": {1.0}, "shared@user": {1.0}, "i": {2.0}, "shared@ad": {3.0}, "a2": {3.0}, "a1": {3.0}
     }  # fmt: skip
     assert all(jagged.values().dtype == torch.float32 for jagged in output.values())
-
-
-def test_every_int64_has_its_own_row_and_evaluation_changes_nothing() -> None:
-    config = EmbeddingConfig(100, 4, "t", feature_names=["f"])
-    ec = dyn.DynamicEmbeddingCollection([config], fused_params=SGD)
-    ids = KeyedJaggedTensor(["f"], torch.tensor(EXTREMES), lengths=torch.tensor([len(EXTREMES)]))
-    rows = ec(ids)["f"].values()
-    assert len({tuple(row.tolist()) for row in rows}) == len(EXTREMES)
-    rows.sum().backward()
-    stats = ec.table("t").stats()
-    more = KeyedJaggedTensor(["f"], torch.tensor([5, EXTREMES[0]]), lengths=torch.tensor([2]))
-    output = ec.eval()(more)["f"].values()
-    assert torch.equal(output[0], torch.zeros(4)) and output[1].abs().sum() > 0
-    assert ec.table("t").stats() == stats
-
-
-@pytest.mark.parametrize("size", [0, 3])
-def test_batches_without_ids(size: int) -> None:
-    ec = dyn.DynamicEmbeddingCollection(configs(), fused_params=SGD)
-    ids, _ = Batches(KEYS).draw(size, longest=0)
-    output = ec(ids)
-    assert {tuple(one.values().shape) for one in output.values()} == {(0, 8)}
-    assert {one.lengths().numel() for one in output.values()} == {size}
-    torch.cat([one.values() for one in output.values()]).sum().backward()
-    assert ec.table("user").num_rows == 0
 
 
 def test_is_torchrecs_interface() -> None:

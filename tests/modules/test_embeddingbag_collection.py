@@ -3,7 +3,6 @@
 import pytest
 import torch
 from collection_oracle import (
-    EXTREMES,
     POOL,
     Batches,
     assert_same_rows,
@@ -88,21 +87,6 @@ def test_first_forward_is_bit_equal_to_the_stock_collection() -> None:
     assert torch.equal(ebc(ids).values(), stock(positions).values())
 
 
-def test_weighted_mean_divides_the_weighted_sum_by_the_length() -> None:
-    config = EmbeddingBagConfig(100, 4, "t", feature_names=["f"], pooling=PoolingType.MEAN)
-    ebc = dyn.DynamicEmbeddingBagCollection([config], is_weighted=True, fused_params=SGD)
-    ebc.table("t").assign(torch.tensor([1, 2]), torch.tensor([[1.0] * 4, [2.0] * 4]))
-    weights = torch.tensor([0.5, 3.0, 4.0], requires_grad=True)
-    ids = KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), weights, torch.tensor([2, 1]))
-    output = ebc(ids).values()
-    assert torch.equal(output, torch.tensor([[3.25] * 4, [8.0] * 4]))
-    output.sum().backward()
-    assert torch.equal(weights.grad, torch.tensor([2.0, 4.0, 8.0]))
-    rows, _ = ebc.table("t").lookup(torch.tensor([1, 2]))
-    learnt = torch.tensor([[1 - 0.1 * 0.25] * 4, [2 - 0.1 * (1.5 + 4.0)] * 4])
-    torch.testing.assert_close(rows, learnt)
-
-
 def test_static_and_dynamic_collections_in_one_model() -> None:
     static = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "s", feature_names=["f"])])
     model = torch.nn.ModuleDict({"static": static, "dynamic": one_table()})
@@ -146,26 +130,6 @@ def test_variable_batch_needs_inverse_indices() -> None:
     with pytest.raises(ValueError, match=r"as many bags for each feature.*inverse_indices"):
         ebc(ids)
     assert ebc.table("user").num_rows == 0
-
-
-def test_every_int64_has_its_own_row() -> None:
-    ebc = one_table()
-    output = ebc(bags(*[[id] for id in EXTREMES])).values()
-    assert len({tuple(row.tolist()) for row in output}) == len(EXTREMES)
-    assert sorted(ebc.table("t").ids().tolist()) == sorted(EXTREMES)
-
-
-def test_evaluation_changes_nothing() -> None:
-    ebc = one_table()
-    ebc(bags([1, 2])).values().sum().backward()
-    before, stats = ebc.state_dict(), ebc.table("t").stats()
-    output = ebc.eval()(bags([1], [3], [])).values()
-    assert not output.requires_grad
-    assert torch.equal(output[1:], torch.zeros(2, 4))
-    assert torch.equal(output[0], ebc.table("t").lookup(torch.tensor([1]))[0][0])
-    assert ebc.table("t").stats() == stats
-    after = ebc.state_dict()
-    assert all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_unseen_ids_read_as_they_would_start() -> None:
@@ -241,24 +205,6 @@ def test_narrow_rows_give_float32(data_type: DataType) -> None:
         fused_params = {**SGD, "output_dtype": spelled}
         ebc = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused_params)
         assert ebc(bags([1])).values().dtype == dtype
-
-
-def test_fused_params_that_are_no_dict_are_refused() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"^DynamicEmbeddingBagCollection\.fused_params: expected a dict, got 'adam'\. Write \{",
-    ):
-        one_table(fused_params="adam")
-
-
-@pytest.mark.parametrize("size", [0, 3])
-def test_batches_without_ids(size: int) -> None:
-    ebc = dyn.DynamicEmbeddingBagCollection(configs(), fused_params=SGD)
-    ids, _ = Batches(KEYS).draw(size, longest=0)
-    output = ebc(ids)
-    output.values().sum().backward()
-    assert torch.equal(output.values(), torch.zeros(size, sum(output.length_per_key())))
-    assert ebc.table("user").num_rows == 0
 
 
 def test_is_torchrecs_interface() -> None:

@@ -1,4 +1,4 @@
-"""An unsharded collection is an ordinary module: converted, copied, saved, loaded, wrapped."""
+"""An unsharded collection is an ordinary module: converted, copied, saved, loaded."""
 
 import copy
 import dataclasses
@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from table_cases import same_state
 from torch import nn
@@ -19,7 +18,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 import torchrec_dyn as dyn
 
 ADAM = {"optimizer": EmbOptimType.ADAM, "learning_rate": 0.1}
-SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
 IDS = torch.tensor([1, -(2**63), 7, 2**63 - 1, 7])
 
 
@@ -209,17 +207,6 @@ def test_loading_reports_what_does_not_fit_and_changes_nothing() -> None:
         other.fused_optimizer.load_state_dict(ebc.fused_optimizer.state_dict())
 
 
-def test_a_table_that_nothing_used_is_saved_and_loaded() -> None:
-    ebc = pooled()
-    saved = ebc.state_dict()
-    assert saved["embedding_bags.u.weight"].shape == (0, 8) and not ebc.local_tables()
-    assert pooled(device="meta").state_dict().keys() == saved.keys()
-    ebc = pooled()
-    train(ebc)
-    ebc.load_state_dict(saved)
-    assert ebc.table("u").num_rows == 0
-
-
 def test_learning_rate_and_optimizer_may_change_in_training() -> None:
     ebc = pooled()
     train(ebc)
@@ -398,38 +385,3 @@ def test_an_optimizer_over_the_parameters_is_warned_about_once() -> None:
         output(pooled(fused_params=None).eval())
     moved = ebc.table("t").lookup(torch.tensor([1]))[0] - row
     assert moved.abs().sum() > 0  # by FBGEMM's default rate
-
-
-class Model(nn.Module):
-    """A dense layer over a dynamic collection, deeper than the outermost module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sparse = nn.ModuleDict({"ebc": pooled()})
-        self.over = nn.Linear(12, 1)
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        return self.over(self.sparse["ebc"](features).values())
-
-
-@pytest.fixture
-def one_process_group(tmp_path: object) -> object:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_moves_inside_a_ddp_model(one_process_group: None) -> None:
-    torch.manual_seed(0)
-    model, twin = Model(), Model()
-    twin.load_state_dict(model.state_dict())
-    ddp = nn.parallel.DistributedDataParallel(model)
-    for one in (ddp, twin):
-        sgd = torch.optim.SGD(one.parameters(), lr=0.1)
-        for _ in range(3):
-            one(batch()).sum().backward()
-            sgd.step()
-            sgd.zero_grad()
-    assert torch.equal(ddp.eval()(batch()), twin.eval()(batch()))
-    assert "module.sparse.ebc.embedding_bags.t.ids" in ddp.state_dict()
-    ddp.to("cpu")

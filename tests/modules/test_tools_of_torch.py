@@ -125,22 +125,6 @@ def test_requires_grad_freezes_the_tables(model: Model) -> None:
     model.check()
 
 
-def test_conversions_and_copies_take_the_rows_along(model: Model) -> None:
-    model.loss().backward()
-    twin = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    model.share_memory().loss().backward()  # the rows stay in this process
-    model.check(UPDATED - HEAD, 2)
-    for copied in (twin, torch.load(file, weights_only=False)):
-        copied.check()
-        copied.ebc.half()
-        assert copied.ebc.table("t").lookup(torch.tensor([1]))[0].dtype == torch.float16
-        with pytest.raises(ValueError, match="expected rows of float32"):
-            copied.double()
-
-
 def test_functional_calls_and_transforms(model: Model) -> None:
     given = {"head.weight": 2 * HEAD}
     torch.func.functional_call(model, given, (features(1),)).sum().backward()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mock_device import CUDA, MockDevice, MockTensor
+from mock_device import CUDA, MockDevice
 
 from torchrec_dyn import ops
 
@@ -18,24 +18,6 @@ def device():
 
 def ops_of(notes):
     return [note.op for note in notes]
-
-
-def test_tensors_say_cuda_and_compute_on_the_cpu(device):
-    made = torch.arange(6, device="cuda:0").view(2, 3)
-    assert isinstance(made, MockTensor) and made.device == CUDA and made.is_cuda
-    made[1] += torch.ones(3, dtype=I64, device=CUDA)
-    made.mul_(2)
-    assert isinstance(made.sum(0), MockTensor)
-    assert made.memory.tolist() == [[0, 2, 4], [8, 10, 12]]
-    assert (
-        torch.ones(2).to("cuda").device == torch.ones(2).cuda().device == made.to("cuda:0").device
-    )
-    assert torch.tensor([1], device="cuda").device == torch.zeros_like(made).device == CUDA
-    assert made.to(torch.float32).device == CUDA and made.new_empty(3).device == CUDA
-    assert torch.empty(3).device == torch.device("cpu") and not isinstance(
-        torch.empty(3), MockTensor
-    )
-    assert device.reads == device.mixed == device.without_kernel == []
 
 
 READS = {
@@ -64,19 +46,6 @@ def test_every_read_by_the_host_is_noted(device, read):
     assert len(device.reads) == 1, device.reads
     assert device.reads[0].place.startswith("tests/ops/test_mock_device.py:")
     assert device.mixed == []
-
-
-def test_numpy_is_refused_as_on_a_gpu(device):
-    with pytest.raises((TypeError, RuntimeError), match="numpy"):
-        torch.tensor([1, 2], device=CUDA).numpy()
-
-
-def test_what_does_not_wait_is_not_noted(device):
-    numbers = torch.tensor([1, 2], device=CUDA)
-    torch.repeat_interleave(numbers, numbers, output_size=3)
-    numbers.copy_(torch.tensor([3, 4]))
-    assert (numbers[numbers - 3] + 1).memory.tolist() == [4, 5]
-    assert device.reads == device.mixed == []
 
 
 def test_tensors_of_two_devices_in_one_op_are_noted(device):

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from device_ops import kernels_of
-from fuzz_ops import copies
-from op_cases import CASES as FUZZED
+from fuzz_ops import CASES as CASES_OF_FUZZER
+from fuzz_ops import copies, differing
 from op_samples import SAMPLES
 from shards import deep_but
 
@@ -48,12 +48,11 @@ def test_the_kernels_of_the_device_are_called(device):
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_valid_calls_of_the_fuzzer(device):
-    """The fuzzer itself calls the CPU's kernels; these are the ops that have another one."""
-    for op in kernels_of("simt") - {"advise_huge_pages"}:
+    """The fuzzer itself calls the CPU's kernels; slots of a map may lie in another order on a GPU."""
+    for op in kernels_of("simt") - {"insert", "erase", "move_slots", "lowest_scores"}:
         for seed in range(40):
-            given = FUZZED[op].draw(random.Random(seed))
-            before = copies(given)
-            try:
-                FUZZED[op].check(before, given, getattr(ops, op)(**given))
-            except Exception as error:
-                raise AssertionError(f"{op}, seed {seed}, on {device}: {error}") from error
+            given = CASES_OF_FUZZER[op](random.Random(seed))
+            of_cpu = copies(given)
+            result = getattr(ops, op)(**given)
+            difference = differing((result, given), (KERNELS[op](**of_cpu), of_cpu))
+            assert not difference, f"{op}, seed {seed}, on {device}: {difference}"

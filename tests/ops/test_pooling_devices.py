@@ -62,23 +62,8 @@ def check_call(
     assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
 
 
-WIDTHS = [[64], [8, 16, 32], [17], [2, 64, 34], [6, 4, 10], [12, 1, 4, 20]]
-
-
 # Tables of one block without bag weights have a kernel of their own.
 blocks_a_table = pytest.mark.parametrize("count", [1, 3])
-
-
-@pytest.mark.usefixtures("device")
-@blocks_a_table
-@pytest.mark.parametrize("output", FLOATS)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_bits_are_the_cpus_at_all_widths(dtype, output, count):
-    """Rows and outputs that are multiples of 16, 8, 4 or 2 bytes, in one call."""
-    for widths in WIDTHS:
-        check_call(widths, dtype, output, mean=True, weighted=True, count=count)
-        check_call(widths, dtype, output, count=count)
-        check_call(widths, dtype, output, mean=True, count=count)
 
 
 @pytest.mark.usefixtures("device")

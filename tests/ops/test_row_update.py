@@ -13,7 +13,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from oracle import DenseRows
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
-from torch.nn.functional import embedding_bag
 
 from torchrec_dyn.initializers import Normal
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
@@ -138,29 +137,6 @@ def test_sequences_learn_as_bags_of_one(kind):
 
 
 @on_devices
-def test_torch_sgd_and_adam_agree():
-    """If every row is in every batch, the classes of torch.optim are an oracle too."""
-    for kind, make in (
-        (OptimizerKind.EXACT_SGD, lambda p: torch.optim.SGD(p, lr=0.1)),
-        (OptimizerKind.ADAM, lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-8)),
-        (OptimizerKind.EXACT_ADAGRAD, lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8)),
-    ):
-        table = learning_table(RowOptimizer(kind, 0.1))
-        dense = torch.nn.Parameter(table.lookup(POOL)[0])
-        optimizer, offsets = make([dense]), torch.arange(0, 41, 4)
-        for _ in range(8):
-            upstream = torch.randn(10, 13)
-            make_group(table)(POOL, offsets, training=True).backward(upstream)
-            optimizer.zero_grad()
-            pooled = embedding_bag(
-                torch.arange(40), dense, offsets, mode="sum", include_last_offset=True
-            )
-            pooled.backward(upstream)
-            optimizer.step()
-        torch.testing.assert_close(table.lookup(POOL)[0], dense.detach(), rtol=1e-4, atol=1e-5)
-
-
-@on_devices
 @pytest.mark.parametrize("kind", [OptimizerKind.ADAM, OptimizerKind.PARTIAL_ROWWISE_ADAM])
 def test_steps_count_training_forwards_also_empty_ones(kind):
     """Each training forward is one step of each table; a backward uses the step of its forward."""
@@ -197,29 +173,6 @@ def test_the_learning_rate_is_read_at_the_backward():
 
 @on_devices
 @every_kind
-def test_column_shards_learn_as_the_whole(kind):
-    """Bit-equal if the columns of a row share no moment."""
-    if RowOptimizer(kind).state_is_rowwise.count(True) or kind == OptimizerKind.LAMB:
-        pytest.skip("one moment or one norm per shard, as in TorchRec")
-    rule = RowOptimizer(kind, 0.1)
-    for dtype in (torch.float32, torch.bfloat16):
-        whole = learning_table(rule, 20, dtype=dtype)
-        shards = [
-            learning_table(rule, 20, dtype=dtype, first_column=c, columns=n)
-            for c, n in ((0, 7), (7, 13))
-        ]
-        for step in range(4):
-            ids, offsets = random_bags(step, bags=9, longest=8, pool=40)
-            upstream = torch.randn(9, 20)
-            make_group(whole)(ids, offsets, training=True).backward(upstream)
-            for shard, part in zip(shards, (upstream[:, :7], upstream[:, 7:]), strict=True):
-                make_group(shard)(ids, offsets, training=True).backward(part)
-        joined = torch.cat([shard.lookup(POOL)[0] for shard in shards], 1)
-        assert torch.equal(joined, whole.lookup(POOL)[0])
-
-
-@on_devices
-@every_kind
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_wild_gradients_reach_their_rows_only(kind, value):
     table = learning_table(RowOptimizer(kind, 0.1))
@@ -233,35 +186,6 @@ def test_wild_gradients_reach_their_rows_only(kind, value):
         assert not torch.equal(after[0], before[0])
     assert torch.equal(after[2:], before[2:])
     assert after[1].isfinite().all()
-
-
-@on_devices
-@pytest.mark.parametrize("pooling", ["sum", "mean"])
-def test_tables_of_a_group_learn_as_alone(pooling):
-    """The outputs of several features are interleaved; bags are long, so each gradient is read often."""
-
-    def table(name, dim):
-        return make_table(
-            OptimizerKind.EXACT_ADAGRAD, name=name, embedding_dim=dim, initializer=Normal(0.0, 0.3)
-        )
-
-    widths, bags = (5, 20), 9
-    together = [table("a", widths[0]), table("b", widths[1])]
-    group = make_group(*together, pooling=pooling, features=[2, 1])
-    ids, offsets = random_bags(3, bags=3 * bags, longest=12, pool=25)
-    upstream = torch.randn(bags, 2 * widths[0] + widths[1])
-    group(ids, offsets, training=True).backward(upstream)
-
-    cut = int(offsets[2 * bags])
-    parts = [
-        (ids[:cut], offsets[: 2 * bags + 1], upstream[:, : 2 * widths[0]], 2),
-        (ids[cut:], offsets[2 * bags :] - cut, upstream[:, 2 * widths[0] :], 1),
-    ]
-    for got, (part_ids, part_offsets, grad, features) in zip(together, parts, strict=True):
-        alone = table(got.name, got.columns)
-        own = make_group(alone, pooling=pooling, features=[features])
-        own(part_ids, part_offsets, training=True).backward(grad.contiguous())
-        assert same_state(got.export_state(), alone.export_state()), got.name
 
 
 # Rows of one batch that share bags and gradients

@@ -6,7 +6,6 @@ from fuzz_ops import copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
-from op_cases import FLOATS
 from op_samples import SAMPLES, update
 from table_cases import bits, ids_of
 from update_cases import WRITTEN, drawn_update
@@ -14,21 +13,6 @@ from update_cases import WRITTEN, drawn_update
 from torchrec_dyn import ops
 
 CPU = torch.ops.torchrec_dyn
-
-
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("optimizer", range(5))
-def test_bits_are_the_cpus_at_all_widths(optimizer, dtype):
-    """One to three slices of columns a row; pieces that begin anywhere in the sorted ids."""
-    for seed, widths in enumerate([[1, 64], [15, 17], [63, 65], [130, 3], [16, 128], [8, 256]]):
-        given = drawn_update(seed, optimizer, dtype, widths, ids=1200)
-        expected = copies(given)
-        CPU.update_rows_.default(**expected)
-        ops.update_rows_(**given)
-        for name in WRITTEN:
-            for got, want in zip(given[name], expected[name], strict=True):
-                assert torch.equal(bits(got), bits(want)), (name, widths)
 
 
 @pytest.mark.usefixtures("device")

@@ -1,13 +1,9 @@
 """Several processes: every plan measures alike, and a plan by what was measured is even in real tables."""
 
-import os
-import subprocess
-import sys
-
+import example_criteo_files  # noqa: F401  # puts the examples on the path
 import pytest
 import torch.distributed as dist
 import workers
-from example_criteo_files import EXAMPLES
 from planned_cases import POOLED, SEQUENCE
 from sharded_cases import Case, Table, usual_plan
 from sharded_training import batches, collection_of, shard
@@ -101,27 +97,3 @@ def test_a_replan_evens_the_real_tables(world, memory, traffic):
         assert list(load.lookups) == pytest.approx(lookups, rel=0.15)
     assert most_over_mean(before[0]) > memory and most_over_mean(before[1]) > traffic
     assert most_over_mean(after[0]) < 1.15 and most_over_mean(after[1]) < 1.15
-
-
-def report():
-    """In the workers: what the example prints."""
-    replan.STEPS = 5
-    return replan.replan()[0]
-
-
-def test_the_example_says_so():
-    text = workers.run(report, world_size=2)[0]
-    assert text.count("most/mean") == 1 and text.count("lookups/step") == 3
-    assert set(replan.TABLES) <= set(text.split())
-
-
-@pytest.mark.deep
-def test_the_script_ends_even():
-    """Processes of its own take half a minute to start on one core; what they do is tested above."""
-    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    script = [sys.executable, str(EXAMPLES / "replan.py")]
-    done = subprocess.run(script, env=outside, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    _, *loads = done.stdout.split("most/mean")[1].split("\n")
-    imbalances = [float(line.split()[-1]) for line in loads if line]
-    assert min(imbalances[:2]) > 2.5 and max(imbalances[2:]) < 1.05 and len(imbalances) == 6

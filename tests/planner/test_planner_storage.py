@@ -1,8 +1,6 @@
 """The price of a shard, against real tables that hold as many rows, scores and counters."""
 
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,13 +100,6 @@ def test_a_shard_costs_what_the_table_it_becomes_holds(kind, data_type):
             assert 0 <= excess <= MAP_SLACK_PER_ROW * rows, (key, columns)
 
 
-LIMITS_PAGE = Path(__file__).resolve().parents[2] / "docs/guide/limits.md"
-MOST_ROWS = [
-    [int(cell.replace(",", "")) for cell in line]
-    for line in re.findall(r"^\|" + 4 * r" ([\d,]+) \|" + "$", LIMITS_PAGE.read_text(), re.M)
-]
-
-
 def row_wise_price(limit, ranks, expected=None):
     """Bytes of each rank's shard of a row-wise table, with the memory of a batch."""
     place = topology(world_size=ranks, local_world_size=ranks)
@@ -119,21 +110,6 @@ def row_wise_price(limit, ranks, expected=None):
     )
     (option,) = (one for one in found if one.sharding_type == "row_wise")
     return [shard.storage.ddr for shard in option.shards]
-
-
-@pytest.mark.parametrize(("limit", "on_2", "on_8", "on_64"), MOST_ROWS)
-def test_the_most_rows_of_the_guide_are_priced(limit, on_2, on_8, on_64):
-    rule = RowOptimizer(kind=OptimizerKind.EXACT_ADAGRAD)
-    one_row = table_bytes(1, DIM, torch.float32, rule)
-    for ranks, most in {2: on_2, 8: on_8, 64: on_64}.items():
-        table = table_bytes(most // ranks, DIM, torch.float32, rule)
-        full, of_one_row = row_wise_price(limit, ranks), row_wise_price(limit, ranks, expected=1)
-        added = [price - least for price, least in zip(full, of_one_row, strict=True)]
-        assert most % ranks == 0 and added == [table - one_row] * ranks
-
-
-def test_the_guide_has_the_most_rows_of_four_limits():
-    assert [line[0] for line in MOST_ROWS] == [100, 1000, 10_000, 1_000_000]
 
 
 def overfilled_table():
@@ -432,17 +408,6 @@ def test_the_counters_of_a_batch_over_the_limit_are_all_that_is_left_out():
     assert price[COUNTERS + batch] - price[COUNTERS] < 64 * batch
 
 
-def test_expected_rows_do_not_hide_counters():
-    def price(limit, config, expected=None):
-        expected_rows = None if expected is None else {"user": expected}
-        module = collection(config, num_embeddings=limit)
-        return user_shard(module, SHARDER, expected_rows=expected_rows).storage.ddr
-
-    few, many = POLICIES["counters"], POLICIES["as_many_as_rows"]
-    assert price(2**45, few, expected=ROWS) == price(ROWS, few)
-    assert price(10 * ROWS, many, expected=ROWS) > price(ROWS, many) + 9 * ROWS * 8
-
-
 @pytest.mark.parametrize(
     ("expected", "counters"), [(10, 65_536), (ROWS, 65_536), (30_000, 120_000)]
 )
@@ -467,15 +432,6 @@ def test_default_counters_are_priced_by_the_rows(expected, counters):
     plan = make_planner(topology(), expected_rows={"user": expected})
     config = DynamicTableConfig(admission=AdmitAfter(2))
     assert set(plan.plan(collection(config, **generous), [SHARDER]).plan[""]) == {"user"}
-
-
-def test_a_plan_pays_for_scores_and_no_counters():
-    def price(admission):
-        config = DynamicTableConfig(admission=admission)
-        return user_shard(collection(config), SHARDER).storage.ddr
-
-    assert price(Never()) == price(AdmitWithProbability(0.5)) < price(AdmitAfter(2))
-    assert price(Never()) > price(None)
 
 
 def test_rows_in_mapped_files_are_not_memory():

@@ -1,7 +1,5 @@
 """`python -m torchrec_dyn size`: the parts of a table's memory, against its shards one by one."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -78,13 +76,6 @@ def test_optimizer_state(capsys, optimizer, columns):
     parts, _ = printed(capsys, f"1_000_000 64 --optimizer {optimizer} --policy")
     assert parts["optimizer state"][0] == round(1_000_000 * columns * 4 / 2**20, 1)
     assert parts["scores"][0] == round(1_000_000 * 8 / 2**20, 1)
-
-
-def test_the_example_of_the_guide(capsys):
-    page = (Path(__file__).parents[2] / "docs/guide/memory.md").read_text()
-    command, output = page.split(".venv/bin/python -m torchrec_dyn ")[1].split("\n```\n\n```\n")
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out == output.split("```")[0]
 
 
 def test_a_shard_for_each_column(capsys):

@@ -94,21 +94,6 @@ def test_what_one_replica_evicted_and_another_kept_stays():
     assert torch.equal(rows_of(one, 1), trained) and one.last_seen(1) == [2]
 
 
-def test_an_evicted_id_comes_back_from_a_replica_that_did_not_touch_it():
-    (one, other), sides = replicas_of(eviction=dyn.LeastRecentlyUsed(), limit=3)
-    for stream in (one, other):
-        stream.step(1, 2)
-    sync(sides)
-    one.step(3, 4)
-    assert len(one.ids() & {1, 2}) == 1
-    one.table.erase(ids_of(3, 4))
-    other.step()
-    before = rows_of(other, 1, 2)
-    sync(sides)
-    assert one.ids() == other.ids() == {1, 2}
-    assert torch.equal(rows_of(one, 1, 2), before)
-
-
 def test_the_cut_is_exact_and_by_merged_counts():
     (one, other), sides = replicas_of(eviction=dyn.LeastFrequentlyUsed(), limit=200)
     one.step(*range(200), *range(100))  # counts 2 and 1
@@ -168,24 +153,6 @@ def test_an_erased_id_goes_everywhere_and_what_came_after_stays():
     third.step()
     sync(sides)
     assert one.ids() == {1, 2, 3}
-
-
-def test_an_id_erased_everywhere_and_seen_again_on_one_counts_with_its_initial_row():
-    """The other replica has erased it, too: it did not evict it, after which it would not count."""
-    (one, other), sides = replicas_of(eviction=dyn.LeastRecentlyUsed())
-    for stream in (one, other):
-        stream.step(1, 2)
-    sync(sides)
-    for stream in (one, other):
-        stream.table.erase(ids_of(1))
-    one.step(1)
-    other.step(2)
-    fresh = Stream()
-    fresh.table.find_or_insert(ids_of(1))
-    mean = (rows_of(one, 1).double() + rows_of(fresh, 1).double()) / 2
-    sync(sides)
-    equal_states([one, other])
-    torch.testing.assert_close(rows_of(other, 1).double(), mean, rtol=1e-6, atol=1e-7)
 
 
 def test_waiting_ids_are_added_up():

@@ -13,31 +13,6 @@ CORE = ROOT / "csrc"
 NVCC = shutil.which("nvcc", path="/usr/local/cuda/bin") or shutil.which("nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on this machine")
 
-# Types, and functions that CUDA has for both.
-ON_ANY_DEVICE = {
-    "__builtin_assume",
-    "conditional_t",
-    "copysign",
-    "endian",
-    "fabs",
-    "index_sequence",
-    "make_index_sequence",
-    "memcpy",
-    "sqrt",
-    "type_identity_t",
-}
-# Called by functions of the host alone, or where the host's half of a function is compiled.
-ON_THE_HOST = {
-    "bits.h": {"countr_zero"},
-    "life/scores.h": {"__builtin_prefetch"},
-    "lookup/bags.h": {"max", "min", "upper_bound"},
-    "lookup/row_update.h": {"pow"},
-    "philox.h": {"__builtin_cpu_supports"},
-    "simt.h": {"atomic_ref", "memory_order_relaxed"},
-    "storage/content_sum.h": {"__builtin_prefetch", "min"},
-    "storage/id_map.h": {"__builtin_prefetch"},
-    "storage/row_marks.h": {"atomic_ref", "memory_order_relaxed"},
-}
 
 CONSTEXPR_OF_THE_HOST = """
 #include <algorithm>
@@ -53,20 +28,6 @@ int of_the_host(int number) { return number; }
 __global__ void scan_by_builtin(unsigned* word) { *word = __builtin_ctz(*word); }
 __global__ void call_the_host(int* word) { *word = of_the_host(*word); }
 """
-
-
-def device_headers() -> dict[str, str]:
-    """Returns the headers that device code is in, without comments."""
-    waiting = list(CORE.rglob("*_kernels.h"))
-    texts: dict[str, str] = {}
-    while waiting:
-        path = waiting.pop()
-        name = path.relative_to(CORE).as_posix()
-        if name not in texts:
-            text = path.read_text()
-            waiting += [CORE / included for included in re.findall(r'#include "(.+)"', text)]
-            texts[name] = re.sub("//.*", "", text)
-    return texts
 
 
 def nvcc_arguments() -> list[str]:
@@ -89,15 +50,6 @@ def kernels_of(ptx: str) -> dict[str, str]:
     """Returns the instructions of each kernel, by its mangled name."""
     kernels = ptx.split(".entry ")[1:]
     return {kernel.partition("(")[0].strip(): kernel.partition("{")[2] for kernel in kernels}
-
-
-def test_headers_name_what_they_use_of_the_standard_library():
-    used: dict[str, set[str]] = {}
-    for name, text in device_headers().items():
-        names = {a or b for a, b in re.findall(r"\bstd::(\w+)|\b(__builtin_\w+)", text)}
-        if names := names - ON_ANY_DEVICE:
-            used[name] = names
-    assert used == ON_THE_HOST
 
 
 @needs_nvcc

@@ -5,7 +5,6 @@ The build of the site (make docs) checks links between pages of docs/ and names 
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
 from pathlib import Path
@@ -41,7 +40,6 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
-DECISIONS = sorted(ROOT.glob("docs/decisions/0*.md"))
 
 
 def name_of(page: Path) -> str:
@@ -167,20 +165,6 @@ def test_make_targets_exist():
 
 
 FILE = re.compile(r"(?<![\w.*{/-])((?:\.{1,2}/)*(?:[\w-]+/)*[\w-]+\.(?:py|pyi|h|cpp|cu|md))\b")
-CODE = [
-    *(
-        path
-        for tree in ("torchrec_dyn", "csrc")
-        for path in sorted((ROOT / tree).rglob("*.*"))
-        if "__pycache__" not in path.parts
-    ),
-    *(
-        path
-        for tree in ("tests", "examples", "benchmarks")
-        for path in sorted((ROOT / tree).rglob("*.py"))
-    ),
-    *(ROOT / name for name in ("setup.py", "Makefile", "tests/csrc/run")),
-]
 OTHER_PROJECTS = (
     *("corelib/", "examples/hstu/", "fbgemm_gpu/", "recis/"),
     *("torch/", "torchrec/", "torchrec_dlrm/"),
@@ -208,40 +192,13 @@ def names_of_files() -> set[str]:
     return {path.name for tree in trees for path in (ROOT / tree).rglob("*.*")}
 
 
-def said(path: Path) -> str:
-    """What a file says in prose: a page, or the comments and docstrings of a program."""
-    text = path.read_text(errors="ignore")
-    if path.suffix == ".md":
-        return prose(path)
-    if path.suffix == ".py":
-        tree = ast.parse(text)
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-        docstrings = [
-            ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, documented)
-        ]
-        comments = re.findall(r"#(?!!).*", text)
-        return "\n".join([*docstrings, *comments])
-    return "\n".join(re.findall(r"(?://|#(?!include)).*", text))
-
-
-def missing_of(path: Path, text: str) -> list[str]:
-    """The files that a text of a file names, and that are not there."""
-    named = set(FILE.findall(text)) - READERS_OWN - ELSEWHERE.get(path.name, set())
+def missing_of(page: Path) -> list[str]:
+    """The files that a page names, and that are not there."""
+    named = set(FILE.findall(prose(page))) - READERS_OWN - ELSEWHERE.get(page.name, set())
     ours = {name for name in named if not name.startswith(OTHER_PROJECTS)}
-    return [name for name in sorted(ours) if not is_there(name, path)]
+    return [name for name in sorted(ours) if not is_there(name, page)]
 
 
 def test_files_named_exist():
-    lost = {}
-    for path in (*PAGES, *CODE):
-        if path.suffix in {".so", ".typed"} or path.is_dir() or "saved_by" in str(path.parent):
-            continue
-        if not missing_of(path, path.read_text(errors="ignore")):
-            continue  # without parsing
-        if missing := missing_of(path, said(path)):
-            lost[name_of(path)] = missing
-    assert not lost
-
-
-def test_decisions_are_numbered():
-    assert [page.name[:4] for page in DECISIONS] == [f"{i + 1:04}" for i in range(len(DECISIONS))]
+    missing = {name_of(page): missing_of(page) for page in PAGES}
+    assert not {page: names for page, names in missing.items() if names}

@@ -7,9 +7,7 @@ from example_criteo_files import line, write
 from parts.click_source import FileSource, StreamSource, is_held_out  # isort: skip
 from parts.click_stream import (  # isort: skip
     ClickStream,
-    click_probability,
 )
-from parts.metrics import auc, normalized_entropy  # isort: skip
 
 
 def joined(chunks):
@@ -17,37 +15,11 @@ def joined(chunks):
     return [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in vars(chunks[0])]
 
 
-@pytest.fixture(scope="module")
-def log():
-    """A stream of 200,000 clicks in which items live 100,000: labels, integers, ids, present."""
-    return joined(ClickStream(seed=3, chunk_size=2000, lifetime=100_000).read(0, 100))
-
-
 def test_the_stream_is_a_function_of_its_seed():
     first, again, other = (ClickStream(seed, 64).chunk(5) for seed in (1, 1, 2))
     for one, same in zip(vars(first).values(), vars(again).values(), strict=True):
         np.testing.assert_array_equal(one, same)
     assert not np.isin(first.ids, other.ids).any()
-
-
-def test_a_count_of_clicks_per_id_predicts_held_out_clicks(log):
-    """The oracle that needs no model: add up the log odds that each id showed in the past."""
-    labels, integers, ids, present = log
-    past = slice(0, 180_000)
-    rate = labels[past].mean()
-    score = np.zeros(len(labels))
-    for f in range(26):
-        values, where = np.unique(ids[:, f], return_inverse=True)
-        weight = present[past, f]
-        seen = np.bincount(where[past], weights=weight, minlength=len(values))
-        clicked = np.bincount(where[past], weights=weight * labels[past], minlength=len(values))
-        smoothed = (clicked + 20 * rate) / (seen + 20)
-        odds = np.log(smoothed / (1 - smoothed)) - np.log(rate / (1 - rate))
-        score += np.where(present[:, f], odds[where], 0.0)
-    truth = click_probability(3, integers, ids, present)
-    of_counts, of_truth = (auc(labels[180_000:], s[180_000:]) for s in (score, truth))
-    assert 0.72 < of_counts < of_truth < 0.92
-    assert normalized_entropy(labels, truth) < 0.75
 
 
 def test_held_out_follows_the_training_in_the_stream():

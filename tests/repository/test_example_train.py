@@ -1,14 +1,11 @@
 """examples/train_dlrm.py end to end: as a user starts it, and as its ranks that another test has started."""
 
 import json
-import re
 
 import pytest
 from another_process import without_fbgemm_warning
 from example_criteo_files import EXAMPLES, learnable_lines, write
 from forked import run_script
-
-from parts.options import parse_options  # isort: skip
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
 
@@ -78,25 +75,3 @@ def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):
     assert (done.stdout + done.stderr).count(message) == 1
     assert "Traceback" not in done.stderr and "File " not in done.stderr
     assert "AUC" not in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "/nowhere/log"], "expected a readable file, got /nowhere/log"),
-        (["--json", "/nowhere/out"], "expected a file that can be written, got /nowhere/out"),
-        (["--batch-size", "0"], "expected at least 1, got 0"),
-        (["--lr", "-1"], "expected a number >= 0, got -1"),
-        (["--lr", "nan"], "expected a number >= 0, got nan"),
-        (["--seed", "-1"], r"expected a number in \[0, 2\^63\), got -1"),
-        (["--plan", "diagonal"], "invalid choice: 'diagonal'"),
-        (["--world-size", "3"], "expected 2, which torchrun started, got 3"),
-    ],
-)
-def test_a_wrong_option_ends_with_a_usage_message(monkeypatch, capsys, arguments, message):
-    if "--world-size" in arguments:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="2"):
-        parse_options(arguments)
-    told = capsys.readouterr().err
-    assert re.search(message, told)

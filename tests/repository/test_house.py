@@ -142,37 +142,6 @@ def test_rooms_are_entered_by_the_door():
     assert not faults
 
 
-def test_classes_are_abstract_or_final():
-    """Of a class of ours that is subclassed no method with a body is overridden."""
-    kinds = [
-        (name, node)
-        for name, tree in trees().items()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    ]
-    ours = {kind.name: kind for _, kind in kinds}
-    faults = []
-    for name, kind in kinds:
-        for base in kind.bases:
-            above = ours.get(ast.unparse(base).split("[")[0])
-            if above is not None:
-                with_body = {method.name for method in methods(above) if not is_abstract(method)}
-                if overridden := with_body & {method.name for method in methods(kind)}:
-                    faults.append(f"{name}.{kind.name} overrides {above.name}: {overridden}")
-    assert not faults
-
-
-def methods(kind: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [node for node in kind.body if isinstance(node, ast.FunctionDef)]
-
-
-def is_abstract(method: ast.FunctionDef) -> bool:
-    """Whether it is declared so, or has no more than a docstring."""
-    declared = any("abstractmethod" in ast.unparse(mark) for mark in method.decorator_list)
-    rest = [node for node in method.body if not isinstance(node, ast.Expr | ast.Pass)]
-    return declared or not rest
-
-
 def test_lower_rooms_know_torch_only():
     assert not [
         (name, module)
@@ -281,11 +250,6 @@ def test_functions_of_several_simd_levels_throw_nothing():
     assert heads and not [(path, head) for path, head in heads if "noexcept" not in head]
 
 
-def test_no_vector_is_wider_than_the_registers_of_a_level():
-    """GCC keeps such a vector in memory (floats16_cpu.h)."""
-    assert not [path for path, text in CORE_TEXTS.items() if "vector_size(64)" in text]
-
-
 def test_kernels_are_in_rooms():
     """A CUDA kernel goes beside its CPU twin, under the same stem."""
     files = [path for path, text in CORE_TEXTS.items() if "m.impl(" in text]
@@ -295,10 +259,6 @@ def test_kernels_are_in_rooms():
         for path in files
         if path.split("/")[0] not in CORE_ROOMS or not path.endswith(("_cpu.cpp", "_cuda.cpp"))
     ]
-
-
-def test_library_declares_ops():
-    assert len(declared_ops()) == len(set(declared_ops())) > 5
 
 
 # A GPU's update marks its rows itself (docs/decisions/0041).

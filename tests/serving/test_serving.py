@@ -4,8 +4,6 @@ import pytest
 import torch
 from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, sequence_configs
 from tensordict import TensorDict
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -129,14 +127,6 @@ def test_pooled_rows_are_sums_of_decoded_rows(served, dtype):
             torch.stack([sum((decoded.get(int(i), zeros) for i in bag), zeros) for bag in bags])
         )
     torch.testing.assert_close(ours(features).values(), torch.cat(parts, 1), rtol=1e-6, atol=1e-5)
-
-
-def test_half_rows_are_rounded_to_nearest(served):
-    (config,) = bag_configs(A)
-    one = serving.ServingEmbeddingBagCollection(served(torch.float16), [config])
-    ids = torch.arange(-50, 50)
-    seen = one(KeyedJaggedTensor(["f_a"], ids, lengths=torch.ones(100).long())).values()
-    assert torch.equal(seen, torch.stack([A.rows[int(i)] for i in ids]).half().float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -265,44 +255,3 @@ def test_serving_does_not_follow_torchs_default_device(tmp_path, dtype):
         tmp_path / "expected", sequence_configs(A), unseen="initial"
     )
     assert torch.equal(rows, expected(features)["f_a"].values())
-
-
-class Written(TorchDispatchMode):
-    """Counts the numbers that ops return; views count, too."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        found = op(*args, **(kwargs or {}))
-        self.numbers += sum(
-            one.numel() for one in tree_leaves(found) if isinstance(one, torch.Tensor)
-        )
-        return found
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-def test_the_work_of_initial_rows_grows_with_the_ids_alone(tmp_path, pooled):
-    """Not with the ids times the features."""
-    tables = [Plain(f"t{i}", 4) for i in range(40)]
-    serving.build(save(tmp_path / "checkpoint", *tables), tmp_path / "served")
-    done = []
-    for count in (10, 40):
-        some = tables[:count]
-        ours = (
-            serving.ServingEmbeddingBagCollection(
-                tmp_path / "served",
-                bag_configs(
-                    *some, pooling=dict.fromkeys([one.name for one in some], PoolingType.MEAN)
-                ),
-                unseen="initial",
-            )
-            if pooled
-            else serving.ServingEmbeddingCollection(
-                tmp_path / "served", sequence_configs(*some), unseen="initial"
-            )
-        )
-        features = batch([f"f_{one.name}" for one in some], IDS, 50, seed=1)
-        with Written() as written:
-            ours(features)
-        done.append(written.numbers)
-    assert done[1] < 6 * done[0]

@@ -137,16 +137,6 @@ def test_lengths_by_feature(served, pooled):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_programs_refuse_bad_lengths(served, dtype):
-    ours = serving.ServingEmbeddingBagCollection(served(dtype), bag_configs(A))
-    run = serving.export_program(ours, batch(["f_a"], IDS, 6, seed=0)).module()
-    for lengths in ([3, -1, 0], [1, 1, 1], [5, 5, 5]):
-        bad = KeyedJaggedTensor(["f_a"], torch.tensor([1, 2]), lengths=torch.tensor(lengths))
-        with pytest.raises(RuntimeError, match="as many lengths for each feature, not negative"):
-            run(bad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("keys", [["f_a", "f_b"], ["f_b", "f_a"]])
 def test_programs_refuse_what_eager_mode_refuses(served, dtype, keys):
     """Else the first ends the process with float32 and other keys, the last read what is behind weights."""

@@ -227,28 +227,6 @@ def test_torchrecs_flag_for_all_collections_is_honoured() -> None:
     assert workers.run(flag_of_torchrec, case_of(SEQUENCE, 2), world_size=2) == [[True, False]] * 2
 
 
-def check_frozen_from_the_start(case: Case) -> None:
-    """A frozen table beside others: sent once too, and not changed."""
-    unsharded = collection_of(case)
-    unsharded.embeddings["t1"].weight.requires_grad_(False)
-    model = shard(case, unsharded)
-    features = batches(case, 0)[0][torch.distributed.get_rank()]
-    outputs = outputs_by_name(case, model(features))
-    torch.autograd.backward(
-        [v for v in outputs.values() if v.requires_grad],
-        [exact_grad(v, 0) for v in outputs.values() if v.requires_grad],
-    )
-    for table in tables_of(model):
-        assert (table.num_rows > 0) == (table.name != "t1") or table.step == 0
-
-
-def test_tables_that_were_frozen_before_sharding() -> None:
-    config = dyn.DynamicTableConfig(eviction=dyn.LeastFrequentlyUsed())
-    for kinds in (["row_wise"], SEQUENCE):
-        case = case_of(kinds, 2, dedup=True, tables={"config": config})
-        workers.run(check_frozen_from_the_start, case, world_size=2)
-
-
 # Frequencies, admission and eviction: exact counts travel with the ids
 
 LRU, LFU = dyn.LeastRecentlyUsed(), dyn.LeastFrequentlyUsed()

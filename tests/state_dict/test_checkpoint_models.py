@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_cases import LOCAL_SIZES, contents, differences, plan_of, quietly
-from checkpoint_damage import flip, items_of
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -130,34 +128,3 @@ def test_all_parts_of_a_model_move_together(tmp_path: Path) -> None:
 def test_static_and_dynamic_tables_are_saved_while_training_goes_on(tmp_path: Path) -> None:
     run(learn_and_save, 2, "column_wise", str(tmp_path), world_size=2, timeout=120)
     assert not differences(contents(tmp_path / "async"), contents(tmp_path / "dicts"))
-
-
-def load_damaged(world: int, folder: str) -> tuple[str, list[str]]:
-    """Loads a model whose second collection is damaged."""
-    model = sharded(world, "row_wise")
-    learn(model, range(5, 7))
-    was, state = tables(model), state_of(model)
-    with pytest.raises(BaseException) as caught:  # torch's CheckpointException is no Exception
-        quietly(dcp.load, state, checkpoint_id=folder, planner=LoadPlanner())
-        model.load_state_dict(state["model"])
-    return str(caught.value), differences(tables(model), was)
-
-
-def test_damage_in_one_collection_leaves_the_other_as_it_was(tmp_path: Path) -> None:
-    run(learn_and_save, 2, "row_wise", str(tmp_path), world_size=2, timeout=120)
-    folder = tmp_path / "dicts"
-    key = "model.sequence.embeddings.s.weight"
-    (item, *_) = [one for one in items_of(folder) if one.key == key]
-    flip(folder, item.file, item.begin + 13, 6).do(str(folder))
-    for text, changed in run(load_damaged, 2, str(folder), world_size=2):
-        assert "table('s')" in text and "expected weight with content sum" in text
-        assert not changed
-
-
-def tables(model: Any) -> dict[str, torch.Tensor]:
-    collections = {"p": model.module.pooled, "s": model.module.sequence}
-    found = {}
-    for name, collection in collections.items():
-        ids = found[f"{name} ids"] = dyn.read_ids(collection, name)
-        found[f"{name} rows"] = dyn.lookup_rows(collection, name, ids)[0]
-    return found

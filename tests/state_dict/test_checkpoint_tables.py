@@ -284,33 +284,3 @@ def test_a_table_above_its_limits_comes_back_to_them(tmp_path: Path) -> None:
     assert told["kept"][-1] == 59 and len(told["kept"]) in (FEW, 60)
     assert told["kept"] == list(range(60 - len(told["kept"]), 60))
     assert sum(told["waiting"]) in (FEW, 60)
-
-
-def load_former_default(folder: str) -> dict[str, Any]:
-    """Loads a checkpoint of the former default of AdmitAfter, with as many counters as the limit."""
-    model = model_of(10**6, 10**6)
-    see(model, [-1, -1, *range(100_000)])
-    see(model, list(range(100_000, 110_000)))
-    save(model, f"{folder}/saved")
-    model = load(model_of(10**6, None), f"{folder}/saved")
-    save(model, f"{folder}/again")
-    see(model, [-1, 0])
-    left = dyn.read_counts(model.module.collection, "t", torch.arange(110_000))
-    return {
-        "rows": dyn.read_ids(model.module.collection, "t").tolist(),
-        "left": int(left.sum()),
-        "recent": int(left[100_000:].sum()),
-        "dropped": model.module.collection.table("t").stats()["counters_dropped"],
-    }
-
-
-def test_counters_of_a_former_default_are_loaded_and_then_dropped(tmp_path: Path) -> None:
-    (told,) = workers.run(load_former_default, str(tmp_path), world_size=1)
-    saved, again = contents(tmp_path / "saved"), contents(tmp_path / "again")
-    assert saved[KEY + "waiting"].shape == (110_000, 3)
-    assert saved.keys() == again.keys()
-    for name in ("ids", "weight", "last_seen", "count", "waiting"):
-        assert torch.equal(saved[KEY + name], again[KEY + name]), name
-    # 0 was seen again, so its count is 2 and it has a row; the least counters are kept, latest first.
-    assert told == {"rows": told["rows"], "left": 65_536 + 2, "recent": 10_000, "dropped": 44_463}
-    assert sorted(told["rows"]) == [-1, 0]

@@ -18,7 +18,6 @@ from checkpoint_cases import (
     held,
     load,
     optimizer_of,
-    put,
     quietly,
     run_on,
     save,
@@ -60,16 +59,6 @@ def rows_after_a_step(path: str) -> int:
 
 def test_rows_of_a_table_without_policy_do_not_expire_at_once(tmp_path: Path) -> None:
     assert on_one(rows_after_a_step, tmp_path) == 4
-
-
-def test_nor_do_they_in_an_unsharded_table() -> None:
-    before = unsharded(case())
-    for _ in range(30):
-        step(before, [1, 2, 3, 4])
-    model = unsharded(case(config=AGED))
-    put(model, state_dict_of(before))
-    step(model, [1])
-    assert model.table("t").num_rows == 4
 
 
 @pytest.mark.parametrize("number", [0, 13])
@@ -125,15 +114,6 @@ def test_nor_where_the_module_is_copied_between_the_two_loads() -> None:
     assert model.table("t").num_rows == 4
 
 
-def test_a_table_that_has_a_policy_now(tmp_path: Path) -> None:
-    trained = unsharded(case())
-    step(trained, [1, 2, 3])
-    save(trained, tmp_path)
-    model = unsharded(case(config=LRU))
-    load(model, tmp_path)
-    assert model.table("t").num_rows == 3
-
-
 # Another name
 
 
@@ -185,17 +165,6 @@ def test_a_renamed_table_is_named(tmp_path: Path, world: int) -> None:
 
 
 # Other dtypes and fewer rows
-
-
-def test_rows_of_another_dtype_and_the_same_number(tmp_path: Path) -> None:
-    trained = unsharded(case(data_type="FP16"))
-    step(trained, [1, 2, 3])
-    save(trained, tmp_path)
-    model = unsharded(case())
-    step(model, [1, 2, 3])
-    load(model, tmp_path)
-    rows, expected = (one.table("t").lookup(torch.tensor([1, 2, 3]))[0] for one in (model, trained))
-    assert torch.equal(rows, expected.float())
 
 
 def plain_rows_of(dtype: torch.dtype) -> bool:
@@ -290,28 +259,3 @@ def test_copies_of_row_wise_state_of_other_cuts_are_refused() -> None:
 
 
 # Policies
-
-
-def gone_on(path: str) -> list[str]:
-    config = dyn.DynamicTableConfig(
-        admission=dyn.AdmitAfter(2),
-        eviction=(dyn.ExpireAfter(time=10), dyn.LeastFrequentlyUsed()),
-    )
-    of = case(config=config, rows=64)
-
-    def train(model: Any, steps: range) -> Any:
-        for number in steps:
-            model.module.collection.set_time(3 * number)
-            step(model, [1, 1, *range(3 * number, 3 * number + 9)])
-        return model
-
-    model = train(sharded(of), range(20))
-    save(model, path)
-    moved = train(load(sharded(of), path), range(20, 40))
-    save(train(model, range(20, 40)), f"{path}_stayed")
-    save(moved, f"{path}_moved")
-    return differences(contents(f"{path}_stayed"), contents(f"{path}_moved"))
-
-
-def test_policies_go_on(tmp_path: Path) -> None:
-    assert on_one(gone_on, tmp_path) == []

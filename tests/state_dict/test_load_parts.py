@@ -35,19 +35,6 @@ from torchrec_dyn.storage import canonical_order
 from torchrec_dyn.table import TableShard
 
 
-def only_the_model(path: str) -> int:
-    trained = sharded(case())
-    step(trained, [1, 2, 3])
-    quietly(dcp.save, {"model": trained.state_dict()}, checkpoint_id=path)
-    model = sharded(case())
-    put(model, read(state_dict_of(model), path, allow_partial_load=True))
-    return tables_of(model)[0].num_rows
-
-
-def test_a_partial_load_without_optimizer_state(tmp_path: Path) -> None:
-    assert on_one(only_the_model, tmp_path) == 3
-
-
 def load_the_model_only(path: str) -> list[tuple[int, int, int, int]]:
     names = ("t", "u")
     of = case(2, "row_wise", names, LRU, rows=40_000)

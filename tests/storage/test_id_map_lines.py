@@ -221,19 +221,6 @@ def check_runs(slots):
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("home", [0, 3, 6, 7])
-@pytest.mark.parametrize("victim", range(5))
-def test_one_of_a_run_goes_and_the_others_stay(home, victim):
-    ids = ids_at_home(home, 8, 5)
-    slots = slots_of(8)
-    put(slots, ids)
-    assert ops.erase(ids_of(ids[victim]), [slots], WHOLE).tolist() == [victim]
-    assert look(slots, ids) == [-1 if k == victim else k for k in range(5)]
-    check_runs(slots)
-    assert int((slots[:, 1] > 0).sum()) == 4
-
-
-@pytest.mark.usefixtures("device")
 def test_every_order_of_a_wrapping_run():
     """Six ids of three homes around the end of the map, erased in each of 720 orders."""
     ids = [*ids_at_home(6, 8, 2), *ids_at_home(7, 8, 2), *ids_at_home(0, 8, 2)]
@@ -331,19 +318,6 @@ def test_repeats_absent_ids_and_empty_maps():
     assert ops.erase(ids_of(1, 1, 3, 2), [slots], WHOLE).tolist() == [0, -1, -1, 1]
     assert ops.erase(ids_of(1), [slots_of(0)], WHOLE).tolist() == [-1]
     assert ops.erase(ids_of(), [slots], WHOLE).tolist() == []
-
-
-@pytest.mark.usefixtures("device")
-def test_probe_lengths_shrink_again():
-    ids = ids_at_home(5, 32, 10)
-    slots = slots_of(32)
-    put(slots, ids)
-    assert ops.probe_lengths(slots, 1).tolist() == [10, sum(range(1, 11)), 10]
-    ops.erase(ids_of(*ids[:9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots, 1).tolist() == [1, 1, 1]
-    ops.erase(ids_of(ids[9]), [slots], WHOLE)
-    assert ops.probe_lengths(slots, 1).tolist() == [0, 0, 0]
-    assert ops.probe_lengths(slots_of(0), 1).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("is_growing", [False, True])

@@ -1,83 +1,28 @@
-"""Cases of the fuzzer: for each op a function that draws valid arguments, and one that checks a call.
-
-The cases are in the other files op_cases_*.py, by the rooms of csrc/library.cpp.
-A check computes the result from the arguments as they were before the call, in plain Python and numpy.
-"""
+"""Valid arguments of ops, drawn for the fuzzer: `draw_<op>` returns new ones."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import oracle
 import torch
 from oracle import EXTREME_IDS, ids_at_home
+from raw_maps import a_map
 from torch import Tensor
+
+from torchrec_dyn import ops
 
 I64 = torch.int64
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+LINE = 4  # slots of a cache line
+FREE = 2**32 - 1  # last_seen of a row without an id
+MOST_COUNT = 2**32 - 1
 Arguments = dict[str, Any]
-
-
-class Refused(Exception):
-    """The arguments break the rules of the op: it had to raise an error."""
-
-
-class Unjudged(Exception):
-    """The arguments are legal or not, and the result means nothing: the map is damaged."""
-
-
-class Case(NamedTuple):
-    """An op.
-
-    Attributes:
-        draw: returns new valid arguments.
-        check: gets copies of the arguments from before the call, the arguments after it, and the result;
-            raises AssertionError for a wrong result.
-    """
-
-    draw: Callable[[random.Random], Arguments]
-    check: Callable[[Arguments, Arguments, Any], None]
-
-
-CASES: dict[str, Case] = {}
-
-
-def register(names: dict[str, Any]) -> None:
-    """Registers the cases of a file: the functions `draw_<op>` and `check_<op>`."""
-    for name, draw in names.items():
-        op = name.removeprefix("draw_")
-        if op != name and f"check_{op}" in names:
-            CASES[op] = Case(draw, names[f"check_{op}"])
-
-
-def need(rule: bool, says: str) -> None:
-    """Raises Refused if a rule of the op does not hold."""
-    if not rule:
-        raise Refused(says)
-
-
-def equal(got: Tensor, expected: Any, what: str = "the result") -> None:
-    """Asserts that numbers are equal, in any shape; NaNs are equal."""
-    got, expected = got.detach().flatten(), torch.as_tensor(expected).flatten()
-    assert got.shape == expected.shape, f"{what}: {len(got)} numbers, expected {len(expected)}"
-    assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
-    same = (got == expected) | ((got != got) & (expected != expected))
-    if not same.all():
-        where = int(same.logical_not().nonzero()[0])
-        raise AssertionError(f"{what}[{where}]: {got[where]}, expected {expected[where]}")
 
 
 def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=I64)
-
-
-def numbers(tensor: Tensor, what: str) -> list[int]:
-    need(tensor.dtype == I64, f"{what} of dtype int64")
-    return tensor.flatten().tolist()
-
-
-# Valid arguments
 
 
 def size(rng: random.Random, most: int = 6000) -> int:
@@ -131,70 +76,399 @@ def a_width(rng: random.Random) -> int:
     return rng.choice((1, 2, 3, 4, 7, 15, 16, 17, 33, 64, 130))
 
 
-# The rules of arguments that several ops share
+# Id maps and canonical order
 
 
-def check_offsets(offsets: Tensor, tables: int, count: int) -> list[int]:
-    """Returns the table offsets of `count` ids."""
-    listed = numbers(offsets, "table_offsets")
-    need(len(listed) == tables + 1, "T + 1 table_offsets")
-    need(listed[0] == 0 and listed[-1] == count, "table_offsets from 0 to N")
-    need(sorted(listed) == listed, "ascending table_offsets")
-    return listed
+def draw_map(rng: random.Random) -> tuple[list[Tensor], Tensor, list[int]]:
+    """Returns (slots, moved, ids): the slots of a map, then its outgoing slots if it grows."""
+    ids = [*dict.fromkeys(some_ids(rng, size(rng)))]
+    rows = rng.sample(range(2 * len(ids)), len(ids))
+    grows, room = rng.random() < 0.4, rng.choice((1.1, 1.7))
+    slots, moved = a_map(whole(*ids), whole(*rows), grows, room, draw_key(rng))
+    return slots, moved, ids
 
 
-def rows_of_blocks(
-    blocks: list[Tensor], shift: int, columns: int, dtype: torch.dtype | None = None
-) -> Tensor | None:
-    """Returns the rows [R, columns] of one table as one tensor; None without blocks."""
-    need(0 <= shift < 32 and 1 <= columns < 2**31, "shift in [0, 32) and columns in [1, 2^31)")
-    for place, block in enumerate(blocks):
-        rows, rest = divmod(block.numel(), columns)
-        is_whole, is_last = rows == 1 << shift, place == len(blocks) - 1
-        need(rest == 0 and rows > 0, "blocks of whole rows")
-        need(
-            is_whole or (is_last and rows < 1 << shift), "blocks of 2^shift rows, the last of fewer"
-        )
-        need(block.dtype == (dtype or blocks[0].dtype), "blocks of one dtype")
-    return torch.cat([block.reshape(-1, columns) for block in blocks]) if blocks else None
+def draw_key(rng: random.Random) -> int:
+    return rng.choice((0, rng.getrandbits(62), -rng.getrandbits(63)))
 
 
-class Layout(NamedTuple):
-    """One line of `layout`."""
-
-    first: int
-    blocks: int
-    shift: int
-    columns: int
-
-
-def read_layout(layout: Tensor, blocks: int, taken: bool = True) -> list[Layout]:
-    """Returns the tables of a layout. `taken`: no block belongs to two tables."""
-    need(layout.dtype == I64 and layout.dim() == 2 and layout.shape[1] == 4, "layout [T, 4]")
-    tables = [Layout(*line) for line in layout.tolist()]
-    owned: set[int] = set()
-    for table in tables:
-        need(min(table[:2]) >= 0, "block and count >= 0")
-        need(0 <= table.shift < 32 and 1 <= table.columns < 2**31, "shift and columns")
-        need(table.blocks == 0 or table.first + table.blocks <= blocks, "blocks in the list")
-        own = {*range(table.first, table.first + table.blocks)}
-        if taken and own & owned:
-            raise Unjudged("a block of two tables")
-        owned |= own
-    return tables
+def draw_maps(rng: random.Random, count: int) -> tuple[Arguments, list[list[int]]]:
+    """Returns the arguments `slots` and `moved` of several maps, and the ids of each."""
+    maps = [draw_map(rng) for _ in range(count)]
+    slots = [*(m[0][0] for m in maps), *(m[0][1] for m in maps if len(m[0]) == 2)]
+    moved = torch.cat([torch.empty(0, 2, dtype=I64), *(m[1] for m in maps)])
+    return {"slots": slots, "moved": some_form(rng, moved)}, [m[2] for m in maps]
 
 
-def bits_of_tables(marks: list[Tensor], layout: Tensor | None) -> list[list[int]]:
-    """Returns the bits of each table by row (csrc/storage/row_marks.h)."""
-    tables: list[list[int]] = []
-    for table in [] if layout is None else read_layout(layout, len(marks)):
-        need(table.shift >= 6, "whole bytes of 64 stripes")
-        own = marks[table.first : table.first + table.blocks]
-        joined = rows_of_blocks(own, table.shift, 1, torch.uint8)
-        of_block = 8 << table.shift
-        tables.append([])
-        for row in range(0 if joined is None else of_block * table.blocks):
-            block, place = divmod(row, of_block)
-            byte = (block << table.shift) + ((row & 63) << (table.shift - 6)) + (place >> 9)
-            tables[-1].append(int(joined[byte]) >> (place >> 6 & 7) & 1)
-    return tables
+def some_form(rng: random.Random, moved: Tensor) -> Tensor:
+    """Returns `moved` [T, 2], sometimes without its keys if all are 0."""
+    without = not moved[:, 1].any() and rng.random() < 0.5
+    return moved[:, 0].clone() if without else moved
+
+
+def draw_mix64(rng: random.Random) -> Arguments:
+    return {"ids": whole(*some_ids(rng, size(rng)))}
+
+
+def in_table_order(rng: random.Random, of_tables: list[list[int]]) -> Arguments:
+    """Returns `ids` and `table_offsets`: ids of the maps, and absent ids."""
+    ids: list[int] = []
+    offsets = [0]
+    for known in of_tables:
+        wanted = size(rng)
+        ids += [rng.choice(known) if known and rng.random() < 0.7 else n
+                for n in some_ids(rng, wanted)]  # fmt: skip
+        offsets.append(len(ids))
+    return {"ids": whole(*ids), "table_offsets": whole(*offsets)}
+
+
+def draw_lookup(rng: random.Random) -> Arguments:
+    maps, of_tables = draw_maps(rng, rng.randrange(4))
+    return {**in_table_order(rng, of_tables), **maps}
+
+
+def draw_collect_new(rng: random.Random) -> Arguments:
+    count, tables = size(rng), rng.randint(1, 3)
+    return {
+        "ids": whole(*some_ids(rng, count)),
+        "rows": whole(*(rng.choice((-1, -1, 0, 7, 2**40)) for _ in range(count))),
+        "table_offsets": whole(*cuts(rng, count, tables)),
+    }
+
+
+def draw_insert(rng: random.Random) -> Arguments:
+    maps, of_tables = draw_maps(rng, rng.randrange(4))
+    ids: list[int] = []
+    offsets = [0]
+    outgoing = iter(maps["slots"][len(of_tables) :])
+    done = maps["moved"].view(len(of_tables), -1)[:, 0].tolist() if of_tables else []
+    for slots, moved, known in zip(maps["slots"], done, of_tables, strict=False):
+        arrays = [slots] if moved == -1 else [slots, next(outgoing)]
+        room = min(int((array[:, 1] == 0).sum()) for array in arrays)
+        fresh = [*dict.fromkeys(i for i in some_ids(rng, size(rng)) if i not in {*known}).keys()]
+        ids += fresh[:room]
+        offsets.append(len(ids))
+    rows = [rng.choice((0, 1, 5, 2**31, 2**62)) for _ in ids]
+    return {
+        "new_ids": whole(*ids),
+        "new_rows": whole(*rows),
+        "new_offsets": whole(*offsets),
+        **maps,
+    }
+
+
+def draw_fill_new_(rng: random.Random) -> Arguments:
+    count, fresh = size(rng), rng.randint(0, 9)
+    index = [rng.choice((-1, rng.randrange(fresh) if fresh else -1)) for _ in range(count)]
+    return {
+        "rows": whole(*(rng.randrange(9) for _ in range(count))),
+        "new_index": whole(*index),
+        "new_rows": whole(*(rng.randrange(100) for _ in range(fresh))),
+    }
+
+
+def draw_one_map(rng: random.Random) -> tuple[Arguments, list[int]]:
+    slots, moved, ids = draw_map(rng)
+    return {"slots": slots, "moved": some_form(rng, moved)}, ids
+
+
+def draw_erase(rng: random.Random) -> Arguments:
+    maps, ids = draw_one_map(rng)
+    erased = [*rng.choices(ids, k=size(rng)), *some_ids(rng, 3)] if ids else some_ids(rng, 3)
+    return {"ids": whole(*rng.sample(erased, len(erased))), **maps}
+
+
+def draw_new_slots(rng: random.Random) -> Arguments:
+    capacity = LINE * rng.choice((1, 2, 3, 5, 100, 2**15, 2**15 + 1))
+    return {"slots": torch.zeros(rng.choice((0, 4)), 2, dtype=I64), "capacity": capacity}
+
+
+def draw_move_slots(rng: random.Random) -> Arguments:
+    ids = [*dict.fromkeys(some_ids(rng, size(rng)))]
+    rows, key = whole(*rng.sample(range(2 * len(ids)), len(ids))), draw_key(rng)
+    (outgoing,), whole_map = a_map(whole(*ids), rows, key=key)
+    if rng.random() < 0.1:  # of more than a huge page, which is given back
+        outgoing = ops.new_slots(outgoing, 2**18 + 2**16)
+        ops.insert(whole(*ids), torch.arange(len(ids)), whole(0, len(ids)), [outgoing], whole_map)
+    slots = ops.new_slots(outgoing, len(outgoing) + LINE * rng.choice((0, 1, 7)))
+    moved = 0
+    if rng.random() < 0.5:
+        moved = ops.move_slots(outgoing, slots, 0, rng.randint(0, len(outgoing)), key).item()
+    until = rng.choice((0, rng.randint(0, len(outgoing)), len(outgoing), 2**62))
+    return {"outgoing": outgoing, "slots": slots, "moved": moved, "until": until, "key": key}
+
+
+def draw_probe_lengths(rng: random.Random) -> Arguments:
+    slots, moved, _ = draw_map(rng)
+    return {"slots": slots[0], "every": rng.choice((1, 2, 3, 2**40)), "key": moved[0, 1].item()}
+
+
+def draw_used_slots(rng: random.Random) -> Arguments:
+    maps, _ = draw_one_map(rng)
+    return {"slots": maps["slots"][0]}
+
+
+def draw_ids_of_rows(rng: random.Random) -> Arguments:
+    maps, ids = draw_one_map(rng)
+    first, last = sorted(rng.randrange(2 * len(ids) + 2) for _ in range(2))
+    return {**maps, "first": first, "last": last}
+
+
+def draw_count_cells(rng: random.Random) -> Arguments:
+    maps, _ = draw_one_map(rng)
+    return {**maps, "bits": rng.choice((0, 1, 3, 8, 16))}
+
+
+def draw_ids_between(rng: random.Random) -> Arguments:
+    maps, _ = draw_one_map(rng)
+    ends = sorted(rng.choice((0, 2**64 - 1, rng.randrange(2**64))) for _ in range(2))
+    first, last = ends if rng.random() < 0.9 else ends[::-1]
+    return {**maps, "first": oracle.signed(first), "last": oracle.signed(last)}
+
+
+# Content sums, rows and marks
+
+
+def draw_content_sum(rng: random.Random) -> Arguments:
+    count, columns = size(rng), rng.choice((0, 1, 2, 3, 16, 40))
+    dtype = rng.choice((*FLOATS, I64))
+    values = numbers_of(rng, (count, columns), torch.float32)
+    return {
+        "ids": whole(*some_ids(rng, count)),
+        "values": values.nan_to_num(7, 3, -3).to(dtype) if dtype == I64 else values.to(dtype),
+        "first_column": rng.choice((0, 1, 5, 2**31 - 1)),
+        "key": rng.randrange(-(2**63), 2**63),
+    }
+
+
+def draw_blocks(rng: random.Random) -> Arguments:
+    """Returns `blocks`, `shift` and `columns` of one table."""
+    shift, columns, dtype = a_shift(rng), a_width(rng), rng.choice(FLOATS)
+    count = rng.randrange(4)
+    blocks = [numbers_of(rng, (1 << shift, columns), dtype) for _ in range(count)]
+    blocks = with_short_last(rng, blocks)
+    if not blocks and rng.random() < 0.5:
+        columns = rng.choice((2**20, 2**30, 2**31 - 1))
+    return {"blocks": blocks, "shift": shift, "columns": columns}
+
+
+def draw_rows(rng: random.Random, blocks: Arguments, lowest: int = 0) -> list[int]:
+    """Returns rows inside the blocks."""
+    capacity = sum(map(len, blocks["blocks"]))
+    if capacity == 0 and (lowest == 0 or blocks["columns"] > 2**12):
+        return []
+    return [rng.randrange(lowest, capacity) for _ in range(size(rng, 800))]
+
+
+def draw_raise_errors(rng: random.Random) -> Arguments:
+    return {"like": torch.ones(rng.choice((0, 1, 7)))}
+
+
+def draw_advise_huge_pages(rng: random.Random) -> Arguments:
+    return {"block": torch.ones(rng.choice((0, 1, 7, 2**19 + 3, 2**20)))}
+
+
+def draw_grow_block(rng: random.Random) -> Arguments:
+    """Half of the blocks are in a range already, of the same limit or a smaller one."""
+    rows, columns = rng.choice((0, 1, 5, 600)), a_width(rng)
+    limit = rows + rng.choice((1, 7, 5000))
+    block = numbers_of(rng, (rows, columns), rng.choice(FLOATS))
+    if rows and rng.random() < 0.5:
+        block = ops.grow_block(block, rows, rng.randint(rows, limit))
+    return {"block": block, "rows": rng.randint(max(1, rows), limit), "limit": limit}
+
+
+def draw_init_rows_(rng: random.Random) -> Arguments:
+    blocks = draw_blocks(rng)
+    rows = [*dict.fromkeys(draw_rows(rng, blocks))]  # fresh rows: each once
+    probabilities = sorted((rng.random(), rng.random())) if rng.random() < 0.5 else [0.0, 1.0]
+    return {
+        "ids": whole(*some_ids(rng, len(rows))),
+        "rows": whole(*rows),
+        **blocks,
+        "first_column": rng.choice((0, 1, 3, 16, 40)),
+        "kind": rng.randrange(3),
+        "parameters": [
+            -rng.random(),
+            rng.random(),
+            rng.random() - 0.5,
+            rng.random(),
+            *probabilities,
+        ],
+        "key": rng.randrange(-(2**63), 2**63),
+    }
+
+
+def draw_ask_for_rows(rng: random.Random) -> Arguments:
+    blocks = draw_blocks(rng)
+    return {"rows": whole(*draw_rows(rng, blocks, -1)), **blocks}
+
+
+def draw_gather_rows(rng: random.Random) -> Arguments:
+    blocks = draw_blocks(rng)
+    dtype = blocks["blocks"][0].dtype if blocks["blocks"] else rng.choice(FLOATS)
+    return {"rows": whole(*draw_rows(rng, blocks, -1)), **blocks, "dtype": dtype}
+
+
+def draw_scatter_rows_(rng: random.Random) -> Arguments:
+    blocks = draw_blocks(rng)
+    rows = draw_rows(rng, blocks)
+    dtype = blocks["blocks"][0].dtype if blocks["blocks"] else torch.float32
+    values = numbers_of(rng, (len(rows), blocks["columns"] if rows else 1), dtype)
+    return {"rows": whole(*rows), "values": values, **blocks}
+
+
+def draw_words(rng: random.Random, make: Any) -> Arguments:
+    """Returns `rows`, `table_offsets`, `blocks` and `layout` of tables that keep one word a row."""
+    blocks: list[Tensor] = []
+    layout, rows, offsets = [], [], [0]
+    for _ in range(rng.randrange(4)):
+        shift, count = a_shift(rng), rng.randrange(4)
+        layout.append([len(blocks), count, shift, rng.choice((1, 1, 5))])
+        own = with_short_last(rng, [make(1 << shift) for _ in range(count)])
+        blocks += own
+        capacity = sum(map(len, own))
+        rows += [rng.randrange(-1, capacity) for _ in range(size(rng))]
+        offsets.append(len(rows))
+    return {
+        "rows": whole(*rows),
+        "table_offsets": whole(*offsets),
+        "blocks": blocks,
+        "layout": torch.tensor(layout, dtype=I64).reshape(-1, 4),
+    }
+
+
+def draw_mark_rows_(rng: random.Random) -> Arguments:
+    drawn = draw_words(rng, lambda rows: torch.arange(rows, dtype=torch.int32).reshape(-1, 1))
+    versions = [rng.choice((0, 5, 2**31 - 1)) for _ in range(len(drawn["layout"]))]
+    drawn["marks"] = drawn.pop("blocks")
+    return {**drawn, "versions": whole(*versions)}
+
+
+def draw_mark_new_(rng: random.Random) -> Arguments:
+    marks: list[Tensor] = []
+    layout, rows, offsets = [], [], [0]
+    for _ in range(rng.randrange(4)):
+        shift, count = rng.randint(6, 8), rng.randrange(3)
+        layout.append([len(marks), count, shift, rng.choice((1, 1, 5))])
+        density = rng.choice((0, 255, rng.randrange(256)))
+        marks += [
+            torch.tensor([byte & density for byte in rng.randbytes(1 << shift)]).byte()
+            for _ in range(count)
+        ]
+        most = rng.choice((8, count * 8 << shift)) if count else 9
+        rows += [rng.randrange(-1, most) for _ in range(size(rng))]
+        offsets.append(len(rows))
+    return {
+        "rows": whole(*rows),
+        "table_offsets": whole(*offsets),
+        "marks": marks,
+        "layout": torch.tensor(layout, dtype=I64).reshape(-1, 4),
+    }
+
+
+# Scores, eviction and admission
+
+
+def a_score(rng: random.Random) -> int:
+    if rng.random() < 0.2:
+        return oracle.signed(FREE << 32)
+    last_seen = rng.choice((rng.randrange(12), FREE - 1))
+    return oracle.signed(last_seen << 32 | rng.choice((0, 1, 2, MOST_COUNT)))
+
+
+def draw_scores(rng: random.Random, rows: int) -> Tensor:
+    return whole(*(a_score(rng) for _ in range(rows))).reshape(-1, 1)
+
+
+def draw_touch_scores_(rng: random.Random) -> Arguments:
+    drawn = draw_words(rng, lambda rows: draw_scores(rng, rows))
+    steps = [rng.choice((0, 7, FREE - 1)) for _ in range(len(drawn["layout"]))]
+    times = [rng.choice((1, 2, MOST_COUNT)) for _ in range(len(drawn["rows"]))]
+    drawn["scores"] = drawn.pop("blocks")
+    return {**drawn, "steps": whole(*steps), "times": rng.choice((None, whole(*times)))}
+
+
+def draw_one_table(rng: random.Random) -> Arguments:
+    """Returns `scores` and `shift` of one table."""
+    shift = rng.choice((0, 1, 3, 8))
+    scores = [draw_scores(rng, 1 << shift) for _ in range(rng.randrange(4))]
+    return {"scores": with_short_last(rng, scores), "shift": shift}
+
+
+def draw_write_scores_(rng: random.Random) -> Arguments:
+    table = draw_one_table(rng)
+    capacity = sum(map(len, table["scores"]))
+    rows = [rng.randrange(capacity) for _ in range(size(rng, 800))] if capacity else []
+    return {
+        "rows": whole(*rows),
+        "last_seen": whole(*(rng.choice((-1, 0, 9, FREE - 1)) for _ in rows)),
+        "counts": whole(*(rng.choice((0, 1, MOST_COUNT)) for _ in rows)),
+        **table,
+    }
+
+
+def draw_read_scores(rng: random.Random) -> Arguments:
+    table = draw_one_table(rng)
+    capacity = sum(map(len, table["scores"]))
+    return {"rows": whole(*(rng.randrange(-1, capacity) for _ in range(size(rng)))), **table}
+
+
+def draw_lowest_scores(rng: random.Random) -> Arguments:
+    slots, moved, ids = draw_map(rng)
+    shift = rng.choice((0, 3, 8, 11))
+    highest = max((int(array[:, 1].max()) for array in slots if len(array)), default=0)
+    blocks = -(-(highest + rng.randrange(9)) // (1 << shift))
+    scores = whole(*[oracle.signed(FREE << 32)] * (blocks << shift))
+    for array in slots:
+        for place in array[:, 1].tolist():
+            if place > 0:
+                scores[place - 1] = a_score(rng)
+    rows = rng.choice((blocks << shift, rng.randint(0, blocks << shift)))
+    return {
+        "slots": slots,
+        "moved": moved.clone(),
+        "scores": [*scores.reshape(-1, 1 << shift, 1).clone()] if blocks else [],
+        "shift": shift,
+        "rows": rows,
+        "by_count": rng.random() < 0.5,
+        "before": rng.choice((0, 5, 12, FREE, 2**62, -1)),
+        "most": rng.choice((0, 1, 3, len(ids), 2**62)),
+    }
+
+
+def draw_oldest_first(rng: random.Random) -> Arguments:
+    ids = some_ids(rng, size(rng))
+    seen = [rng.choice((0, 1, 7, 2**32 - 1, rng.randrange(2**32))) for _ in ids]
+    return {"ids": whole(*ids), "last_seen": whole(*seen)}
+
+
+# Owners
+
+
+def ids_at_ends(rng: random.Random, ranks: int) -> list[int]:
+    """Returns ids beside the ends of the owners' ranges, and those with the last mixed ids."""
+    block = (oracle.WORD - 1) // ranks
+    ends = [rng.randint(0, ranks) * block + rng.randint(-2, 2) for _ in range(6)]
+    return [oracle.unmix64(word % oracle.WORD) for word in ends]
+
+
+def draw_sort_by_owner(rng: random.Random) -> Arguments:
+    count, ranks = size(rng), rng.choice((1, 2, 3, 5, 8, 48, 1000))
+    if rng.random() < 0.02:
+        count = 20_000  # several pieces
+    ids = some_ids(rng, min(count, 300)) + ids_at_ends(rng, ranks)
+    bags = rng.choice((1, 2, count, 3 * count)) if count else rng.choice((0, 1, 7))
+    if bags * ranks > 10**6:
+        ranks = 3
+    ends = cuts(rng, count, bags)
+    lengths = torch.tensor(ends).diff().to(rng.choice((I64, torch.int32)))
+    weights = (
+        numbers_of(rng, (count,), rng.choice((*FLOATS, torch.float64)))
+        if rng.random() < 0.5
+        else None
+    )
+    return {
+        "ids": whole(*(rng.choice(ids) for _ in range(count))), "lengths": lengths,
+        "weights": weights, "ranks": ranks, "positions": rng.random() < 0.5,
+    }  # fmt: skip

@@ -156,7 +156,6 @@ OF_TORCH = {
     "sparse",
     "none",
 }  # torch itself finds the kernel, or says that there is none
-UNJUDGED = {*OF_TORCH, "emptied", "overlapping", "block_twice"}  # legal where nothing reads it
 
 
 def shared_with_another(rng: random.Random, given: Arguments, name: str) -> Tensor | None:

@@ -2,14 +2,10 @@
 
 import copy
 import io
-import os
 import pickle
-import resource
-import sys
 
 import pytest
 import torch
-from another_process import call
 from oracle import EXTREME_IDS, canonical_order
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
 
@@ -277,35 +273,6 @@ def test_stats_tell_what_happened():
     }  # fmt: skip
     assert {name: stats[name] for name in expected} == expected
     assert 1.0 <= stats["probe_length_mean"] <= stats["probe_length_max"] <= 3
-
-
-def resident_bytes():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
-
-
-def fill_a_few_rows():
-    """Returns the bytes that 100,000 rows take in this process, and the bytes that the table counts."""
-    kind = OptimizerKind.EXACT_ROWWISE_ADAGRAD
-    ids, offsets = torch.arange(9), torch.tensor([0, 9])
-    make_group(make_table(kind))(ids, offsets, training=True).sum().backward()
-    before = resident_bytes()
-    table = make_table(kind, num_embeddings=50_000_000, embedding_dim=64)
-    group = make_group(table)
-    for start in range(0, 100_000, 10_000):
-        ids = torch.arange(start, start + 10_000) * 7919
-        group(ids, torch.arange(0, 10_001, 10), training=True).sum().backward()
-    assert table.num_rows == 100_000
-    return resident_bytes() - before, table.stats()["bytes"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer keeps memory of its own")
-def test_memory_follows_the_rows_in_use():
-    """100,000 rows of 256 bytes in a table with a limit of 50 million rows."""
-    resident, told = call(fill_a_few_rows)
-    assert resident < 200e6
-    assert 25.6e6 < told < 60e6
 
 
 def test_ids_of_a_table_of_one_row():

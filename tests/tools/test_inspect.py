@@ -12,13 +12,11 @@ from another_process import start
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from saved_cases import (
     MODEL_KEY,
-    config_bytes,
     model_state,
     optimizer_state,
     pieces,
     save_dict,
     save_table,
-    with_checksum,
 )
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -26,14 +24,11 @@ from torchrec_dyn import DynamicEmbeddingBagCollection, DynamicTableConfig, Leas
 from torchrec_dyn import __main__ as command_line
 from torchrec_dyn.__main__ import main
 from torchrec_dyn.checkpoint import export_delta, mark
-from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM
-from torchrec_dyn.storage.id_map import canonical_order
 from torchrec_dyn.tools.inspection import (
     Histogram,
     histogram_of_norms,
     histogram_of_steps,
     readable,
-    total_fingerprint,
 )
 
 
@@ -184,28 +179,6 @@ def test_the_fingerprints_are_of_contents_alone(tmp_path, capsys):
     assert [a == b for a, b in zip(one, four, strict=True)] == [False] * 4  # state of other ids
 
 
-def test_a_delta(tmp_path, capsys):
-    before, after = model_state(30), model_state(40, seed=1)
-    changed = {name: one[:7] if name != "config" else one for name, one in after.items()}
-    sums = [with_checksum(one, one["ids"])[MODEL_CHECKSUM][0, :-1] for one in (before, after)]
-    removed = torch.arange(5)
-    delta = with_checksum(changed, changed["ids"]) | {
-        **{"base": sums[0], "result": sums[1]},
-        "removed": removed[canonical_order(removed)],
-    }
-    save_table(tmp_path / "before", before)
-    save_table(tmp_path / "after", after)
-    save_dict({f"m.{MODEL_KEY}.{name}": one for name, one in delta.items()}, tmp_path / "delta")
-    status, text, _ = told(capsys, tmp_path / "delta", "--verify")
-    assert status == 0 and text.startswith(f"delta {tmp_path / 'delta'}: 1 dynamic table")
-    assert field(text, "rows").startswith("7 changed x 6 float32")
-    assert field(text, "removed") == "5 rows"
-    whole = [told(capsys, tmp_path / name)[1] for name in ("before", "after")]
-    for number in (0, 1):  # of all, and of the table
-        expected = [re.findall(r"fingerprint +(\w{16})", one)[number] for one in whole]
-        assert re.findall(r"fingerprint +(\w{16} -> \w{16})", text)[number] == " -> ".join(expected)
-
-
 def test_damage_is_one_line(saved, capsys):
     file = saved / "__0_0.distcp"
     good = file.read_bytes()
@@ -234,12 +207,6 @@ def test_rows_that_are_not_finite_are_counted(tmp_path, capsys):
     assert sum(counted(text, "norm")) == 8 and re.search(r"^ +0 to ", text, re.M)
 
 
-def test_the_order_of_tables_does_not_matter():
-    parts = [("a", 1), ("b", 2)]
-    assert total_fingerprint(parts) == total_fingerprint(parts[::-1])
-    assert total_fingerprint(parts) != total_fingerprint([("a", 2), ("b", 1)])
-
-
 def test_the_reader_of_the_output_may_leave(saved, tmp_path):
     assert run_for_nobody(tmp_path, "inspect", saved) == (0, "")
 
@@ -259,13 +226,6 @@ def test_histograms_join_bins():
     norms = histogram_of_norms()
     norms.add(torch.tensor([0.0, 1e-30, 1.0, 1e30], dtype=torch.float64))
     assert sum(count for _, count in norms.bars()) == 4 and len(norms.bars()) <= 10
-
-
-def test_a_checkpoint_of_a_newer_format(tmp_path, capsys):
-    config = {"format": 1, "table": "user", "embedding_dim": 6}
-    save_table(tmp_path, model_state() | {"config": config_bytes(config)})
-    status, _, errors = told(capsys, tmp_path)
-    assert status == 1 and "expected a checkpoint of format 2, got 1" in errors
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 import workers
 from checkpoint_cases import Setup, new, quietly, save, train
 from delta_cases import NAMES, POOL, Model, batch, happen
-from full_disk import FAILED, FailingFiles, fails_or_succeeds
 from system_memory import peak_of
 from torch import Tensor
 from torchrec import EmbeddingBagConfig
@@ -328,31 +327,6 @@ def test_a_table_that_is_trained_meanwhile(tmp_path: Path) -> None:
     happen(model, ("assign", "plain", [77]))
     with pytest.raises(RuntimeError, match=r"that was trained or edited since\. Export while"):
         reader.read_all()
-
-
-def test_a_disk_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    """Every call that changes a file fails once; the file of before stays until the new one is whole."""
-    model = Model()
-    happen(model, ("assign", "plain", [*range(2, 12)]))
-    (inside := tmp_path / "inside").mkdir()
-    file, done = inside / "t.parquet", []
-    for at in range(1, 60):
-        file.write_bytes(b"before")
-        with FailingFiles(inside, at) as files:
-            done.append(
-                fails_or_succeeds(
-                    lambda: export_table(model.pooled, "plain", file, batch_bytes=60),
-                    FAILED,
-                    inside,
-                )
-            )
-        assert os.listdir(inside) == ["t.parquet"]
-        if done[-1]:
-            assert parquet.read_table(file).num_rows == 10
-            break
-        is_renamed = files.calls == at and file.read_bytes() != b"before"
-        assert not is_renamed or at == len(done) > 4  # only the last fsync, of the directory
-    assert done[-1] and len(done) > 5
 
 
 MIB = 1 << 20

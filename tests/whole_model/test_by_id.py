@@ -353,23 +353,6 @@ def test_unsharded_faults() -> None:
     )
 
 
-def many_ids(case: Case, count: int) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sharded = shard(case, collection_of(case)).module.collection
-    mine = torch.arange(400)[rank::world]
-    dyn.assign_rows(sharded, "t0", mine, mine[:, None].expand(-1, 8).float())
-    ids = torch.randint(-100, 500, (count,), generator=torch.Generator().manual_seed(rank))
-    rows, found = dyn.lookup_rows(sharded, "t0", ids)
-    there = (ids >= 0) & (ids < 400)
-    assert torch.equal(found, there)
-    assert torch.equal(rows, (ids * there)[:, None].expand(-1, 8).float())
-
-
-@pytest.mark.parametrize("kind", ["column_wise", "row_wise"])
-def test_a_million_ids_a_rank(kind: str) -> None:
-    workers.run(many_ids, usual_case(True, kind, 2, 2), 1_000_000, world_size=2)
-
-
 # When and how often ids were seen
 
 COUNTED = (
