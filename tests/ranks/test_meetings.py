@@ -40,7 +40,7 @@ MEETINGS = {
     "reshard": 11,
     "export_delta": 2,
     "apply_delta": 2,
-    "Checkpoints.save": 5,
+    "Checkpoints.save": 2,
     "Checkpoints.restore": 2,
 }
 

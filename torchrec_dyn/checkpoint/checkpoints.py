@@ -13,7 +13,8 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,30 @@ import filelock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.delta_export import Marker, is_marker_of, mark
+from torchrec_dyn.checkpoint.delta_export import (
+    Marker,
+    changes_since,
+    is_marker_of,
+    mark,
+    rows_state,
+)
 from torchrec_dyn.checkpoint.dense_part import (
-    SavedValue,
     alike,
     check_optimizer,
     check_ranks,
     check_same_step,
     checked_names,
-    digests_of,
     number_of,
     options_of,
     saved_values,
 )
 from torchrec_dyn.checkpoint.entry_writing import (
-    Parts,
     Saving,
-    changed_parts,
+    copied,
     dense_state,
-    full_parts,
     package_version,
     remove_older,
+    sources_of,
     write_entry,
 )
 from torchrec_dyn.checkpoint.forgetting import (
@@ -52,6 +56,7 @@ from torchrec_dyn.checkpoint.forgetting import (
     ids_in_model,
     places_of,
     search,
+    union_of,
 )
 from torchrec_dyn.checkpoint.restoring import Choice, LineLoad, Restored, choice_of
 from torchrec_dyn.checkpoint_format import (
@@ -67,14 +72,6 @@ from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
-
-
-def _checked(
-    optimizer: Any, step: Any, extra: Mapping[str, Any], call: str
-) -> tuple[Any, dict[str, SavedValue]]:
-    """Returns the step and the saved form of the further values, as this rank gives them."""
-    check_optimizer(optimizer, call)
-    return number_of(step, call), saved_values(extra, call)
 
 
 class Checkpoints:
@@ -117,7 +114,6 @@ class Checkpoints:
         self._highest: int | None = 0
         self._saving: Saving | None = None  # in the background
         self._lock: filelock.BaseFileLock | None = None
-        self._is_open = False  # rank 0 has the lock
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, keep={self._keep}, full_every={self._full_every})"
@@ -163,10 +159,8 @@ class Checkpoints:
             if self._saving is not None:
                 self._end(self._saving)
         finally:
-            self._marker, self._is_open = None, False
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._marker = None
+            self._unlock()
 
     def save(
         self,
@@ -270,37 +264,44 @@ class Checkpoints:
         if is_due or marker is None or not is_marker_of(marker, tables):
             marker = None
         kind = "full" if marker is None else "delta"
-        prepared: list[tuple[Parts, dict[str, SavedValue], SavedChain]] = []
-        checked = cache(partial(_checked, optimizer, step, extra, _SAVE))
+        is_first, prepared = self._lock is None, []
 
         def prepare() -> tuple[Any, ...]:
-            number, values = checked()
+            check_optimizer(optimizer, _SAVE)
+            number, (values, digests) = number_of(step, _SAVE), saved_values(extra, _SAVE)
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._claim()
+            dense, names = dense_state(model, optimizer, tables)
+            sources: Any
             if marker is None:
-                parts = full_parts(model, optimizer, tables, self._full_every > 1)
+                after = mark(model) if self._full_every > 1 else None
+                sources = sources_of(tables)
             else:
-                parts = changed_parts(model, optimizer, tables, marker)
-            if in_background:
-                parts.copy()
-            prepared.append((parts, values, chain))
+                sources, after = changes_since(tables, marker)
+            prepared.extend((dense, names, sources, after, values, chain))
             begun = self._next(chain), secrets.token_hex(16), time.time()
-            return begun, number, kind, digests_of(values), options_of(optimizer)
+            counts = [source.counts() for source in sources]
+            return begun, number, kind, digests, options_of(optimizer), counts
 
-        if not self._is_open:  # the directory is made when the arguments of all ranks are right
-            check_same_step(gather_results(group, _SAVE, lambda: checked()[0]), _SAVE)
-        begun, steps, kinds, digests, options = zip(
-            *gather_results(group, _SAVE, prepare), strict=True
-        )
-        self._is_open = True
-        check_same_step(steps, _SAVE)
-        if len(set(kinds)) > 1:
-            raise ValueError(
-                f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the "
-                "same arguments and convert tables on every rank."
+        try:
+            begun, steps, kinds, digests, options, counts = zip(
+                *gather_results(group, _SAVE, prepare), strict=True
             )
-        ((parts, values, chain),) = prepared
+            check_same_step(steps, _SAVE)
+            if len(set(kinds)) > 1:
+                raise ValueError(
+                    f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give "
+                    "the same arguments and convert tables on every rank."
+                )
+        except BaseException:
+            if is_first:
+                self._unlock(removes=True)
+            raise
+        dense, names, sources, after, values, chain = prepared
+        rows = rows_state(tables, sources, counts, names)
+        if in_background:
+            rows, dense = run_together(group, _SAVE, lambda: (copied(rows), copied(dense)))
         sequence, identity, now = begun[0]
         entry = Entry(
             path=self.path / f"{kind}-{sequence:08}",
@@ -322,8 +323,8 @@ class Checkpoints:
         if in_background and group is not None:
             group = background_group(group)
         return Saving(
-            parts.marker,
-            partial(write_entry, entry, parts, values, numbers, group, rank),
+            after,
+            partial(write_entry, entry, rows, dense, values, numbers, group, rank),
             partial(remove_older, chain.entries, self._keep),
         )
 
@@ -349,6 +350,17 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
+
+    def _unlock(self, removes: bool = False) -> None:
+        """Frees the lock; `removes` an empty directory that the call has made. On rank 0."""
+        if self._lock is None:
+            return
+        with suppress(OSError):
+            if removes and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
+        self._lock.release()
+        self._lock = None
 
     @staticmethod
     def _next(chain: SavedChain) -> int:
@@ -492,11 +504,18 @@ class Checkpoints:
         tables = tables_of(model, _FORGET)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
-        # What `save` refuses is refused before ids are gone.
-        check = partial(_checked, optimizer, step, extra or {}, _FORGET)
-        check_same_step(gather_results(group, _FORGET, lambda: check()[0]), _FORGET)
-        wanted = checked_ids(tables, ids)
-        run_together(group, _FORGET, lambda: dense_state(model, optimizer, tables))
+
+        def check() -> tuple[Any, dict[str, list[int]]]:
+            """Raises what `save` would, before ids are gone."""
+            check_optimizer(optimizer, _FORGET)
+            saved_values(extra or {}, _FORGET)
+            number, numbers = number_of(step, _FORGET), checked_ids(tables, ids)
+            dense_state(model, optimizer, tables)
+            return number, numbers
+
+        steps, named = zip(*gather_results(group, _FORGET, check), strict=True)
+        check_same_step(steps, _FORGET)
+        wanted = union_of(named)
 
         def find() -> tuple[list[Path], Any]:
             if rank:

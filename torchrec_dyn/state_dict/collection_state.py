@@ -35,32 +35,33 @@ from torchrec_dyn.state_dict.saving import saved_tensors
 from torchrec_dyn.state_dict.whole_tensors import fill
 
 _NEEDED = ("weight", "ids")
-_leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
+_left_out: ContextVar[list[Table] | None] = ContextVar("_left_out", default=None)
 
 
 @contextmanager
-def rows_left_out() -> Iterator[None]:
+def rows_left_out() -> Iterator[list[Table]]:
     """State dicts that this thread makes or loads in the block have no dynamic tables.
 
-    Those of optimizers have an empty tensor in the place of each tensor of a table.
+    Those of optimizers have an empty tensor in the place of each tensor of a table; yields these tables.
     """
-    token = _leaves_rows_out.set(True)
+    tables: list[Table] = []
+    token = _left_out.set(tables)
     try:
-        yield
+        yield tables
     finally:
-        _leaves_rows_out.reset(token)
+        _left_out.reset(token)
 
 
 def are_rows_left_out() -> bool:
     """Returns True in a block of `rows_left_out`."""
-    return _leaves_rows_out.get()
+    return _left_out.get() is not None
 
 
 def save_tables(
     destination: MutableMapping[str, Any], tables: Mapping[str, Table], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective."""
-    if _leaves_rows_out.get():
+    if are_rows_left_out():
         return
     saved = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
     for prefix, tensors in zip(tables, saved, strict=True):
@@ -73,7 +74,8 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     `call` is the same on every rank.
     """
     saved: Sequence[Mapping[str, Tensor]]
-    if _leaves_rows_out.get():
+    if (left_out := _left_out.get()) is not None:
+        left_out += tables
         nothing = torch.empty(0, device="cpu")
         others = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
         saved = [
@@ -143,7 +145,7 @@ def load_tables(
         return loads
 
     group = next(iter(tables.values())).group
-    if not _leaves_rows_out.get():
+    if not are_rows_left_out():
         verify_and_commit(group, f"{where}.load_state_dict", find)
 
 
@@ -164,7 +166,7 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     Raises ValueError on every rank, if the state is damaged or does not match the table, or the ranks give
     state dicts of different loads; nothing has changed then.
     """
-    if _leaves_rows_out.get():
+    if are_rows_left_out():
         return
     where = f"{table.where}.load_state_dict"
     saved = saved if table.group is not None else _plain(saved)
