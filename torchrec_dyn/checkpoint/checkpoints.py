@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchrec_dyn.checkpoint.delta_export import (
     Marker,
+    TableChanges,
     changes_since,
     is_marker_of,
     mark,
@@ -68,6 +69,7 @@ from torchrec_dyn.checkpoint_format import (
     remove_folders,
 )
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.state_dict import TableSource
 from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
@@ -264,7 +266,8 @@ class Checkpoints:
         if is_due or marker is None or not is_marker_of(marker, tables):
             marker = None
         kind = "full" if marker is None else "delta"
-        is_first, prepared = self._lock is None, []
+        is_first = self._lock is None
+        prepared: list[Any] = []
 
         def prepare() -> tuple[Any, ...]:
             check_optimizer(optimizer, _SAVE)
@@ -273,12 +276,7 @@ class Checkpoints:
                 table.lock.check_at_rest()  # torn tables are not saved
             chain = SavedChain(self.path) if rank else self._claim()
             dense, names = dense_state(model, optimizer, tables)
-            sources: Any
-            if marker is None:
-                after = mark(model) if self._full_every > 1 else None
-                sources = sources_of(tables)
-            else:
-                sources, after = changes_since(tables, marker)
+            sources, after = self._sources(model, tables, marker)
             prepared.extend((dense, names, sources, after, values, chain))
             begun = self._next(chain), secrets.token_hex(16), time.time()
             counts = [source.counts() for source in sources]
@@ -327,6 +325,15 @@ class Checkpoints:
             partial(write_entry, entry, rows, dense, values, numbers, group, rank),
             partial(remove_older, chain.entries, self._keep),
         )
+
+    def _sources(
+        self, model: nn.Module, tables: Sequence[Table], marker: Marker | None
+    ) -> tuple[Sequence[TableChanges] | Sequence[TableSource], Marker | None]:
+        """Returns what saves the tables of this rank, and the marker of this moment."""
+        if marker is not None:
+            return changes_since(tables, marker)
+        after = mark(model) if self._full_every > 1 else None
+        return sources_of(tables), after
 
     def _claim(self) -> SavedChain:
         """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
@@ -420,29 +427,34 @@ class Checkpoints:
 
         ranks = gather_results(group, _RESTORE, choose)
         left_out = {name for names, _ in ranks for name in names}
-        choice = ranks[0][1]
-        assert choice is not None
+        assert ranks[0][1] is not None
+        lines, fault, highest = ranks[0][1]
         self._marker, self._line, self._highest = None, [], None
-        skipped = [choice.fault] if choice.fault else []
-        if not choice.entries and not skipped:
-            self._highest = choice.highest
+        skipped = [fault] if fault else []
+        if not lines and not skipped:
+            self._highest = highest
             return None
         last_try = (2 if on_damage == "previous" else 1) - len(skipped)
         error: BaseException | None = None
-        for entry, line in [*zip(choice.entries, choice.lines, strict=True)][:last_try]:
+        for entry, line in lines[:last_try]:
             check_ranks(entry, len(ranks), left_out)
             load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load)
             error = self._damage_in(load, extra or {})
             if error is None:
-                self._continue(load, choice.highest)
+                self._continue(load, highest)
                 wanted = {name: load.values[name] for name in load.values if name not in left_out}
                 return Restored(entry.step, wanted, entry, skipped)
             skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
             if rank == 0:
                 entry.note_failed()
+        way_out = "No other was tried."
+        for before, _ in lines[last_try:][:1]:
+            way_out = (
+                f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
+                'restore(on_damage="previous").'
+            )
         raise ValueError(
-            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} "
-            f"{choice.way_out(last_try)}"
+            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} {way_out}"
         ) from error
 
     def _continue(self, load: LineLoad, highest: int) -> None:
@@ -457,9 +469,10 @@ class Checkpoints:
         try:
             prepare = partial(load.prepare, objects)
             ranks = gather_results(load.group, _RESTORE, prepare)
-            misfit = load.misfit_in(ranks)
+            misfits, without_place, sums = zip(*ranks, strict=True)
+            misfit = load.misfit_in(misfits, without_place)
             if not misfit:
-                load.commit(ranks)
+                load.commit(sums)
         except (Exception, CheckpointException) as error:
             drop_load(load.model)
             if lacks_memory(error):

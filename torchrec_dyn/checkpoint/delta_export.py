@@ -158,14 +158,14 @@ class TableChanges:
         rows, state = self._source.tensors(counts)
         for name, sums in (("base", base), ("result", result)):
             rows[name] = whole_tensor(as_words(add_sums(*sums)), table.rank == 0)
-        runs = runs_of(shares, table.part)
+        total, runs = runs_of(shares, table.part)
         removed = [
             Part(
                 (run.place,), (run.rows,), partial(self._read_removed, run), table.has_first_column
             )
-            for run in runs.mine
+            for run in runs
         ]
-        rows["removed"] = SavedTensor((runs.total,), torch.int64, removed)
+        rows["removed"] = SavedTensor((total,), torch.int64, removed)
         return rows, state
 
     def _read_removed(self, run: Run, start: int, stop: int) -> Tensor:
@@ -185,14 +185,14 @@ def changes_since(tables: Sequence[Table], since: Marker) -> tuple[list[TableCha
 
 def rows_state(
     tables: Sequence[Table],
-    sources: Sequence[TableChanges] | Sequence[TableSource],
+    sources: Sequence[Any],
     by_rank: Sequence[Sequence[Any]],
     state_names: Mapping[str, str],
 ) -> dict[str, Any]:
     """Returns state dicts of tables, or of their changes; rows are read when they are saved or copied.
 
-    `by_rank` are the `counts` of the sources on each rank, and `state_names` the names of the tables in the
-    state dict of the optimizer.
+    A source is a TableSource or TableChanges; `by_rank` are the `counts` of each rank, and `state_names`
+    the names of the tables in the state dict of the optimizer.
     """
     model: dict[str, SavedTensor] = {}
     states: dict[str, dict[str, SavedTensor]] = {}

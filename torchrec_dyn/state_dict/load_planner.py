@@ -35,7 +35,7 @@ from torchrec_dyn.checkpoint_format import (
     SavedTensor,
 )
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
-from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad, note_begun
+from torchrec_dyn.state_dict.loading import LoadTarget, TableLoad, begin_session, note_begun
 from torchrec_dyn.state_dict.places import places_here
 from torchrec_dyn.state_dict.row_reads import read_table
 
@@ -116,7 +116,7 @@ class LoadPlanner(DefaultLoadPlanner):
             files = FileSystemReader(self._path)
             files.set_up_storage_reader(metadata, is_coordinator=True)
         self._reads = [read for read in reads.values() if self._begin(read, saved, files)]
-        LoadSession([read.load for read in self._reads])
+        begin_session([read.load for read in self._reads])
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _resized(self, fqn: str, value: Tensor, saved: Mapping[str, Any]) -> Tensor | None:

@@ -1,10 +1,9 @@
-"""Content sums of rows: of all rows of a shard, of those that have changed, and of rows as they are read.
+"""Content sums of rows: of all rows of a shard, and of those that have changed.
 
 Sums are added up by tensor over the rows, so the log keeps the sums of the rows that were not touched since
 a version (storage/touched_rows.py), and the others are read here. A GPU reads all of its rows: that is fast.
-In a load rows are summed when they are in the caches.
 
-Legend: M ids, C columns.
+Legend: M ids.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import add_sums, content_sum, rows_summed
-from torchrec_dyn.storage import CanonicalRows, SumRows, unsigned
+from torchrec_dyn.storage import CanonicalRows, SumRows
 from torchrec_dyn.table import TableShard, read_tensor
 
 
@@ -92,18 +91,3 @@ def _sums_of(
         )
         for tensor in tensors
     }
-
-
-class SumsAsRead:
-    """The content sums of the rows of one table that were read so far, and how many numbers, by tensor."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self.sums: dict[str, int] = {}
-        self.numbers: dict[str, int] = {}
-
-    def add(self, name: str, ids: Tensor, block: Tensor, column: int) -> None:
-        """Adds rows of a tensor: of ids [M] int64 the block [M, C] or [M], which begins at a column."""
-        summed = content_sum(self._table, name, ids, block, column)
-        self.sums[name] = unsigned(self.sums.get(name, 0) + summed)
-        self.numbers[name] = self.numbers.get(name, 0) + block.numel()

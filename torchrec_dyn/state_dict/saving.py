@@ -108,9 +108,9 @@ class TableSource:
         waiting = runs_of([counts.waiting for counts in held], table.part if waits else None)
         saved = {}
         for name, (columns, dtype) in _whole_tensors(table).items():
-            runs = waiting if name == "waiting" else rows
-            parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs.mine]
-            saved[name] = SavedTensor((runs.total, *columns), dtype, parts, self._entry)
+            total, runs = waiting if name == "waiting" else rows
+            parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs]
+            saved[name] = SavedTensor((total, *columns), dtype, parts, self._entry)
         return saved
 
     def _checksum(

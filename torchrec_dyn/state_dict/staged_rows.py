@@ -28,7 +28,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NO_STEP, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.places import Places, Runs
+from torchrec_dyn.state_dict.places import Places, Run
 from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore, unsigned
 from torchrec_dyn.table import TableShard, beside, named_states, with_same_contents
 
@@ -392,14 +392,14 @@ class StagedRows:
 
 
 def present_rows(
-    rows: CanonicalRows, runs: Runs, places: Places, columns: int
+    rows: CanonicalRows, runs: Sequence[Run], places: Places, columns: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields the ids of a shard, their rows in the shard, and their staged rows, [M] int64 each.
 
-    `runs` is the position of the shard's rows in the whole table, `places` those of the staged rows.
+    `runs` are the positions of the shard's rows in the whole table, `places` those of the staged rows.
     """
     most = max(1, knobs.CHUNK_BYTES // (4 * columns))
-    for run in runs.mine:
+    for run in runs:
         for begin in range(0, run.rows, most):
             end = min(run.rows, begin + most)
             ids, own = rows.read(run.here + begin, run.here + end)
