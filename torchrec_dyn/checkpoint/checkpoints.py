@@ -76,6 +76,14 @@ from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
 
 
+def _check_same_kind(kinds: Sequence[str]) -> None:
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the same "
+            "arguments and convert tables on every rank."
+        )
+
+
 class Checkpoints:
     """A directory of checkpoints of one training job: full saves and deltas, with the dense part.
 
@@ -287,11 +295,7 @@ class Checkpoints:
                 *gather_results(group, _SAVE, prepare), strict=True
             )
             check_same_step(steps, _SAVE)
-            if len(set(kinds)) > 1:
-                raise ValueError(
-                    f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give "
-                    "the same arguments and convert tables on every rank."
-                )
+            _check_same_kind(kinds)
         except BaseException:
             if is_first:
                 self._unlock(removes=True)

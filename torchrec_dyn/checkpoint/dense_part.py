@@ -78,33 +78,17 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
 
 
 def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the entries of state dicts that are of dynamic tables, and the others."""
-    model, optimizer = state["model"], state["optimizer"]
-    prefixes = {table.key for table in tables}
-    names = chain(*names_of_states(optimizer["state"], tables).values())
-    row_keys = {key for key in model if key.rpartition(".")[0] in prefixes}
-    rows, dense = _parted(model, row_keys)
-    row_states, dense_states = _parted(optimizer["state"], set(names))
+    """Returns the states of dynamic tables in an optimizer's state dict, and state dicts without them.
+
+    `state` has no rows (`rows_left_out`).
+    """
+    states = state["optimizer"]["state"]
+    names = {*chain(*names_of_states(states, tables).values())}
+    dense = {name: states[name] for name in states if name not in names}
     return (
-        {"model": rows, "optimizer": {"state": row_states}},
-        {"model": dense, "optimizer": {**optimizer, "state": dense_states}},
+        {name: states[name] for name in names},
+        {"model": state["model"], "optimizer": {**state["optimizer"], "state": dense}},
     )
-
-
-def _parted(entries: State, keys: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return (
-        {key: entries[key] for key in entries if key in keys},
-        {key: entries[key] for key in entries if key not in keys},
-    )
-
-
-def joined_state(rows: State, dense: State) -> dict[str, Any]:
-    """Returns the state dicts that `split_state` has split."""
-    states = {**rows["optimizer"]["state"], **dense["optimizer"]["state"]}
-    return {
-        "model": {**rows["model"], **dense["model"]},
-        "optimizer": {**dense["optimizer"], "state": states},
-    }
 
 
 def saved_values(

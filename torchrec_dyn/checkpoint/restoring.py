@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchrec_dyn.checkpoint.dcp_files import load_files
 from torchrec_dyn.checkpoint.delta_apply import has_scores
 from torchrec_dyn.checkpoint.dense_part import (
-    joined_state,
     missing_names,
     optimizers_in,
     read_values,
@@ -194,12 +193,13 @@ class LineLoad:
         load_files(self._dense, self.line[-1].dense, planner, self.group)
         for take in self._commits:
             take()
-        state = joined_state(self._rows, self._dense)
-        for name in self._lazy.keys() - state["optimizer"]["state"].keys():
+        loaded = self._dense["optimizer"]
+        states = {**self._rows, **loaded["state"]}
+        for name in self._lazy.keys() - states.keys():
             del self._lazy[name][optimizer.params[name]]  # it had no state when the entry was saved
         with rows_left_out():
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            model.load_state_dict(self._dense["model"])
+            optimizer.load_state_dict({**loaded, "state": states})
         set_options(optimizer, self._options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
 

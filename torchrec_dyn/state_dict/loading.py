@@ -7,7 +7,7 @@ tensor occurs in both, so both are parts of one load.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    ChunkedTensor,
     add_sums,
     check_config,
     check_config_is_whole,
@@ -112,7 +113,9 @@ class TableLoad:
         targets: the state dicts into which it was read; none if they have plain tensors.
         has_rows: True if rows, ids, scores, counters and clock are loaded.
         has_state: True if optimizer state is loaded. Without rows it belongs to the present rows.
+        keys: keys of its tensors in the state dicts that DCP loads, by name.
         saved: DCP's metadata of the saved tensors, by name.
+        files: the saved tensors, by name, if the directory is known.
         unread: names of saved tensors that the load does not read, so that their sums are not compared.
         small: the tensors that are not by row, as read, by name.
         words: the rows of each saved checksum that this rank has read.
@@ -131,7 +134,9 @@ class TableLoad:
         self.table = table
         self.targets: list[LoadTarget] = []
         self.has_rows, self.has_state = has_rows, has_state
+        self.keys: dict[str, str] = {}
         self.saved: Mapping[str, TensorStorageMetadata] = {}
+        self.files: dict[str, ChunkedTensor] = {}
         self.unread: set[str] = set()
         self.small: dict[str, Tensor] = {}
         self.words: dict[str, list[list[int]]] = {}
@@ -182,6 +187,17 @@ class TableLoad:
         return {*self.row_names, *self.small_names, *self.checksums}
 
     # Reading.
+
+    def choose_targets(self, present: Container[str]) -> bool:
+        """Leaves out the state dicts of which no tensor is present; returns False if none is left."""
+        for target in self.targets:
+            names = TENSORS[OPTIMIZER_CHECKSUM if target.is_optimizer else MODEL_CHECKSUM]
+            target.is_left_out = not any(name in present for name in names)
+            target.load = None if target.is_left_out else self
+        self.targets = [target for target in self.targets if not target.is_left_out]
+        self.has_rows = any(not target.is_optimizer for target in self.targets)
+        self.has_state = any(target.is_optimizer for target in self.targets)
+        return bool(self.targets)
 
     def begin(
         self,

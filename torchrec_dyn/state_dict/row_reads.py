@@ -20,9 +20,9 @@ from torchrec_dyn.state_dict.loading import TableLoad
 from torchrec_dyn.storage import unsigned
 
 
-def read_table(load: TableLoad, files: Mapping[str, ChunkedTensor]) -> None:
-    """Reads all tensors of a load that has begun, by name; raises ValueError if a file is damaged."""
-    table = load.table
+def read_table(load: TableLoad) -> None:
+    """Reads the files of a load that has begun; raises ValueError if one is damaged."""
+    table, files = load.table, load.files
     _read_others(load, files)
     rows = {name: files[name] for name in load.row_names if name in files and name != "waiting"}
     # Column shards sum parts of what is read; a GPU sums what it holds.
