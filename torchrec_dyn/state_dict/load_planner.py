@@ -98,15 +98,24 @@ class LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _resized(self, fqn: str, value: Tensor, saved: Mapping[str, Any]) -> Tensor | None:
-        """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size."""
-        prefix, _, name = fqn.rpartition(".")
+        """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size.
+
+        It is empty if no tensor is saved: a checkpoint may lack tensors without numbers.
+        """
+        (prefix, _, name), tensor = fqn.rpartition("."), saved.get(fqn)
         _check_is_dynamic(prefix, saved, self._deltas)
         if not _was_dynamic(prefix, saved):
             return None
-        _check_chunks(fqn, saved.get(fqn))
+        _check_chunks(fqn, tensor)
+        if isinstance(tensor, TensorStorageMetadata):
+            is_right = tensor.size == value.size() and tensor.properties.dtype == value.dtype
+            if is_right and not isinstance(value, SavedTensor):
+                return None
+            return torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu")
         if fqn not in saved:
             self._empty.add(fqn)
-        return _resized(value, name, saved.get(fqn))
+        size = (2, 0) if name == "clock" else (0, *value.shape[1:])
+        return torch.empty(size, dtype=value.dtype, device="cpu")
 
     def _add(
         self,
@@ -252,17 +261,3 @@ def _check_chunks(fqn: str, saved: Any) -> None:
             raise ValueError(
                 f"'{fqn}' of the checkpoint: expected {total} numbers in its chunks, got {numbers}. {DAMAGED}"
             )
-
-
-def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
-    """Returns a new tensor of the saved size; None if the present tensor has that size.
-
-    If no tensor is saved, the new tensor is empty: a checkpoint may lack tensors without numbers.
-    """
-    if isinstance(saved, TensorStorageMetadata):
-        is_right = saved.size == value.size() and saved.properties.dtype == value.dtype
-        if is_right and not isinstance(value, SavedTensor):
-            return None
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-    size = (2, 0) if name == "clock" else (0, *value.shape[1:])
-    return torch.empty(size, dtype=value.dtype, device="cpu")

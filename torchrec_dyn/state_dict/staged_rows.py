@@ -116,7 +116,6 @@ class StagedRows:
         }
         self.others: list[Tensor] = []
         self.sums: dict[str, int] = {}  # content sum of "waiting", which is not kept by row
-        self._converted: RowStore | None = None  # the weights converted to the dtype of the table
         self._received: dict[str, int] = {}  # count of received numbers, by tensor
         self._last_step = 0
         self._ends: list[tuple[int, int, int]] = []  # of each chunk: place, first and last mixed id
@@ -357,22 +356,11 @@ class StagedRows:
         return kept
 
     def _convert(self, count: int) -> None:
-        """Converts the first `count` weights to the dtype of the table, block by block."""
+        """Converts the first `count` weights to the dtype of the table."""
         store, origin = self._stores["weight"]
-        if store.dtype == self._dtype:
-            return
-        if self._converted is None:
-            converted = store.empty(dtype=self._dtype)
-            converted.reserve(count)
-            self._converted = converted
-        blocks, left = self._converted.blocks, store.blocks
-        while left:
-            done = len(blocks) - len(left)
-            # A copy of the whole last block would commit its memory.
-            rows = min(count - (done << store.shift), len(left[0]))
-            blocks[done][:rows].copy_(left[0][:rows])
-            store.drop_first()
-        self.rows.weights, self._stores["weight"] = self._converted, (self._converted, origin)
+        if store.dtype != self._dtype:
+            store = store.converted(store.columns, self._dtype, lambda rows: rows, count)
+            self.rows.weights, self._stores["weight"] = store, (store, origin)
 
     def states(self, count: int, cuts: Sequence[int]) -> list[RowStore]:
         """Returns the first `count` rows of each optimizer state, as of a new row if it was not read."""
