@@ -24,7 +24,7 @@ from torchrec_dyn.checkpoint_format import (
     replace_file,
     sync_to_disk,
 )
-from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, new_mapped, only_writer
+from torchrec_dyn.serving.files import Appender, SecondWriter, new_mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
@@ -92,7 +92,7 @@ def build_new(
     beside = target.with_name(f".{target.name}.unfinished")
     beside.mkdir(parents=True, exist_ok=True)
     with only_writer(beside):
-        _remove_all_but(beside, set())  # what a killed build has left
+        _remove_all_but(beside, set())  # what a killed build has left takes room
         try:
             generation = _serve(beside, saved, row_format, entry)
             os.rename(beside, target)
