@@ -13,7 +13,6 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,9 @@ class Checkpoints:
                 self._end(self._saving)
         finally:
             self._marker = None
-            self._unlock()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
 
     def save(
         self,
@@ -274,7 +275,6 @@ class Checkpoints:
         if is_due or marker is None or not is_marker_of(marker, tables):
             marker = None
         kind = "full" if marker is None else "delta"
-        is_first = self._lock is None
         prepared: list[Any] = []
 
         def prepare() -> tuple[Any, ...]:
@@ -282,7 +282,8 @@ class Checkpoints:
             number, (values, digests) = number_of(step, _SAVE), saved_values(extra, _SAVE)
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
-            chain = SavedChain(self.path) if rank else self._claim()
+            chain = SavedChain(self.path) if rank else self._open()
+            remove_folders(chain.unfinished)
             dense, names = dense_state(model, optimizer, tables)
             sources, after = self._sources(model, tables, marker)
             prepared.extend((dense, names, sources, after, values, chain))
@@ -290,16 +291,11 @@ class Checkpoints:
             counts = [source.counts() for source in sources]
             return begun, number, kind, digests, options_of(optimizer), counts
 
-        try:
-            begun, steps, kinds, digests, options, counts = zip(
-                *gather_results(group, _SAVE, prepare), strict=True
-            )
-            check_same_step(steps, _SAVE)
-            _check_same_kind(kinds)
-        except BaseException:
-            if is_first:
-                self._unlock(removes=True)
-            raise
+        begun, steps, kinds, digests, options, counts = zip(
+            *gather_results(group, _SAVE, prepare), strict=True
+        )
+        check_same_step(steps, _SAVE)
+        _check_same_kind(kinds)
         dense, names, sources, after, values, chain = prepared
         rows = rows_state(tables, sources, counts, names)
         if in_background:
@@ -326,7 +322,17 @@ class Checkpoints:
             group = background_group(group)
         return Saving(
             after,
-            partial(write_entry, entry, rows, dense, values, numbers, group, rank),
+            partial(
+                write_entry,
+                entry,
+                rows,
+                dense,
+                values,
+                numbers,
+                group,
+                rank,
+                None if rank or self._lock is not None else partial(self._open, makes=True),
+            ),
             partial(remove_older, chain.entries, self._keep),
         )
 
@@ -339,10 +345,14 @@ class Checkpoints:
         after = mark(model) if self._full_every > 1 else None
         return sources_of(tables), after
 
-    def _claim(self) -> SavedChain:
-        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
+    def _open(self, makes: bool = False) -> SavedChain:
+        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only.
+
+        A directory that does not exist is made by the first save, when the arguments of all ranks are right.
+        """
+        if makes:
+            self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None and self.path.is_dir():
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
             try:
                 lock.acquire()
@@ -353,7 +363,6 @@ class Checkpoints:
                 ) from None
             self._lock = lock
         chain = read_chain(self.path)
-        remove_folders(chain.unfinished)
         if chain.highest != self._highest:
             after = "a restore" if self._highest is None else f"save {self._highest}"
             raise ValueError(
@@ -361,17 +370,6 @@ class Checkpoints:
                 "Call restore first, or give another directory."
             )
         return chain
-
-    def _unlock(self, removes: bool = False) -> None:
-        """Frees the lock; `removes` an empty directory that the call has made. On rank 0."""
-        if self._lock is None:
-            return
-        with suppress(OSError):
-            if removes and os.listdir(self.path) == [LOCK]:
-                (self.path / LOCK).unlink()
-                self.path.rmdir()
-        self._lock.release()
-        self._lock = None
 
     @staticmethod
     def _next(chain: SavedChain) -> int:
@@ -537,7 +535,7 @@ class Checkpoints:
         def find() -> tuple[list[Path], Any]:
             if rank:
                 return [], ({}, [])
-            chain = self._claim()
+            chain = self._open()
             if chain.skipped:
                 raise ValueError(
                     f"{_FORGET}: expected folders that can be read, got {' '.join(chain.skipped)} It may "

@@ -106,6 +106,7 @@ def write_entry(
     options: Mapping[str, Mapping[str, Any]],
     group: dist.ProcessGroup | None,
     rank: int,
+    make_directory: Callable[[], object] | None,
 ) -> Entry:
     """Writes the files, commits the entry, and returns it; leaves none after an error. Collective.
 
@@ -115,7 +116,7 @@ def write_entry(
     path = entry.extra_of(rank)
     writer = writer_of(entry.dense, partial(write_values, values, options, path))
     try:
-        save_part(rows, entry.tables, writer_of(entry.tables), group)
+        save_part(rows, entry.tables, writer_of(entry.tables, before=make_directory), group)
         save_part(dense, entry.dense, writer, group)
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(
