@@ -241,8 +241,8 @@ def verify(
                 for load, (_, _, _, shares) in zip(pending, checked, strict=True)
             ]
 
-        of_state = zip(*gather_results(group, where, sums_of_state), strict=True)
-        sums = [(*rows, *state) for rows, state in zip(sums, of_state, strict=True)]
+        state_sums = zip(*gather_results(group, where, sums_of_state), strict=True)
+        sums = [(*rows, *state) for rows, state in zip(sums, state_sums, strict=True)]
 
     def compare() -> None:
         for load, (words, _, steps, _), rank_sums in zip(pending, checked, sums, strict=True):
