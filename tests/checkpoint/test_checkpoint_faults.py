@@ -21,6 +21,7 @@ from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import (
     LoadPlanner,
     TableWriter,
+    checkpoints,
     entry_writing,
     export_delta,
     mark,
@@ -253,7 +254,7 @@ def test_another_working_directory_is_no_other_place(
 
 def test_full_saves_alone_record_no_changes(tmp_path: Path) -> None:
     job = Job(tmp_path / "kept")
-    with failing(entry_writing, "mark", error=AssertionError("marked")):
+    with failing(checkpoints, "mark", error=AssertionError("marked")):
         first = job.save()
         job.restore()
     marked = Job(tmp_path / "marked", full_every=2)
@@ -289,7 +290,7 @@ def save_with_another_optimizer(path: str) -> str:
 def test_the_optimizer_of_another_model_is_not_saved(tmp_path: Path) -> None:
     told = workers.run(save_with_another_optimizer, str(tmp_path / "kept"), world_size=2)
     assert "expected the optimizer with the state of this table, got one of another" in told[0]
-    assert told[0] == told[1] and names(tmp_path / "kept") == []
+    assert told[0] == told[1] and not (tmp_path / "kept").exists()
 
 
 def errors_of_one_rank_in_saves(path: str) -> list[str]:
@@ -298,7 +299,7 @@ def errors_of_one_rank_in_saves(path: str) -> list[str]:
         for place, name, method in (
             (job.model, "state_dict", "save"),
             (job.optimizer, "state_dict", "save"),
-            (entry_writing.Parts, "copy", "async_save"),
+            (checkpoints, "copied", "async_save"),
         ):
             with (
                 failing(place, name, 1 if rank else 99, MemoryError("only here")),
@@ -389,10 +390,8 @@ def meetings(path: str) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_number_of", number_of)  # once a meeting
-        for number in range(2):  # full, which opens the directory; delta
+        for _ in range(2):  # full, delta
             job.save()
-            assert counted["Checkpoints.save"] == 3 - number
-            counted["Checkpoints.save"] -= 1 - number
             job.restore()
             assert counted.pop("Checkpoints.save") == counted.pop("Checkpoints.restore") == 2
     job.checkpoints.close()
@@ -400,5 +399,5 @@ def meetings(path: str) -> dict[str, int]:
 
 
 def test_ranks_meet_twice(tmp_path: Path) -> None:
-    """When all have prepared and when one commits, beside the data; and once more to open the directory."""
+    """When all have prepared and when one commits, beside the data."""
     assert workers.run(meetings, str(tmp_path / "kept"), world_size=2) == [{}, {}]

@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
-from torchrec_dyn.state_dict import row_sums, saved_sums
+from torchrec_dyn.state_dict import saved_sums, saving
 from torchrec_dyn.whole_model import tables_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -116,7 +116,7 @@ def test_an_export_reads_the_changed_rows_and_scans_no_map(tmp_path):
     model = plain(30_000)
     marker, read = mark(model), []
     learn(model, torch.arange(10))
-    whole, count_cells = row_sums.content_sum, ops.count_cells
+    whole, count_cells = saving.content_sum, ops.count_cells
 
     def counted(table, name, ids, *rest):
         read.append(ids.numel())
@@ -127,7 +127,7 @@ def test_an_export_reads_the_changed_rows_and_scans_no_map(tmp_path):
         return count_cells(slots, *rest)
 
     with (
-        mock.patch.object(row_sums, "content_sum", counted),
+        mock.patch.object(saving, "content_sum", counted),
         mock.patch.object(ops, "count_cells", small),
         mock.patch.object(ops, "ids_of_rows", side_effect=AssertionError("rows are listed")),
     ):
@@ -254,7 +254,7 @@ def test_no_memory_for_a_sum_leaves_the_record_whole(tmp_path):
     model = plain(20)
     twin, marker = copy.deepcopy(model), mark(model)
     with (
-        mock.patch.object(row_sums, "content_sum", side_effect=MemoryError),
+        mock.patch.object(saving, "content_sum", side_effect=MemoryError),
         pytest.raises(MemoryError),
     ):
         model(features(ids_of(1, 2)))

@@ -226,7 +226,7 @@ def check(
 @pytest.mark.parametrize(
     ("deaths", "method", "workers"),
     [
-        ([None, Death("entry_writing.collect_changes", 2)], "save", 0),
+        ([None, Death("checkpoints.changes_since", 2)], "save", 0),
         ([Death("entry_writing.commit_entry", 3), None], "async_save", 2),
     ],
     ids=["one rank", "in the background, with two loader workers"],
@@ -239,7 +239,7 @@ def test_a_killed_run_ends_as_one_that_was_not(
 
 
 PLACES = (
-    *("entry_writing.collect_changes", "entry_writing.split_state", "entry_writing.save_part"),
+    *("checkpoints.changes_since", "entry_writing.split_state", "entry_writing.save_part"),
     *("entry_writing.write_values", "dcp_files.digest_of_file"),
     *("entry_writing.commit_entry", "entry_writing.outdated", "entry_writing.remove_folders"),
 )
@@ -252,7 +252,7 @@ def test_any_place_of_a_save(seed: int, tmp_path: Path, expected: dict[str, Any]
     draw = random.Random(seed)
     deaths: Deaths = [None, None]
     place = draw.choice(PLACES) if seed % 2 else ""
-    number = draw.randint(1, 2 if place == "entry_writing.collect_changes" else 4)
+    number = draw.randint(1, 2 if place == "checkpoints.changes_since" else 4)
     for rank in range(2) if draw.random() < 0.4 else [draw.randrange(2)]:
         deaths[rank] = (
             Death(place, number) if place else Death("", draw.randint(0, 12), draw.random() / 10)

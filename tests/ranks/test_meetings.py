@@ -40,8 +40,9 @@ MEETINGS = {
     "reshard": 11,
     "export_delta": 2,
     "apply_delta": 2,
-    "Checkpoints.save": 5,
+    "Checkpoints.save": 2,
     "Checkpoints.restore": 2,
+    "Checkpoints.async_save": 3,
 }
 
 
@@ -88,6 +89,9 @@ def calls_of(folder: Path) -> dict[str, Callable[[], object]]:
         "reshard": reshard,
         "Checkpoints.save": lambda: saves.save(model, model.fused_optimizer, step=1),
         "Checkpoints.restore": lambda: saves.restore(model, model.fused_optimizer),
+        "Checkpoints.async_save": lambda: saves.async_save(
+            model, model.fused_optimizer, step=2
+        ).result(),
     }
 
 

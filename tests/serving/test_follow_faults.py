@@ -422,19 +422,18 @@ def test_a_build_aside_that_is_killed(job: Job, at: str) -> None:
     assert len(job.files()) == len(files)
 
 
-def test_what_a_killed_first_build_left_is_removed(job: Job, tmp_path: Path) -> None:
+def test_the_next_build_takes_the_place_of_a_killed_one(job: Job, tmp_path: Path) -> None:
     job.save()
     kill_at("new_slots", builder, job.follower.poll)
-    (left,) = tmp_path.glob(".served.*")
-    others = [tmp_path / f".served{end}" for end in (".x.abcd1234", ".abcd12345", "2.abcd1234")]
-    for other in others:
-        shutil.copytree(left, other)
-    with only_writer(left):  # as if it were still building
-        job.new_follower()
-        assert left.exists()
-    job.new_follower()
-    assert not left.exists() and all(other.exists() for other in others)
+    (left,) = tmp_path.glob(".served*")
+    before = sorted(path.name for path in left.iterdir())
+    with only_writer(left), pytest.raises(serving.SecondWriter):  # as if it were still building
+        job.follower.poll()
+    assert sorted(path.name for path in left.iterdir()) == before
     assert job.follower.poll().entry.step == 1 and job.serves(1)
+    assert not left.exists() and not {*before} & {path.name for path in job.served.iterdir()} - {
+        "lock"
+    }
 
 
 def test_a_full_disk_changes_nothing(job: Job) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: load planner and deltas (docs/guide/checkpoints.md); a user also finds here files of rows.
 
 Imports `tools`, `migration`, `whole_model`, `state_dict`, `ranks`, `checkpoint_format`, `table`, `life`,
-`storage` and the ground. Start with `checkpoints`, then `delta_export`, `delta_reader` and `delta_apply`.
+`storage` and the ground. Start with `checkpoints`, then `delta_export` and `delta_apply`.
 `torch.distributed.checkpoint` (DCP) itself saves and loads. A delta is a DCP checkpoint
 of the changed rows; it is verified completely before any table changes.
 """

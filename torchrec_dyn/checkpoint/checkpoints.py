@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +21,31 @@ import filelock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchrec_dyn.checkpoint.delta_export import Marker, is_marker_of, mark
+from torchrec_dyn.checkpoint.delta_export import (
+    Marker,
+    TableChanges,
+    changes_since,
+    is_marker_of,
+    mark,
+    rows_state,
+)
 from torchrec_dyn.checkpoint.dense_part import (
-    SavedValue,
     alike,
     check_optimizer,
     check_ranks,
     check_same_step,
     checked_names,
-    digests_of,
     number_of,
     options_of,
     saved_values,
 )
 from torchrec_dyn.checkpoint.entry_writing import (
-    Parts,
     Saving,
-    changed_parts,
+    copied,
     dense_state,
-    full_parts,
     package_version,
     remove_older,
+    sources_of,
     write_entry,
 )
 from torchrec_dyn.checkpoint.forgetting import (
@@ -52,6 +56,7 @@ from torchrec_dyn.checkpoint.forgetting import (
     ids_in_model,
     places_of,
     search,
+    union_of,
 )
 from torchrec_dyn.checkpoint.restoring import Choice, LineLoad, Restored, choice_of
 from torchrec_dyn.checkpoint_format import (
@@ -63,18 +68,19 @@ from torchrec_dyn.checkpoint_format import (
     remove_folders,
 )
 from torchrec_dyn.ranks import Table, background_group, gather_results, run_together
+from torchrec_dyn.state_dict import TableSource
 from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
 
 
-def _checked(
-    optimizer: Any, step: Any, extra: Mapping[str, Any], call: str
-) -> tuple[Any, dict[str, SavedValue]]:
-    """Returns the step and the saved form of the further values, as this rank gives them."""
-    check_optimizer(optimizer, call)
-    return number_of(step, call), saved_values(extra, call)
+def _check_same_kind(kinds: Sequence[str]) -> None:
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the same "
+            "arguments and convert tables on every rank."
+        )
 
 
 class Checkpoints:
@@ -117,7 +123,6 @@ class Checkpoints:
         self._highest: int | None = 0
         self._saving: Saving | None = None  # in the background
         self._lock: filelock.BaseFileLock | None = None
-        self._is_open = False  # rank 0 has the lock
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.path)!r}, keep={self._keep}, full_every={self._full_every})"
@@ -163,7 +168,7 @@ class Checkpoints:
             if self._saving is not None:
                 self._end(self._saving)
         finally:
-            self._marker, self._is_open = None, False
+            self._marker = None
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -270,37 +275,31 @@ class Checkpoints:
         if is_due or marker is None or not is_marker_of(marker, tables):
             marker = None
         kind = "full" if marker is None else "delta"
-        prepared: list[tuple[Parts, dict[str, SavedValue], SavedChain]] = []
-        checked = cache(partial(_checked, optimizer, step, extra, _SAVE))
+        prepared: list[Any] = []
 
         def prepare() -> tuple[Any, ...]:
-            number, values = checked()
+            check_optimizer(optimizer, _SAVE)
+            number, (values, digests) = number_of(step, _SAVE), saved_values(extra, _SAVE)
             for table in tables:
                 table.lock.check_at_rest()  # torn tables are not saved
-            chain = SavedChain(self.path) if rank else self._claim()
-            if marker is None:
-                parts = full_parts(model, optimizer, tables, self._full_every > 1)
-            else:
-                parts = changed_parts(model, optimizer, tables, marker)
-            if in_background:
-                parts.copy()
-            prepared.append((parts, values, chain))
+            chain = SavedChain(self.path) if rank else self._open()
+            remove_folders(chain.unfinished)
+            dense, names = dense_state(model, optimizer, tables)
+            sources, after = self._sources(model, tables, marker)
+            prepared.extend((dense, names, sources, after, values, chain))
             begun = self._next(chain), secrets.token_hex(16), time.time()
-            return begun, number, kind, digests_of(values), options_of(optimizer)
+            counts = [source.counts() for source in sources]
+            return begun, number, kind, digests, options_of(optimizer), counts
 
-        if not self._is_open:  # the directory is made when the arguments of all ranks are right
-            check_same_step(gather_results(group, _SAVE, lambda: checked()[0]), _SAVE)
-        begun, steps, kinds, digests, options = zip(
+        begun, steps, kinds, digests, options, counts = zip(
             *gather_results(group, _SAVE, prepare), strict=True
         )
-        self._is_open = True
         check_same_step(steps, _SAVE)
-        if len(set(kinds)) > 1:
-            raise ValueError(
-                f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the "
-                "same arguments and convert tables on every rank."
-            )
-        ((parts, values, chain),) = prepared
+        _check_same_kind(kinds)
+        dense, names, sources, after, values, chain = prepared
+        rows = rows_state(tables, sources, counts, names)
+        if in_background:
+            rows, dense = run_together(group, _SAVE, lambda: (copied(rows), copied(dense)))
         sequence, identity, now = begun[0]
         entry = Entry(
             path=self.path / f"{kind}-{sequence:08}",
@@ -322,15 +321,38 @@ class Checkpoints:
         if in_background and group is not None:
             group = background_group(group)
         return Saving(
-            parts.marker,
-            partial(write_entry, entry, parts, values, numbers, group, rank),
+            after,
+            partial(
+                write_entry,
+                entry,
+                rows,
+                dense,
+                values,
+                numbers,
+                group,
+                rank,
+                None if rank or self._lock is not None else partial(self._open, makes=True),
+            ),
             partial(remove_older, chain.entries, self._keep),
         )
 
-    def _claim(self) -> SavedChain:
-        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
+    def _sources(
+        self, model: nn.Module, tables: Sequence[Table], marker: Marker | None
+    ) -> tuple[Sequence[TableChanges] | Sequence[TableSource], Marker | None]:
+        """Returns what saves the tables of this rank, and the marker of this moment."""
+        if marker is not None:
+            return changes_since(tables, marker)
+        after = mark(model) if self._full_every > 1 else None
+        return sources_of(tables), after
+
+    def _open(self, makes: bool = False) -> SavedChain:
+        """Takes the lock, and returns the directory if the next entry may be written. On rank 0 only.
+
+        A directory that does not exist is made by the first save, when the arguments of all ranks are right.
+        """
+        if makes:
+            self.path.mkdir(parents=True, exist_ok=True)
+        if self._lock is None and self.path.is_dir():
             lock = filelock.FileLock(self.path / LOCK, timeout=0, thread_local=False)
             try:
                 lock.acquire()
@@ -341,7 +363,6 @@ class Checkpoints:
                 ) from None
             self._lock = lock
         chain = read_chain(self.path)
-        remove_folders(chain.unfinished)
         if chain.highest != self._highest:
             after = "a restore" if self._highest is None else f"save {self._highest}"
             raise ValueError(
@@ -408,29 +429,34 @@ class Checkpoints:
 
         ranks = gather_results(group, _RESTORE, choose)
         left_out = {name for names, _ in ranks for name in names}
-        choice = ranks[0][1]
-        assert choice is not None
+        assert ranks[0][1] is not None
+        lines, fault, highest = ranks[0][1]
         self._marker, self._line, self._highest = None, [], None
-        skipped = [choice.fault] if choice.fault else []
-        if not choice.entries and not skipped:
-            self._highest = choice.highest
+        skipped = [fault] if fault else []
+        if not lines and not skipped:
+            self._highest = highest
             return None
         last_try = (2 if on_damage == "previous" else 1) - len(skipped)
         error: BaseException | None = None
-        for entry, line in [*zip(choice.entries, choice.lines, strict=True)][:last_try]:
+        for entry, line in lines[:last_try]:
             check_ranks(entry, len(ranks), left_out)
             load = LineLoad(model, optimizer, tables, entry, line, allow_partial_load)
             error = self._damage_in(load, extra or {})
             if error is None:
-                self._continue(load, choice.highest)
+                self._continue(load, highest)
                 wanted = {name: load.values[name] for name in load.values if name not in left_out}
                 return Restored(entry.step, wanted, entry, skipped)
             skipped.append(f"{entry.path.name}: {' '.join(str(error).split())}")
             if rank == 0:
                 entry.note_failed()
+        way_out = "No other was tried."
+        for before, _ in lines[last_try:][:1]:
+            way_out = (
+                f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
+                'restore(on_damage="previous").'
+            )
         raise ValueError(
-            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} "
-            f"{choice.way_out(last_try)}"
+            f"{self.path}: expected an entry that can be loaded, got {' '.join(skipped)} {way_out}"
         ) from error
 
     def _continue(self, load: LineLoad, highest: int) -> None:
@@ -445,9 +471,10 @@ class Checkpoints:
         try:
             prepare = partial(load.prepare, objects)
             ranks = gather_results(load.group, _RESTORE, prepare)
-            misfit = load.misfit_in(ranks)
+            misfits, without_place, sums = zip(*ranks, strict=True)
+            misfit = load.misfit_in(misfits, without_place)
             if not misfit:
-                load.commit(ranks)
+                load.commit(sums)
         except (Exception, CheckpointException) as error:
             drop_load(load.model)
             if lacks_memory(error):
@@ -492,16 +519,23 @@ class Checkpoints:
         tables = tables_of(model, _FORGET)
         group, rank = tables[0].group, tables[0].rank
         self._wait(tables, _FORGET)
-        # What `save` refuses is refused before ids are gone.
-        check = partial(_checked, optimizer, step, extra or {}, _FORGET)
-        check_same_step(gather_results(group, _FORGET, lambda: check()[0]), _FORGET)
-        wanted = checked_ids(tables, ids)
-        run_together(group, _FORGET, lambda: dense_state(model, optimizer, tables))
+
+        def check() -> tuple[Any, dict[str, list[int]]]:
+            """Raises what `save` would, before ids are gone."""
+            check_optimizer(optimizer, _FORGET)
+            saved_values(extra or {}, _FORGET)
+            number, numbers = number_of(step, _FORGET), checked_ids(tables, ids)
+            dense_state(model, optimizer, tables)
+            return number, numbers
+
+        steps, named = zip(*gather_results(group, _FORGET, check), strict=True)
+        check_same_step(steps, _FORGET)
+        wanted = union_of(named)
 
         def find() -> tuple[list[Path], Any]:
             if rank:
                 return [], ({}, [])
-            chain = self._claim()
+            chain = self._open()
             if chain.skipped:
                 raise ValueError(
                     f"{_FORGET}: expected folders that can be read, got {' '.join(chain.skipped)} It may "

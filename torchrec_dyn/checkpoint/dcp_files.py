@@ -60,11 +60,13 @@ def save_files(
 
 
 def writer_of(
-    path: str | os.PathLike[str], write_beside: Callable[[], Path] | None = None
+    path: str | os.PathLike[str],
+    write_beside: Callable[[], Path] | None = None,
+    before: Callable[[], object] | None = None,
 ) -> TableWriter:
-    """Returns a writer whose errors are OSErrors that name the file; `write_beside` is as of TableWriter."""
+    """Returns a writer whose errors are OSErrors that name the file; the others are as of TableWriter."""
     writer = TableWriter(path)
-    writer.fs, writer._write_beside = _Files(), write_beside
+    writer.fs, writer._write_beside, writer._before = _Files(), write_beside, before
     return writer
 
 
@@ -214,6 +216,13 @@ class TableWriter(FileSystemWriter):
     digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
     # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to all.
     _write_beside: Callable[[], Path] | None = None
+    _before: Callable[[], object] | None = None  # called before any file is written
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the directory; called by DCP, which brings an error to all ranks."""
+        if self._before is not None:
+            self._before()
+        return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Writes the files of this rank; called by DCP."""

@@ -9,11 +9,11 @@ Legend: M ids, N removed ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,21 +107,27 @@ def export_delta(model: nn.Module, path: str | os.PathLike[str], since: Marker) 
             tables, or a table was converted, or loaded with another config, after the marker.
         OSError: on every rank, if a file cannot be written, because the disk is full or fails.
     """
-    state, marker = collect_changes(model, since, Path(path))
-    save_files(state, path, tables_of(model, _CALL)[0].group, _CALL)
+    tables, prepared = tables_of(model, _CALL), []
+    group = tables[0].group
+
+    def prepare() -> list[_Numbers]:
+        _check_arguments(tables, Path(path), since)
+        prepared.append(changes_since(tables, since))
+        return [change.counts() for change in prepared[0][0]]
+
+    by_rank = gather_results(group, _CALL, prepare)
+    ((changes, marker),) = prepared
+    names = {table.name: f"{table.key}.weight" for table in tables}
+    save_files(rows_state(tables, changes, by_rank, names), path, group, _CALL)
     return marker
 
 
-class _Gathered(NamedTuple):
-    """A rank's part of the content sums of a table at the marker and now, and its numbers of rows."""
-
-    base: dict[str, int]
-    result: dict[str, int]
-    counts: Counts | None
-    removed: Share | None
+# What the other ranks need of a rank: its part of the content sums at the marker and now, its numbers of
+# rows, and of removed ids.
+_Numbers = tuple[dict[str, int], dict[str, int], Counts | None, Share | None]
 
 
-class _TableChanges:
+class TableChanges:
     """What changed of one table on this rank since a marker, at one moment."""
 
     def __init__(self, table: Table, since: _Marked) -> None:
@@ -138,65 +144,65 @@ class _TableChanges:
             removed = map_of(ids, torch.arange(ids.numel(), device=ids.device))
             self._removed = CanonicalRows(removed, table.where, lambda: None)
 
-    def here(self) -> _Gathered:
-        """Returns what the other ranks need of this rank."""
+    def counts(self) -> _Numbers:
+        """Returns the numbers of this rank."""
         removed = None if self._removed is None else share_of(self._removed, self._table)
-        return _Gathered(self._base, self.marked.sums, self._source.counts(), removed)
+        return self._base, self.marked.sums, self._source.counts(), removed
 
     def tensors(
-        self, ranks: Sequence[_Gathered]
+        self, by_rank: Sequence[_Numbers]
     ) -> tuple[dict[str, SavedTensor], dict[str, SavedTensor]]:
         """Returns the tensors of the model's and of the optimizer's state dict."""
         table = self._table
-        rows, state = self._source.tensors([rank.counts for rank in ranks])
-        ends = {
-            "base": add_sums(*(rank.base for rank in ranks)),
-            "result": add_sums(*(rank.result for rank in ranks)),
-        }
-        words = {name: whole_tensor(as_words(sums), table.rank == 0) for name, sums in ends.items()}
-        runs = runs_of([rank.removed for rank in ranks], table.part)
+        base, result, counts, shares = zip(*by_rank, strict=True)
+        rows, state = self._source.tensors(counts)
+        for name, sums in (("base", base), ("result", result)):
+            rows[name] = whole_tensor(as_words(add_sums(*sums)), table.rank == 0)
+        total, runs = runs_of(shares, table.part)
         removed = [
             Part(
                 (run.place,), (run.rows,), partial(self._read_removed, run), table.has_first_column
             )
-            for run in runs.mine
+            for run in runs
         ]
-        rows |= {**words, "removed": SavedTensor((runs.total,), torch.int64, removed)}
-        return (
-            {f"{table.key}.{name}": tensor for name, tensor in rows.items()},
-            {f"{table.name}.{name}": tensor for name, tensor in state.items()},
-        )
+        rows["removed"] = SavedTensor((total,), torch.int64, removed)
+        return rows, state
 
     def _read_removed(self, run: Run, start: int, stop: int) -> Tensor:
         assert self._removed is not None
         return to_host(self._removed.read(run.here + start, run.here + stop)[0])
 
 
-def collect_changes(
-    model: nn.Module, since: Marker, folder: Path | None = None
-) -> tuple[dict[str, Any], Marker]:
-    """Returns the changes since a marker as a state dict, and the marker of this point. Collective.
+def changes_since(tables: Sequence[Table], since: Marker) -> tuple[list[TableChanges], Marker]:
+    """Returns what changed of each table on this rank since a marker, and the marker of this point."""
+    changes = []
+    for table in tables:
+        with turn_of(table):
+            changes.append(TableChanges(table, since._tables[table.name]))
+    names = [table.name for table in tables]
+    return changes, Marker(dict(zip(names, (change.marked for change in changes), strict=True)))
 
-    The state dict reads the changed rows when it is saved or copied. `folder` is checked to be free.
+
+def rows_state(
+    tables: Sequence[Table],
+    sources: Sequence[Any],
+    by_rank: Sequence[Sequence[Any]],
+    state_names: Mapping[str, str],
+) -> dict[str, Any]:
+    """Returns state dicts of tables, or of their changes; rows are read when they are saved or copied.
+
+    A source is a TableSource or TableChanges; `by_rank` are the `counts` of each rank, and `state_names`
+    the names of the tables in the state dict of the optimizer.
     """
-    tables = tables_of(model, _CALL)
-    changes: list[_TableChanges] = []
-
-    def prepare() -> list[_Gathered]:
-        _check_arguments(tables, folder, since)
-        for table in tables:
-            with turn_of(table):
-                changes.append(_TableChanges(table, since._tables[table.name]))
-        return [change.here() for change in changes]
-
-    by_rank = gather_results(tables[0].group, _CALL, prepare)
-    model_state: dict[str, Tensor] = {}
+    model: dict[str, SavedTensor] = {}
     states: dict[str, dict[str, SavedTensor]] = {}
-    for table, change, ranks in zip(tables, changes, zip(*by_rank, strict=True), strict=True):
-        rows, states[f"{table.key}.weight"] = change.tensors(ranks)
-        model_state |= rows
-    marked = {table.name: change.marked for table, change in zip(tables, changes, strict=True)}
-    return {"model": model_state, "optimizer": {"state": states}}, Marker(marked)
+    for table, source, counts in zip(tables, sources, zip(*by_rank, strict=True), strict=True):
+        rows, state = source.tensors(counts)
+        model |= {f"{table.key}.{name}": tensor for name, tensor in rows.items()}
+        states[state_names[table.name]] = {
+            f"{table.name}.{name}": tensor for name, tensor in state.items()
+        }
+    return {"model": model, "optimizer": {"state": states}}
 
 
 def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
@@ -205,9 +211,9 @@ def is_marker_of(marker: Marker, tables: Sequence[Table]) -> bool:
     return same_names and not any(_misfit(marker, table) for table in tables)
 
 
-def _check_arguments(tables: Sequence[Table], folder: Path | None, since: Marker) -> None:
+def _check_arguments(tables: Sequence[Table], folder: Path, since: Marker) -> None:
     """Raises ValueError unless the arguments of `export_delta` are right."""
-    if folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"export_delta: expected a new directory, got {folder}, which is taken. "
             "Give every delta a directory of its own."

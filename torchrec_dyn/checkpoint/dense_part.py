@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,46 +78,30 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
 
 
 def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the entries of state dicts that are of dynamic tables, and the others."""
-    model, optimizer = state["model"], state["optimizer"]
-    prefixes = {table.key for table in tables}
-    names = chain(*names_of_states(optimizer["state"], tables).values())
-    row_keys = {key for key in model if key.rpartition(".")[0] in prefixes}
-    rows, dense = _parted(model, row_keys)
-    row_states, dense_states = _parted(optimizer["state"], set(names))
+    """Returns the states of dynamic tables in an optimizer's state dict, and state dicts without them.
+
+    `state` has no rows (`rows_left_out`).
+    """
+    states = state["optimizer"]["state"]
+    names = {*chain(*names_of_states(states, tables).values())}
+    dense = {name: states[name] for name in states if name not in names}
     return (
-        {"model": rows, "optimizer": {"state": row_states}},
-        {"model": dense, "optimizer": {**optimizer, "state": dense_states}},
+        {name: states[name] for name in names},
+        {"model": state["model"], "optimizer": {**state["optimizer"], "state": dense}},
     )
 
 
-def _parted(entries: State, keys: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return (
-        {key: entries[key] for key in entries if key in keys},
-        {key: entries[key] for key in entries if key not in keys},
-    )
+def saved_values(
+    values: Mapping[str, Any], call: str
+) -> tuple[dict[str, bytes], dict[str, str | None]]:
+    """Returns the saved form of each value, and digests by which ranks see whether it is equal.
 
-
-def joined_state(rows: State, dense: State) -> dict[str, Any]:
-    """Returns the state dicts that `split_state` has split."""
-    states = {**rows["optimizer"]["state"], **dense["optimizer"]["state"]}
-    return {
-        "model": {**rows["model"], **dense["model"]},
-        "optimizer": {**dense["optimizer"], "state": states},
-    }
-
-
-class SavedValue(NamedTuple):
-    """The saved form of a value; `is_of_rank` if it has the position of a source of one rank inside."""
-
-    data: bytes  # of torch.save
-    is_of_rank: bool
-
-
-def saved_values(values: Mapping[str, Any], call: str) -> dict[str, SavedValue]:
-    """Returns the saved form of each value, which `weights_only=True` reads: of an object its state dict."""
+    `weights_only=True` reads what is saved: of an object its state dict. A value has no digest if the
+    position of a source of one rank is in it.
+    """
     _check_named(values, call)
-    saved = {}
+    saved: dict[str, bytes] = {}
+    digests: dict[str, str | None] = {}
     for name, value in values.items():
         state = value.state_dict() if hasattr(value, "state_dict") else value
         memory = io.BytesIO()
@@ -132,8 +116,10 @@ def saved_values(values: Mapping[str, Any], call: str) -> dict[str, SavedValue]:
                 f"{call}: expected tensors, numbers, texts, lists and dicts in extra[{name!r}], got "
                 f"{type(state).__name__} that weights_only=True refuses: {str(error).partition(chr(10))[0]}"
             ) from error
-        saved[name] = SavedValue(data, isinstance(value, DataLoader) or _is_of_rank(state))
-    return saved
+        is_of_rank = isinstance(value, DataLoader) or _is_of_rank(state)
+        saved[name] = data
+        digests[name] = None if is_of_rank else hashlib.blake2b(data, digest_size=16).hexdigest()
+    return saved, digests
 
 
 def _check_named(values: Any, call: str) -> None:
@@ -160,14 +146,6 @@ def _is_of_rank(state: Any) -> bool:
     if isinstance(state, Mapping):  # of `Positions`, or one that has it inside
         return state.get("is_global") is False or any(map(_is_of_rank, state.values()))
     return isinstance(state, (list, tuple)) and any(map(_is_of_rank, state))
-
-
-def digests_of(saved: Mapping[str, SavedValue]) -> dict[str, str | None]:
-    """Returns a digest of each value, by which ranks see whether it is equal; None if it is of one rank."""
-    return {
-        name: None if value.is_of_rank else hashlib.blake2b(value.data, digest_size=16).hexdigest()
-        for name, value in saved.items()
-    }
 
 
 def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
@@ -239,13 +217,12 @@ def set_options(optimizer: Any, options: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def write_values(
-    saved: Mapping[str, SavedValue], options: Mapping[str, Mapping[str, Any]], path: Path
+    saved: Mapping[str, bytes], options: Mapping[str, Mapping[str, Any]], path: Path
 ) -> Path:
     """Writes the values of a rank, and the numbers of the parameter groups, to a file; returns its path."""
     memory = io.BytesIO()
     values = {
-        name: torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
-        for name, value in saved.items()
+        name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in saved.items()
     }
     torch.save({"values": values, "options": dict(options)}, memory)
     file = FileWriter(path)

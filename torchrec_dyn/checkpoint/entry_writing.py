@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -20,9 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchrec_dyn.checkpoint.dcp_files import check_is_shared, save_part, writer_of
-from torchrec_dyn.checkpoint.delta_export import Marker, collect_changes, mark
+from torchrec_dyn.checkpoint.delta_export import Marker
 from torchrec_dyn.checkpoint.dense_part import (
-    SavedValue,
     check_has_all,
     names_of_states,
     split_state,
@@ -39,7 +38,8 @@ from torchrec_dyn.checkpoint_format import (
     remove_folders,
 )
 from torchrec_dyn.ranks import Table, gather_results
-from torchrec_dyn.state_dict import rows_left_out
+from torchrec_dyn.state_dict import TableSource, rows_left_out
+from torchrec_dyn.storage import turn_of
 
 _CALL = "Checkpoints.save"
 
@@ -52,69 +52,41 @@ def package_version() -> str:
         return "unknown"
 
 
-@dataclass
-class Parts:
-    """What is saved of a model: the state dicts of its tables, or of their changes, and of the dense part.
-
-    `marker` is that of this moment, if the next entry may be a delta.
-    """
-
-    rows: dict[str, Any]
-    dense: dict[str, Any]
-    marker: Marker | None
-
-    def copy(self) -> None:
-        """Replaces the state dicts by copies in the memory of the CPU."""
-        # torch's default stager refuses the ShardedTensors of static tables.
-        self.rows, self.dense = (
-            BlockingAsyncStager().stage(state) for state in (self.rows, self.dense)
-        )
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a state dict in the memory of the CPU."""
+    # torch's default stager refuses the ShardedTensors of static tables.
+    return BlockingAsyncStager().stage(state)
 
 
-def full_parts(model: nn.Module, optimizer: Any, tables: Sequence[Table], is_marked: bool) -> Parts:
-    """Returns all of a model. Collective."""
-    marker = mark(model) if is_marked else None
-    rows, dense = _states(model, optimizer, tables)
-    _check_states(rows["optimizer"]["state"], tables)
-    return Parts(rows, dense, marker)
-
-
-def changed_parts(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table], marker: Marker
-) -> Parts:
-    """Returns what changed in the tables of a model since a marker, and its dense part. Collective."""
-    rows, after = collect_changes(model, marker)
-    return Parts(rows, dense_state(model, optimizer, tables), after)
-
-
-def dense_state(model: nn.Module, optimizer: Any, tables: Sequence[Table]) -> dict[str, Any]:
-    """Returns the state dicts without the dynamic tables. Collective where static tables are sharded."""
-    with rows_left_out():
-        return _states(model, optimizer, tables)[1]
-
-
-def _states(
-    model: nn.Module, optimizer: Any, tables: Sequence[Table]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    check_has_all(state["optimizer"], optimizer)
-    return split_state(state, tables)
-
-
-def _check_states(states: Mapping[str, Any], tables: Sequence[Table]) -> None:
-    """Raises ValueError unless the states of an optimizer are those of the tables."""
-    names = names_of_states(states, tables)
+def sources_of(tables: Sequence[Table]) -> list[TableSource]:
+    """Returns the sources of all rows of tables."""
+    sources = []
     for table in tables:
-        saved = [states[name] for name in names[table.name]]
-        # Tensors of sharded tables know their table.
-        targets = [getattr(tensor, "entry", None) for state in saved for tensor in state.values()]
-        is_own = all(target is None or target.table.has_shards_of(table) for target in targets)
-        if len(saved) != 1 or not is_own:
+        with turn_of(table):
+            sources.append(TableSource(table))
+    return sources
+
+
+def dense_state(
+    model: nn.Module, optimizer: Any, tables: Sequence[Table]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the state dicts without the dynamic tables, and the names of these in the optimizer's.
+
+    Raises ValueError unless the optimizer has the state of each table, and its state dict all of its state.
+    """
+    with rows_left_out() as tables_of_optimizer:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    check_has_all(state["optimizer"], optimizer)
+    names = names_of_states(state["optimizer"]["state"], tables)
+    for table in tables:
+        is_own = any(table.has_shards_of(other) for other in tables_of_optimizer)
+        if len(names[table.name]) != 1 or not is_own:
             raise ValueError(
                 f"{table.where}: expected the optimizer with the state of this table, got "
-                f"{'one of another model' if saved else 'one without'}. Save `model.fused_optimizer`, or "
-                "a CombinedOptimizer with it."
+                f"{'one of another model' if names[table.name] else 'one without'}. Save "
+                "`model.fused_optimizer`, or a CombinedOptimizer with it."
             )
+    return split_state(state, tables)[1], {name: names[name][0] for name in names}
 
 
 def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
@@ -128,25 +100,27 @@ def sums_in_files(entry: Entry, tables: Iterable[SavedTable]) -> dict[str, str]:
 
 def write_entry(
     entry: Entry,
-    parts: Parts,
-    values: Mapping[str, SavedValue],
+    rows: dict[str, Any],
+    dense: dict[str, Any],
+    values: Mapping[str, bytes],
     options: Mapping[str, Mapping[str, Any]],
     group: dist.ProcessGroup | None,
     rank: int,
+    make_directory: Callable[[], object] | None,
 ) -> Entry:
     """Writes the files, commits the entry, and returns it; leaves none after an error. Collective.
 
-    `entry` has no digests of files and no sums of tables yet. `values` and `options`, the numbers of the
-    parameter groups, are those of this rank.
+    `entry` has no digests of files and no sums of tables yet. `rows` and `dense` are state dicts; `values`
+    and `options` (the numbers of the parameter groups) are those of this rank.
     """
     path = entry.extra_of(rank)
-    dense = writer_of(entry.dense, partial(write_values, values, options, path))
+    writer = writer_of(entry.dense, partial(write_values, values, options, path))
     try:
-        save_part(parts.rows, entry.tables, writer_of(entry.tables), group)
-        save_part(parts.dense, entry.dense, dense, group)
+        save_part(rows, entry.tables, writer_of(entry.tables, before=make_directory), group)
+        save_part(dense, entry.dense, writer, group)
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(
-            group, _CALL, lambda: None if rank else _commit(entry, dense.digests)
+            group, _CALL, lambda: None if rank else _commit(entry, writer.digests)
         )[0]
     except BaseException:
         with suppress(OSError):

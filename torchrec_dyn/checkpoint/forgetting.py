@@ -49,25 +49,24 @@ class Forgotten:
         return "\n".join([*lines, *(f"not searched, removed: {line}" for line in self.unread)])
 
 
-def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, Tensor]:
-    """Returns the ids that any rank names, ascending and without repeats. Collective."""
+def checked_ids(tables: Sequence[Table], ids: Ids) -> dict[str, list[int]]:
+    """Returns the ids that this rank names, by table; raises ValueError if they are none."""
     names = [table.name for table in tables]
+    for name, wanted in ids.items():
+        if name not in names:
+            raise ValueError(f"{_CALL}: expected tables among {listed(names)}, got {name!r}.")
+        check_ids(f"{_CALL}(table={name!r})", wanted)
+    return {name: wanted.tolist() for name, wanted in ids.items()}
 
-    def check() -> dict[str, list[int]]:
-        for name, wanted in ids.items():
-            if name not in names:
-                raise ValueError(f"{_CALL}: expected tables among {listed(names)}, got {name!r}.")
-            check_ids(f"{_CALL}(table={name!r})", wanted)
-        return {name: wanted.tolist() for name, wanted in ids.items()}
 
-    by_rank = gather_results(tables[0].group, _CALL, check)
+def union_of(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Tensor]:
+    """Returns the ids that any rank names, ascending and without repeats, in the order of their tables."""
     union: dict[str, set[int]] = {}
     for name, numbers in (item for wanted in by_rank for item in wanted.items()):
         union.setdefault(name, set()).update(numbers)
     return {
         name: torch.tensor(sorted(union[name]), dtype=torch.int64, device="cpu")
-        for name in names
-        if name in union
+        for name in sorted(union)
     }
 
 

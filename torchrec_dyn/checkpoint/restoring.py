@@ -14,9 +14,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint.dcp_files import load_files
-from torchrec_dyn.checkpoint.delta_reader import has_scores
+from torchrec_dyn.checkpoint.delta_apply import has_scores
 from torchrec_dyn.checkpoint.dense_part import (
-    joined_state,
     missing_names,
     optimizers_in,
     read_values,
@@ -65,30 +64,9 @@ class Restored(NamedTuple):
     skipped: list[str]
 
 
-class Choice(NamedTuple):
-    """What a restore may load.
-
-    Attributes:
-        entries: the entry that was asked for, and the newest one before it; fewer if there are no more.
-        lines: for each of them the full save and the deltas that lead to it; empty if one is missing.
-        fault: why a newer folder cannot be judged; "" without one.
-        highest: the highest sequence in the directory.
-    """
-
-    entries: Sequence[Entry]
-    lines: Sequence[Sequence[Entry]]
-    fault: str
-    highest: int
-
-    def way_out(self, tries: int) -> str:
-        """Returns what to do if none of the first entries could be loaded."""
-        if len(self.entries) <= tries:
-            return "No other was tried."
-        before = self.entries[tries]
-        return (
-            f"The newest before it is {before.path.name}: call restore(step={before.step}), or "
-            'restore(on_damage="previous").'
-        )
+# The entry that a restore was asked for, and the newest one before it, each with the full save and the deltas
+# that lead to it, none if one is missing; why a newer folder cannot be judged; the highest sequence.
+Choice = tuple[list[tuple[Entry, list[Entry]]], str, int]
 
 
 def choice_of(path: Path, step: int | None) -> Choice:
@@ -99,22 +77,8 @@ def choice_of(path: Path, step: int | None) -> Choice:
         entries = entries[: entries.index(chain.at(step)) + 1]
     elif chain.skipped and (not entries or entries[-1].sequence < chain.highest):
         fault = chain.skipped[-1]
-    entries = entries[-2:][::-1]
-    return Choice(entries, [chain.line_of(entry) or [] for entry in entries], fault, chain.highest)
-
-
-class Prepared(NamedTuple):
-    """What a rank has prepared of a load; all-gathered.
-
-    Attributes:
-        misfit: what does not fit the model and the objects of the caller; "" if all fits.
-        without_place: the keys of saved optimizer state that the rank has no place for.
-        sums: content sums of the rows that it has read, by table.
-    """
-
-    misfit: str
-    without_place: set[str]
-    sums: Sequence[Mapping[str, int]]
+    lines = [(entry, chain.line_of(entry) or []) for entry in entries[-2:][::-1]]
+    return lines, fault, chain.highest
 
 
 class LineLoad:
@@ -145,8 +109,14 @@ class LineLoad:
         self._staged: list[StagedTable] = []
         self._commits: list[Commit] = []
 
-    def prepare(self, objects: Mapping[str, Any]) -> Prepared:
-        """Checks the files, reads this rank's rows, and makes a place for all that is loaded."""
+    def prepare(
+        self, objects: Mapping[str, Any]
+    ) -> tuple[str, set[str], Sequence[Mapping[str, int]]]:
+        """Checks the files, reads this rank's rows, and makes a place for all that is loaded.
+
+        Returns what does not fit the model and `objects`, "" if all fits; the keys of saved optimizer state
+        without a place here; and the content sums of the rows that were read, by table.
+        """
         tables, line, group, rank = self._tables, self.line, self.group, self.rank
         if not line:
             raise ValueError(
@@ -170,17 +140,14 @@ class LineLoad:
         misfit = misfit or dense_misfit or missing_names(self.values, objects)
         if not misfit:
             self._read_tables(saves)
-        return Prepared(misfit, left, [rows.sums for rows in self._staged])
+        return misfit, left, [rows.sums for rows in self._staged]
 
-    def misfit_in(self, ranks: Sequence[Prepared]) -> str:
+    def misfit_in(self, misfits: Sequence[str], without_place: Sequence[set[str]]) -> str:
         """Returns what does not fit, "" if all fits, from the results of `prepare` by rank."""
-        for prepared in ranks:
-            if prepared.misfit:
-                return prepared.misfit
         # A static table lies on some ranks only.
-        left = set.intersection(*(prepared.without_place for prepared in ranks))
-        if not left or self._is_partial:
-            return ""
+        left = set.intersection(*without_place)
+        if any(misfits) or not left or self._is_partial:
+            return next(filter(None, misfits), "")
         return (
             f"{self.entry.path}: expected an optimizer with state for {_STATE}{min(left)}, got one without. "
             f"Restore with the optimizers and parameters that were saved. {_PARTIAL}"
@@ -216,22 +183,23 @@ class LineLoad:
                 self._staged.append(StagedTable(table, source))
         self._commits = [rows.replacing() for rows in self._staged]
 
-    def commit(self, ranks: Sequence[Prepared]) -> None:
+    def commit(self, sums: Sequence[Sequence[Mapping[str, int]]]) -> None:
         """Compares the sums of the rows that the ranks have read, and loads the line. Collective."""
         model, optimizer = self.model, self._optimizer
-        for number, rows in enumerate(self._staged):
-            rows.check_sums(*(prepared.sums[number] for prepared in ranks))
+        for rows, by_rank in zip(self._staged, zip(*sums, strict=True), strict=True):
+            rows.check_sums(*by_rank)
         # DCP's own planner would ask for the state {} of a static table that lies on another rank.
         planner = LoadPlanner(allow_partial_load=self._is_partial)
         load_files(self._dense, self.line[-1].dense, planner, self.group)
         for take in self._commits:
             take()
-        state = joined_state(self._rows, self._dense)
-        for name in self._lazy.keys() - state["optimizer"]["state"].keys():
+        loaded = self._dense["optimizer"]
+        states = {**self._rows, **loaded["state"]}
+        for name in self._lazy.keys() - states.keys():
             del self._lazy[name][optimizer.params[name]]  # it had no state when the entry was saved
         with rows_left_out():
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+            model.load_state_dict(self._dense["model"])
+            optimizer.load_state_dict({**loaded, "state": states})
         set_options(optimizer, self._options)
         optimizer.zero_grad()  # gives FBGEMM the learning rates of static tables
 

@@ -190,21 +190,17 @@ def _owners(optimizers: Sequence[str], tables: Sequence[str]) -> tuple[dict[str,
 def _owner(key: str, by_name: Mapping[str, Sequence[str]]) -> str | None:
     words = key.split(".")[:-2]
     matches = sorted(
-        (_match(words, table), table) for table in by_name.get("".join(words[-1:]), ())
+        (_match(words, table.split(".")), table) for table in by_name.get("".join(words[-1:]), ())
     )
-    lengths = [length for length, _ in matches if length]
-    return matches[-1][1] if lengths and lengths.count(lengths[-1]) == 1 else None
+    best = [table for match, table in matches if match and match == matches[-1][0]]
+    return best[0] if len(best) == 1 else None
 
 
-def _match(words: list[str], table: str) -> tuple[int, ...]:
+def _match(words: list[str], table: list[str]) -> tuple[int, ...]:
     """Returns how many words a path and a table's key share at the end, and at the start; () if none."""
-    own = table.split(".")
-    matches = [
-        (min(length, len(own)), _shared_start(words[:at], own))
-        for at, length in enumerate(range(len(words) - 1, 0, -1))
-        if words[at] == "state" and _shared_start(words[::-1], own[::-1]) >= min(length, len(own))
-    ]
-    return max(matches, default=())
+    end = _shared_start(words[::-1], table[::-1])
+    is_whole = end == len(table) or "state" in words[-end - 1 : -1]
+    return (end, _shared_start(words, table)) if is_whole else ()
 
 
 def _shared_start(words: list[str], others: list[str]) -> int:

@@ -283,8 +283,7 @@ class MergedTable(RowSource):
     def names(self) -> tuple[str, ...]:
         """Names of the tensors by row; a save without rows may lack some of them."""
         with_rows = [set(save.row_names) for save in self._saves if save.num_rows]
-        every = (set(save.row_names) for save in self._saves)
-        known = set.intersection(*with_rows) if with_rows else {"ids", "weight"}.union(*every)
+        known = set.intersection(*with_rows) if with_rows else {"ids", "weight", *self._states}
         return tuple(name for name in ROW_TENSORS if name in known)
 
     def is_rowwise(self, name: str) -> bool:
@@ -293,11 +292,21 @@ class MergedTable(RowSource):
             return False
         saves = [save for save in self._saves if save.num_rows and name in save.row_names]
         shards = len(self.cuts) - 1
-        if not saves:
-            return False
-        if shards < self.embedding_dim:
+        if saves and shards < self.embedding_dim:
             return saves[-1].columns_of(name) == shards
-        return _is_rowwise(str((self.last.optimizer or {}).get("optimizer")), name)
+        return self._states.get(name, False)
+
+    @property
+    def _states(self) -> dict[str, bool]:
+        """By name of the optimizer state, True if it has a number per row (RowOptimizer.saved_name)."""
+        name = str((self.last.optimizer or {}).get("optimizer"))
+        kind = OptimizerKind.__members__.get(name.upper())
+        if kind is not None:
+            rule = RowOptimizer(kind)
+            return dict(zip(rule.state_names, rule.state_is_rowwise, strict=True))
+        states = name.partition(" with ")[2].split(", ")
+        is_rowwise = [state.endswith("(a number per row)") for state in states if "(" in state]
+        return dict(zip(STATE_NAMES, is_rowwise, strict=False))
 
     def _id_lists(self, waiting: bool) -> list[tuple[SavedTable, int, str]]:
         """Returns the saves, their numbers and the names of their lists of ids: what is newest first.
@@ -354,16 +363,6 @@ class MergedTable(RowSource):
         if save.cuts == self.cuts:
             return rows
         return torch.cat([mean_over_cuts(rows, save.cuts, span) for span in pairwise(self.cuts)], 1)
-
-
-def _is_rowwise(optimizer: str, name: str) -> bool:
-    """Returns True if an optimizer with this saved name (`RowOptimizer.saved_name`) has row-wise state."""
-    kind = OptimizerKind.__members__.get(optimizer.upper())
-    if kind is not None:
-        return RowOptimizer(kind).is_rowwise(name)
-    states = optimizer.partition(" with ")[2].split(", ")
-    number = STATE_NAMES.index(name)
-    return number < len(states) and states[number].endswith("(a number per row)")
 
 
 class _IdReader:

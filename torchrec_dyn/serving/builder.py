@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torchrec_dyn.checkpoint_format import (
     replace_file,
     sync_to_disk,
 )
-from torchrec_dyn.serving.files import LOCK, Appender, SecondWriter, new_mapped, only_writer
+from torchrec_dyn.serving.files import Appender, SecondWriter, new_mapped, only_writer
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
@@ -90,17 +89,16 @@ def build_new(
             f"Build at a path that does not exist, such as {target / 'tables'}, or remove it first."
         )
     saved = _merged_tables(checkpoints, tables, f"serving.build({checkpoints[0]})")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(target)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        beside.chmod(0o755)
-        with only_writer(beside):  # so that `remove_unfinished` sees that the folder is in use
+    beside = target.with_name(f".{target.name}.unfinished")
+    beside.mkdir(parents=True, exist_ok=True)
+    with only_writer(beside):
+        _remove_all_but(beside, set())  # what a killed build has left takes room
+        try:
             generation = _serve(beside, saved, row_format, entry)
             os.rename(beside, target)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
     sync_to_disk(target.parent)
     return generation
 
@@ -200,22 +198,6 @@ def _new_table(table: MergedTable) -> ServedTable:
         key=new_key(),
         sums={name: table.sums[name] for name in ("ids", "weight")},
     )
-
-
-def remove_unfinished(target: Path) -> None:
-    """Removes what killed builds of a directory left beside it.
-
-    A build that runs holds the lock of its folder. A folder without a lock is left: its build may have just
-    begun.
-    """
-    name = re.compile(re.escape(f".{target.name}.") + "[a-z0-9_]{8}")
-    folders: list[Path] = []
-    with suppress(OSError):  # there is no parent yet, or it cannot be listed
-        folders += [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
-    for folder in folders:
-        if (folder / LOCK).is_file():
-            with suppress(SecondWriter, OSError), only_writer(folder):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     read_chain,
 )
-from torchrec_dyn.serving.builder import build_instead, build_new, remove_unfinished
+from torchrec_dyn.serving.builder import build_instead, build_new
 from torchrec_dyn.serving.files import DamagedTables, SecondWriter
 from torchrec_dyn.serving.manifest import (
     Manifest,
@@ -125,7 +125,6 @@ class Follower:
                 f"Follower: expected a directory of Checkpoints, got {self.path}, one checkpoint of "
                 "torch.distributed.checkpoint. Serve it with serving.build, or give the directory of entries."
             )
-        remove_unfinished(self.to)
         self._look()
 
     def __repr__(self) -> str:

@@ -24,7 +24,7 @@ from torchrec_dyn.serving.manifest import (
     read_manifest,
     with_current,
 )
-from torchrec_dyn.serving.row_format import sum_of_rows
+from torchrec_dyn.serving.row_format import rows_of_width, sum_of_rows
 from torchrec_dyn.serving.tensor_index import BLOCK_SHIFT, check_index
 from torchrec_dyn.storage import unsigned
 
@@ -174,7 +174,7 @@ def _verify(folder: Path, generation: str) -> int:
 
 def _sums_of(path: Path, name: str, served: ServedMap, rows: Tensor, width: int) -> tuple[int, int]:
     """Returns the content sums of the ids in the map of a table, and of their rows, of rows [bytes] uint8."""
-    rows_of_table = rows[: len(rows) // width * width].view(-1, width)
+    rows_of_table = rows_of_width(rows, width)
     ids_sum = row_sum = 0
     for ids, numbers, _ in served.pieces(width):
         if not torch.equal(served.find(ids), numbers):

@@ -99,6 +99,11 @@ class RowFormat:
         return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
 
 
+def rows_of_width(rows: Tensor, width: int) -> Tensor:
+    """Returns the whole rows in a rows file of a table's own width: [bytes] uint8 as [M, width]."""
+    return rows[: len(rows) // width * width].view(-1, width)
+
+
 def sum_of_rows(table: str, ids: Tensor, written: Tensor) -> int:
     """Returns the content sum of the encoded rows, written [M, row_bytes] uint8, of ids [M] int64."""
     words = nn.functional.pad(written, (0, -written.shape[1] % 4)).contiguous().view(torch.float32)

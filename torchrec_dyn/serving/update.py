@@ -51,7 +51,7 @@ from torchrec_dyn.serving.manifest import (
     read_manifest,
     without_files,
 )
-from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
+from torchrec_dyn.serving.row_format import RowFormat, rows_of_width, sum_of_rows
 from torchrec_dyn.storage import new_key, unsigned
 
 
@@ -110,10 +110,10 @@ def _write_changes(
     try:
         for where, saved in opened:
             for name, delta in saved.items():
-                change = _Change(
-                    f"{where}(table='{name}')", tables[name], manifest.row_format, rows
-                )
-                tables[name] = change.apply(delta, maps[name], appender)
+                tables[name] = _changed(
+                    f"{where}(table='{name}')", delta, tables[name], maps[name],
+                    manifest.row_format, rows, appender,
+                )  # fmt: skip
             appender.flush()
             rows = mapped(rows_file, appender.used)
         after = replace(manifest, tables=tables, rows_bytes=appender.used, entry=entry)
@@ -215,56 +215,58 @@ def _copied_maps(
     return maps
 
 
-class _Change:
-    """The change of one served table by a delta; `table` and `rows`, [bytes] uint8, are from before it."""
+def _changed(
+    where: str,
+    delta: SavedTable,
+    table: ServedTable,
+    served: ServedMap,
+    row_format: RowFormat,
+    rows: Tensor,
+    appender: Appender,
+) -> ServedTable:
+    """Removes ids, appends the changed rows, and maps the ids to them; returns the table after it.
 
-    def __init__(self, where: str, table: ServedTable, row_format: RowFormat, rows: Tensor) -> None:
-        self._where, self._table, self._format = where, table, row_format
-        width = row_format.row_bytes(table.embedding_dim)
-        self._rows = rows[: len(rows) // width * width].view(-1, width)
-        self._ids_sum, self._row_sum = table.sums["ids"], table.row_sum
+    `rows` are those before it, [bytes] uint8.
+    """
+    name, num_rows = delta.name, table.num_rows
+    rows = rows_of_width(rows, row_format.row_bytes(table.embedding_dim))
+    ids_sum, row_sum = table.sums["ids"], table.row_sum
 
-    def apply(self, delta: SavedTable, served: ServedMap, appender: Appender) -> ServedTable:
-        """Removes ids, appends the changed rows, and maps the ids to them; returns the table after it."""
-        num_rows, name = self._table.num_rows, delta.name
-        removed = torch.empty(0, dtype=torch.int64, device="cpu")
-        if "removed" in delta.names:
-            removed = delta.read("removed")
-        for ids in removed.split(max(1, knobs.SERVED_CHUNK_BYTES // self._rows.shape[1])):
-            absent = len(ids) - self._take(name, ids, served)
-            if absent:
-                raise self._does_not_fit(
-                    "removed ids that are served", f"{absent} ids without a row"
-                )
-        num_rows -= len(removed)
-        for chunk in delta.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
-            ids = chunk["ids"]
-            num_rows += len(ids) - self._take(name, ids, served)
-            written = self._format.encode(chunk["weight"], self._where)
-            served.put(ids, appender.append(written))
-            self._ids_sum += content_sum(name, "ids", ids, ids)
-            self._row_sum += sum_of_rows(name, ids, written)
-        sums = _sums_of(delta, "result")
-        if unsigned(self._ids_sum) != sums["ids"]:
-            raise self._does_not_fit(
-                f"a delta that leads to content sums {_hex(sums)}, which it names",
-                _hex({"ids": unsigned(self._ids_sum)}),
-            )
-        return replace(self._table, num_rows=num_rows, sums=sums, row_sum=unsigned(self._row_sum))
-
-    def _take(self, name: str, ids: Tensor, served: ServedMap) -> int:
+    def take(ids: Tensor) -> int:
         """Removes ids [M] int64 from the map and from the sums; returns how many had a row."""
-        rows = served.take(ids)
-        ids, rows = ids[rows >= 0], rows[rows >= 0]
-        self._ids_sum -= content_sum(name, "ids", ids, ids)
-        self._row_sum -= sum_of_rows(name, ids, self._rows[rows])
+        nonlocal ids_sum, row_sum
+        places = served.take(ids)
+        ids, places = ids[places >= 0], places[places >= 0]
+        ids_sum -= content_sum(name, "ids", ids, ids)
+        row_sum -= sum_of_rows(name, ids, rows[places])
         return len(ids)
 
-    def _does_not_fit(self, expected: str, got: str) -> DamagedTables:
-        return DamagedTables(
-            f"{self._where}: expected {expected}, got {got}. The delta does not belong to the served tables, "
-            "or these are damaged; build from a checkpoint."
-        )
+    removed = torch.empty(0, dtype=torch.int64, device="cpu")
+    if "removed" in delta.names:
+        removed = delta.read("removed")
+    for ids in removed.split(max(1, knobs.SERVED_CHUNK_BYTES // rows.shape[1])):
+        if absent := len(ids) - take(ids):
+            raise _does_not_fit(where, "removed ids that are served", f"{absent} ids without a row")
+    num_rows -= len(removed)
+    for chunk in delta.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
+        ids = chunk["ids"]
+        num_rows += len(ids) - take(ids)
+        written = row_format.encode(chunk["weight"], where)
+        served.put(ids, appender.append(written))
+        ids_sum += content_sum(name, "ids", ids, ids)
+        row_sum += sum_of_rows(name, ids, written)
+    sums, ids_sum = _sums_of(delta, "result"), unsigned(ids_sum)
+    if ids_sum != sums["ids"]:
+        expected = f"a delta that leads to content sums {_hex(sums)}, which it names"
+        raise _does_not_fit(where, expected, _hex({"ids": ids_sum}))
+    return replace(table, num_rows=num_rows, sums=sums, row_sum=unsigned(row_sum))
+
+
+def _does_not_fit(where: str, expected: str, got: str) -> DamagedTables:
+    return DamagedTables(
+        f"{where}: expected {expected}, got {got}. The delta does not belong to the served tables, or these "
+        "are damaged; build from a checkpoint."
+    )
 
 
 def _compacted(
@@ -275,9 +277,9 @@ def _compacted(
     appender = Appender(path / rows_file)
     try:
         for name, width in manifest.widths().items():
-            rows_of_table = rows[: len(rows) // width * width].view(-1, width)
             for _, numbers, slots in maps[name].pieces(width):
-                maps[name].renumber(slots, appender.append(rows_of_table[numbers]))
+                written = rows_of_width(rows, width)[numbers]
+                maps[name].renumber(slots, appender.append(written))
         after = replace(manifest, rows_file=rows_file, rows_bytes=appender.used)
         appender.finish(after.file_bytes())
     finally:

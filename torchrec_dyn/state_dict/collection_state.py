@@ -25,9 +25,9 @@ from torchrec_dyn.checkpoint_format import (
 from torchrec_dyn.ranks import Table, gather_results, run_together
 from torchrec_dyn.state_dict.loading import (
     CheckedPart,
-    LoadSession,
     LoadTarget,
     TableLoad,
+    begin_session,
     note_taken,
 )
 from torchrec_dyn.state_dict.places import runs_of
@@ -35,32 +35,33 @@ from torchrec_dyn.state_dict.saving import saved_tensors
 from torchrec_dyn.state_dict.whole_tensors import fill
 
 _NEEDED = ("weight", "ids")
-_leaves_rows_out: ContextVar[bool] = ContextVar("_leaves_rows_out", default=False)
+_left_out: ContextVar[list[Table] | None] = ContextVar("_left_out", default=None)
 
 
 @contextmanager
-def rows_left_out() -> Iterator[None]:
+def rows_left_out() -> Iterator[list[Table]]:
     """State dicts that this thread makes or loads in the block have no dynamic tables.
 
-    Those of optimizers have an empty tensor in the place of each tensor of a table.
+    Those of optimizers have an empty tensor in the place of each tensor of a table; yields these tables.
     """
-    token = _leaves_rows_out.set(True)
+    tables: list[Table] = []
+    token = _left_out.set(tables)
     try:
-        yield
+        yield tables
     finally:
-        _leaves_rows_out.reset(token)
+        _left_out.reset(token)
 
 
 def are_rows_left_out() -> bool:
     """Returns True in a block of `rows_left_out`."""
-    return _leaves_rows_out.get()
+    return _left_out.get() is not None
 
 
 def save_tables(
     destination: MutableMapping[str, Any], tables: Mapping[str, Table], where: str
 ) -> None:
     """Adds the tensors of all tables to a state dict. Collective."""
-    if _leaves_rows_out.get():
+    if are_rows_left_out():
         return
     saved = _tensors(f"{where}.state_dict", [*tables.values()], is_optimizer=False)
     for prefix, tensors in zip(tables, saved, strict=True):
@@ -73,7 +74,8 @@ def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tenso
     `call` is the same on every rank.
     """
     saved: Sequence[Mapping[str, Tensor]]
-    if _leaves_rows_out.get():
+    if (left_out := _left_out.get()) is not None:
+        left_out += tables
         nothing = torch.empty(0, device="cpu")
         others = ("optimizer_config", "step", OPTIMIZER_CHECKSUM)
         saved = [
@@ -143,7 +145,7 @@ def load_tables(
         return loads
 
     group = next(iter(tables.values())).group
-    if not _leaves_rows_out.get():
+    if not are_rows_left_out():
         verify_and_commit(group, f"{where}.load_state_dict", find)
 
 
@@ -164,7 +166,7 @@ def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
     Raises ValueError on every rank, if the state is damaged or does not match the table, or the ranks give
     state dicts of different loads; nothing has changed then.
     """
-    if _leaves_rows_out.get():
+    if are_rows_left_out():
         return
     where = f"{table.where}.load_state_dict"
     saved = saved if table.group is not None else _plain(saved)
@@ -206,16 +208,17 @@ def verify(
     The ranks meet when each has checked its part, and when each can commit. Optimizer state without rows is
     checked by the present ids, whose places in the whole table take one more meeting.
     """
-    found: list[TableLoad] = []
+    loads: list[TableLoad] = []
     pending: list[TableLoad] = []
 
     def check() -> tuple[list[tuple[str, bool]], list[CheckedPart]]:
-        found.extend(find())
-        kinds = [(load.table.name, load.session is not None) for load in found]
-        LoadSession([load for load in found if load.session is None])
-        sessions = {id(load.session): load.session for load in found}
-        loads = [load for session in sessions.values() if session for load in session.loads]
-        pending.extend(one for one in loads if not one.is_verified and one.table.group is group)
+        loads.extend(find())
+        kinds = [(load.table.name, load.session is not None) for load in loads]
+        begin_session([load for load in loads if load.session is None])
+        together = {id(load): load for first in loads for load in first.session or ()}
+        pending.extend(
+            load for load in together.values() if not load.is_verified and load.table.group is group
+        )
         return kinds, [load.check() for load in pending]
 
     by_rank = gather_results(group, where, check)
@@ -225,31 +228,28 @@ def verify(
                 f"{where}: expected the same tables on every rank, got {by_rank[0][0]} on rank 0 and {kinds} "
                 f"on rank {rank}. Give every rank a state dict that was made on all ranks."
             )
-    if not by_rank[0][0]:
+    if not loads:
         return
-    checked = [*zip(*(parts for _, parts in by_rank), strict=True)]
-    alone = [number for number, load in enumerate(pending) if not load.has_rows]
-    sums = [[part.sums for part in parts] for parts in checked]
-    if alone:
+    parts = zip(*(rank_parts for _, rank_parts in by_rank), strict=True)
+    checked = [[*zip(*load_parts, strict=True)] for load_parts in parts]  # of each load, by rank
+    sums = [rank_sums for _, rank_sums, _, _ in checked]
+    if any(not load.has_rows for load in pending):
 
         def sums_of_state() -> list[dict[str, int]]:
-            results = []
-            for number in alone:
-                load = pending[number]
-                runs = runs_of([part.share for part in checked[number]], load.table.part)
-                results.append(load.sums_of_state(runs))
-            return results
+            return [
+                {} if load.has_rows else load.sums_of_state(*runs_of(shares, load.table.part))
+                for load, (_, _, _, shares) in zip(pending, checked, strict=True)
+            ]
 
-        rank_sums = gather_results(group, where, sums_of_state)
-        for place, number in enumerate(alone):
-            sums[number] = [results[place] for results in rank_sums]
+        state_sums = zip(*gather_results(group, where, sums_of_state), strict=True)
+        sums = [(*rows, *state) for rows, state in zip(sums, state_sums, strict=True)]
 
     def compare() -> None:
-        for load, parts, part_sums in zip(pending, checked, sums, strict=True):
-            load.compare([part.words for part in parts], add_sums(*part_sums))
-            load.step = max(part.last_step for part in parts)
+        for load, (words, _, steps, _), rank_sums in zip(pending, checked, sums, strict=True):
+            load.compare(words, add_sums(*rank_sums))
+            load.step = max(steps)
             load.is_verified = True
-        for load in found:
+        for load in loads:
             load.prepare()
 
     run_together(group, where, compare)

@@ -35,31 +35,9 @@ from torchrec_dyn.checkpoint_format import (
     SavedTensor,
 )
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
-from torchrec_dyn.state_dict.loading import LoadSession, LoadTarget, TableLoad, note_begun
+from torchrec_dyn.state_dict.loading import LoadTarget, TableLoad, begin_session, note_begun
 from torchrec_dyn.state_dict.places import places_here
 from torchrec_dyn.state_dict.row_reads import read_table
-
-
-class _Read:
-    """The tensors of one table that are read, by their names in the load."""
-
-    def __init__(self, load: TableLoad) -> None:
-        self.load = load
-        self.keys: dict[str, str] = {}
-        self.tensors: dict[str, SavedTensor] = {}
-        self.files: dict[str, ChunkedTensor] = {}
-
-    def choose_targets(self, present: Container[str]) -> bool:
-        """Leaves out the state dicts of which no tensor is present; returns False if none is left."""
-        load, targets = self.load, self.load.targets
-        for target in targets:
-            own = (name for name in self.keys if self.tensors[name].entry is target)
-            target.is_left_out = not any(name in present for name in own)
-            target.load = None if target.is_left_out else load
-        load.targets = [target for target in targets if not target.is_left_out]
-        load.has_rows = any(not target.is_optimizer for target in load.targets)
-        load.has_state = any(target.is_optimizer for target in load.targets)
-        return bool(load.targets)
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -81,7 +59,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """
 
     _names: dict[str, tuple[TableLoad, str]]  # of the tensors of sharded tables, by key
-    _reads: list[_Read]
+    _loads: list[TableLoad]
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _deltas: set[str]  # names of tables of which only the changes were saved
 
@@ -103,10 +81,10 @@ class LoadPlanner(DefaultLoadPlanner):
         saved = metadata.state_dict_metadata
         self._deltas = {key.split(".")[-2] for key in saved if key.endswith(".base")}
         flat, paths = flatten_state_dict(state_dict)
-        reads: dict[tuple[int, str], _Read] = {}
+        loads: dict[tuple[int, str], TableLoad] = {}
         for fqn, value in flat.items():
             if isinstance(value, SavedTensor) and isinstance(value.entry, LoadTarget):
-                self._add(fqn, value, reads, saved)
+                self._add(fqn, value.entry, loads, saved)
             elif isinstance(value, Tensor) and _is_of_unsharded_table(fqn, flat):
                 resized = self._resized(fqn, value, saved)
                 if resized is not None:
@@ -115,67 +93,74 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._path is not None:
             files = FileSystemReader(self._path)
             files.set_up_storage_reader(metadata, is_coordinator=True)
-        self._reads = [read for read in reads.values() if self._begin(read, saved, files)]
-        LoadSession([read.load for read in self._reads])
+        self._loads = [load for load in loads.values() if self._begin(load, saved, files)]
+        begin_session(self._loads)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def _resized(self, fqn: str, value: Tensor, saved: Mapping[str, Any]) -> Tensor | None:
-        """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size."""
-        prefix, _, name = fqn.rpartition(".")
+        """Returns a new tensor for one of an unsharded table, of the saved size; None if it has that size.
+
+        It is empty if no tensor is saved: a checkpoint may lack tensors without numbers.
+        """
+        (prefix, _, name), tensor = fqn.rpartition("."), saved.get(fqn)
         _check_is_dynamic(prefix, saved, self._deltas)
         if not _was_dynamic(prefix, saved):
             return None
-        _check_chunks(fqn, saved.get(fqn))
+        _check_chunks(fqn, tensor)
+        if isinstance(tensor, TensorStorageMetadata):
+            is_right = tensor.size == value.size() and tensor.properties.dtype == value.dtype
+            if is_right and not isinstance(value, SavedTensor):
+                return None
+            return torch.empty(tensor.size, dtype=tensor.properties.dtype, device="cpu")
         if fqn not in saved:
             self._empty.add(fqn)
-        return _resized(value, name, saved.get(fqn))
+        size = (2, 0) if name == "clock" else (0, *value.shape[1:])
+        return torch.empty(size, dtype=value.dtype, device="cpu")
 
     def _add(
         self,
         fqn: str,
-        value: SavedTensor,
-        reads: dict[tuple[int, str], _Read],
+        target: LoadTarget,
+        loads: dict[tuple[int, str], TableLoad],
         saved: Mapping[str, Any],
     ) -> None:
         """Adds a tensor to the load of its table, whichever state dict has it."""
-        target, (prefix, _, name) = value.entry, fqn.rpartition(".")
-        table = target.table
+        table, (prefix, _, name) = target.table, fqn.rpartition(".")
         _check_is_dynamic(prefix, saved, self._deltas)
         _check_chunks(fqn, saved.get(fqn))
         # Tables of two collections may have the same name.
-        read = reads.setdefault((id(table.lock), table.name), _Read(TableLoad(table, False)))
-        if read.keys.setdefault(name, fqn) != fqn:
+        load = loads.setdefault((id(table.lock), table.name), TableLoad(table, False))
+        if load.keys.setdefault(name, fqn) != fqn:
             raise ValueError(
-                f"{table.where}: expected its tensors once in a state dict, got '{read.keys[name]}' and "
+                f"{table.where}: expected its tensors once in a state dict, got '{load.keys[name]}' and "
                 f"'{fqn}'. Load each state dict of a table by its own dcp.load."
             )
-        if target not in read.load.targets:
-            read.load.targets.append(target)
-        read.tensors[name] = value
+        if target not in load.targets:
+            load.targets.append(target)
 
-    def _begin(self, read: _Read, saved: Mapping[str, Any], files: FileSystemReader | None) -> bool:
+    def _begin(
+        self, load: TableLoad, saved: Mapping[str, Any], files: FileSystemReader | None
+    ) -> bool:
         """Begins the load of a table; False if a partial load has found none of its tensors."""
-        load = read.load
         present = {
             name: saved[fqn]
-            for name, fqn in read.keys.items()
+            for name, fqn in load.keys.items()
             if isinstance(saved.get(fqn), TensorStorageMetadata)
         }
-        is_partial = self.allow_partial_load
-        if not read.choose_targets(present if is_partial else read.keys):
+        if not load.choose_targets(present if self.allow_partial_load else load.keys):
             return False
-        for name, fqn in read.keys.items():
+        for name, fqn in load.keys.items():
             self._names[fqn] = load, name
         if files is not None:
-            read.files = {
+            load.files = {
                 name: ChunkedTensor(
-                    f"'{read.keys[name]}' in {self._path}", files, read.keys[name], tensor
+                    f"'{load.keys[name]}' in {self._path}", files, load.keys[name], tensor
                 )
                 for name, tensor in present.items()
-                if name in (*load.row_names, *load.small_names, *load.checksums)
+                if name in load.names
             }
         if load.has_rows:
-            ids, waiting = read.files.get("ids"), read.files.get("waiting")
+            ids, waiting = load.files.get("ids"), load.files.get("waiting")
             load.begin(present, places_here(load.table, ids), places_here(load.table, waiting))
         else:
             load.begin(present)
@@ -200,12 +185,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
         DCP calls it on all ranks, or on none: if a rank cannot make its plan, the load fails before.
         """
-        for read in self._reads:
-            if read.load.has_rows:
-                note_begun(read.load)
+        for load in self._loads:
+            if load.has_rows:
+                note_begun(load)
         if self._path is not None:
-            for read in self._reads:
-                read_table(read.load, read.files)
+            for load in self._loads:
+                read_table(load)
         return super().finish_plan(new_plan)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -276,17 +261,3 @@ def _check_chunks(fqn: str, saved: Any) -> None:
             raise ValueError(
                 f"'{fqn}' of the checkpoint: expected {total} numbers in its chunks, got {numbers}. {DAMAGED}"
             )
-
-
-def _resized(value: Tensor, name: str, saved: Any) -> Tensor | None:
-    """Returns a new tensor of the saved size; None if the present tensor has that size.
-
-    If no tensor is saved, the new tensor is empty: a checkpoint may lack tensors without numbers.
-    """
-    if isinstance(saved, TensorStorageMetadata):
-        is_right = saved.size == value.size() and saved.properties.dtype == value.dtype
-        if is_right and not isinstance(value, SavedTensor):
-            return None
-        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-    size = (2, 0) if name == "clock" else (0, *value.shape[1:])
-    return torch.empty(size, dtype=value.dtype, device="cpu")

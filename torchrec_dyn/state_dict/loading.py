@@ -7,9 +7,9 @@ tensor occurs in both, so both are parts of one load.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    ChunkedTensor,
     add_sums,
     check_config,
     check_config_is_whole,
@@ -36,8 +37,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.places import Places, Runs, Share, chunks_to_read, share_of
-from torchrec_dyn.state_dict.row_sums import SumsAsRead
+from torchrec_dyn.state_dict.places import Places, Run, Share, chunks_to_read, share_of
 from torchrec_dyn.state_dict.saving import TableSource
 from torchrec_dyn.state_dict.staged_rows import StagedRows, place_of_block, present_rows, with_state
 from torchrec_dyn.storage import (
@@ -100,20 +100,10 @@ class LoadTarget:
         return True
 
 
-class CheckedPart(NamedTuple):
-    """One rank's part of a load; all-gathered.
-
-    Attributes:
-        words: the rows of each saved checksum that the rank has read.
-        sums: content sums of the rows; of optimizer state without rows they follow from `share`.
-        last_step: the last training step that the rows record.
-        share: of optimizer state without rows, the share of the present rows; None if the rank has none.
-    """
-
-    words: dict[str, list[list[int]]]
-    sums: dict[str, int]
-    last_step: int
-    share: Share | None
+# One rank's part of a load: the rows of each saved checksum that it has read, the content sums of its rows,
+# and the last training step that they record; of optimizer state without rows, whose sums follow later, the
+# share of the present rows.
+CheckedPart = tuple[dict[str, list[list[int]]], dict[str, int], int, Share | None]
 
 
 class TableLoad:
@@ -123,7 +113,9 @@ class TableLoad:
         targets: the state dicts into which it was read; none if they have plain tensors.
         has_rows: True if rows, ids, scores, counters and clock are loaded.
         has_state: True if optimizer state is loaded. Without rows it belongs to the present rows.
+        keys: keys of its tensors in the state dicts that DCP loads, by name.
         saved: DCP's metadata of the saved tensors, by name.
+        files: the saved tensors, by name, if the directory is known.
         unread: names of saved tensors that the load does not read, so that their sums are not compared.
         small: the tensors that are not by row, as read, by name.
         words: the rows of each saved checksum that this rank has read.
@@ -131,27 +123,30 @@ class TableLoad:
         places: places of the rows that this rank reads.
         waiting_places: places of the waiting ids that this rank reads.
         total: number of rows of the whole table as saved.
-        session: session of the load.
+        session: all loads that were read together: they are verified before any of their tables changes.
         is_verified: True if the sums over all ranks were right.
         step: the last training step recorded in the rows of any rank.
-        sums_as_read: the content sums of the rows, added up while they are read; None: they are not.
+        sums_as_read: by tensor the content sum of the rows that were read, and how many numbers; None: the
+            rows are not summed as they are read.
     """
 
     def __init__(self, table: Table, has_rows: bool = True, has_state: bool = False) -> None:
         self.table = table
         self.targets: list[LoadTarget] = []
         self.has_rows, self.has_state = has_rows, has_state
+        self.keys: dict[str, str] = {}
         self.saved: Mapping[str, TensorStorageMetadata] = {}
+        self.files: dict[str, ChunkedTensor] = {}
         self.unread: set[str] = set()
         self.small: dict[str, Tensor] = {}
         self.words: dict[str, list[list[int]]] = {}
         self.staged: list[StagedRows] | None = None
         self.places = self.waiting_places = Places([])
         self.total = self.step = 0
-        self.session: LoadSession | None = None
+        self.session: list[TableLoad] | None = None
         self.is_verified = False
-        self.sums_as_read: SumsAsRead | None = None
-        self._runs: Runs | None = None  # of optimizer state without rows
+        self.sums_as_read: dict[str, tuple[int, int]] | None = None
+        self._runs: list[Run] | None = None  # of optimizer state without rows
         self._commits: list[Commit] = []
         self._aligned_to: list[CanonicalRows] = []  # rows that must not change before the commit
 
@@ -192,6 +187,17 @@ class TableLoad:
         return {*self.row_names, *self.small_names, *self.checksums}
 
     # Reading.
+
+    def choose_targets(self, present: Container[str]) -> bool:
+        """Leaves out the state dicts of which no tensor is present; returns False if none is left."""
+        for target in self.targets:
+            names = TENSORS[OPTIMIZER_CHECKSUM if target.is_optimizer else MODEL_CHECKSUM]
+            target.is_left_out = not any(name in present for name in names)
+            target.load = None if target.is_left_out else self
+        self.targets = [target for target in self.targets if not target.is_left_out]
+        self.has_rows = any(not target.is_optimizer for target in self.targets)
+        self.has_state = any(target.is_optimizer for target in self.targets)
+        return bool(self.targets)
 
     def begin(
         self,
@@ -318,12 +324,14 @@ class TableLoad:
             rows.check_complete(self.has_rows)
         if not self.has_rows:
             share = share_of(self._present[0], self.table) if self.table.shards else None
-            return CheckedPart(self.words, {}, 0, share)
-        sums = [rows.sums if self.has_sums else rows.summed() for rows in staged]
-        if self.sums_as_read is not None and self.has_sums:
-            sums.append(self.sums_as_read.sums)
+            return self.words, {}, 0, share
+        sums = [rows.sums for rows in staged]
+        if self._is_summed():
+            sums += [{name: summed} for name, (summed, _) in (self.sums_as_read or {}).items()]
+        else:
+            sums = [rows.summed() for rows in staged]
         last = max((rows.last_step() for rows in staged), default=0)
-        return CheckedPart(self.words, add_sums(*sums, self._small_sums()), last, None)
+        return self.words, add_sums(*sums, self._small_sums()), last, None
 
     def _check_configs(self) -> None:
         """Raises ValueError if the configs are damaged, or do not fit the table."""
@@ -338,14 +346,13 @@ class TableLoad:
         if config := self._config("optimizer_config"):
             check_optimizer(where, config, optimizer_config(table.optimizer, table.cuts))
 
-    @property
-    def has_sums(self) -> bool:
-        """True if all rows were summed while they were read, and all belong here."""
-        if self.sums_as_read is None or any(staged.others for staged in self.staged or ()):
+    def _is_summed(self) -> bool:
+        """Returns True if all rows were summed while they were read, and all belong here."""
+        sums = self.sums_as_read
+        if sums is None or any(staged.others for staged in self.staged or ()):
             return False
-        numbers = self.sums_as_read.numbers
         return all(
-            numbers.get(name, 0) == self.places.count * prod(self.saved[name].size[1:])
+            sums.get(name, (0, 0))[1] == self.places.count * prod(self.saved[name].size[1:])
             for name in self.row_names
             if name in self.saved and name != "waiting"
         )
@@ -387,16 +394,16 @@ class TableLoad:
     def _present(self) -> list[CanonicalRows]:
         return [self.table.canonical(shard) for shard in self.table.shards]
 
-    def sums_of_state(self, runs: Runs) -> dict[str, int]:
+    def sums_of_state(self, total: int, runs: list[Run]) -> dict[str, int]:
         """Returns this rank's content sums of optimizer state without rows, by the present ids.
 
-        `runs` is the position of this rank's rows in the whole table. Raises ValueError if the state has
+        `runs` are this rank's rows in the whole table, of `total` rows. Raises ValueError if the state has
         another number of rows.
         """
         table = self.table
-        if table.optimizer.state_names and self.total != runs.total:
+        if table.optimizer.state_names and self.total != total:
             raise ValueError(
-                f"{table.where}: expected optimizer state of {runs.total} rows, as the table has, got that "
+                f"{table.where}: expected optimizer state of {total} rows, as the table has, got that "
                 f"of {self.total}. Load it with the state dict of the module, or right after that."
             )
         self._runs = runs
@@ -455,20 +462,10 @@ class TableLoad:
             self.targets = []  # each refers to this load: tables of a deleted model go without the collector
 
 
-class LoadSession:
-    """The tables that were read together: all of them are verified before any of them changes."""
-
-    def __init__(self, loads: Sequence[TableLoad]) -> None:
-        self.loads = list(loads)
-        for load in loads:
-            load.session = self
-
-    def drop(self, lock: TableLock) -> None:
-        """Drops what was read for the tables of a collection, which has this lock."""
-        for load in self.loads:
-            if load.lock is lock:
-                load.staged = load.session = None
-        self.loads = [load for load in self.loads if load.lock is not lock]
+def begin_session(loads: list[TableLoad]) -> None:
+    """Notes that tables were read together."""
+    for load in loads:
+        load.session = loads
 
 
 # By the lock of a collection: the loads that are awaited, by table.
@@ -508,6 +505,8 @@ def drop_awaited(lock: TableLock) -> list[str]:
     names = _awaited.pop(lock, {})
     for reference in names.values():
         load = reference()
-        if load is not None and load.session is not None:
-            load.session.drop(lock)
+        for dropped in list((load and load.session) or ()):
+            if dropped.lock is lock and dropped.session is not None:
+                dropped.session.remove(dropped)
+                dropped.staged = dropped.session = None
     return sorted(names)

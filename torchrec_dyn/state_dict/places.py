@@ -35,13 +35,6 @@ class Run(NamedTuple):
     rows: int
 
 
-class Runs(NamedTuple):
-    """Position of the rows of one rank in the whole table, which has `total` rows."""
-
-    total: int
-    mine: list[Run]
-
-
 class Places:
     """Ranges [begin, end) of places that this rank reads; their rows are numbered 0, 1, 2, ... in order."""
 
@@ -110,8 +103,11 @@ def share_of(rows: CanonicalRows, table: Table) -> Share:
     return Share(part, rows.count, tail)
 
 
-def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
-    """Returns the position of the rows of a part, None: of no part, from the shares of all ranks."""
+def runs_of(shares: Sequence[Share | None], part: int | None) -> tuple[int, list[Run]]:
+    """Returns the number of rows of the whole table, and those of a part, from the shares of all ranks.
+
+    A rank without a part, None, has none.
+    """
     by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
     for number in sorted(by_part):
@@ -120,12 +116,12 @@ def runs_of(shares: Sequence[Share | None], part: int | None) -> Runs:
     tails = sorted(mixed for share in by_part.values() for mixed in share.tail)
     total = start + len(tails)
     if part is None:
-        return Runs(total, [])
+        return total, []
     mine = by_part[part]
     ordered = mine.rows - len(mine.tail)
     runs = [Run(0, starts[part], ordered)] if ordered else []
     runs += [Run(ordered + i, start + tails.index(mixed), 1) for i, mixed in enumerate(mine.tail)]
-    return Runs(total, runs)
+    return total, runs
 
 
 def chunks_to_read(

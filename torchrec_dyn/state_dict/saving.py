@@ -4,11 +4,12 @@ No rows are read before the tensors are saved. Their content sums are added up a
 tensor of a state dict is its checksum: it reads the rows that nobody has read until then. So the sums are
 those of the saved rows under any writer.
 
-Legend: R rows of the whole table, K times, W summed tensors.
+Legend: R rows of the whole table, M ids, K times, W summed tensors.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,9 +35,17 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.ranks import Table, gather_results
 from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
-from torchrec_dyn.state_dict.row_sums import RowTensor, present_sums, sums_of_shard
-from torchrec_dyn.storage import CanonicalRows, to_host, turn_of, unsigned
+from torchrec_dyn.storage import CanonicalRows, SumRows, to_host, turn_of, unsigned
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
+
+
+class _RowTensor(NamedTuple):
+    """One tensor by row of a shard; `first` and `columns` are () if it has one dimension."""
+
+    name: str
+    first: tuple[int, ...]  # column in the whole tensor
+    columns: tuple[int, ...]
+    is_saved: bool = True  # False: the tensor is for copies only
 
 
 class Counts(NamedTuple):
@@ -108,9 +117,9 @@ class TableSource:
         waiting = runs_of([counts.waiting for counts in held], table.part if waits else None)
         saved = {}
         for name, (columns, dtype) in _whole_tensors(table).items():
-            runs = waiting if name == "waiting" else rows
-            parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs.mine]
-            saved[name] = SavedTensor((runs.total, *columns), dtype, parts, self._entry)
+            total, runs = waiting if name == "waiting" else rows
+            parts = [reader.part(run) for reader in readers.get(name, ()) for run in runs]
+            saved[name] = SavedTensor((total, *columns), dtype, parts, self._entry)
         return saved
 
     def _checksum(
@@ -144,7 +153,7 @@ class TableSource:
             for tensor in row_tensors(self.table, shard):
                 readers.setdefault(tensor.name, []).append(_RowReader(tensor, shard, rows))
         if self.waiting is not None:
-            tensor = RowTensor("waiting", (0,), (3,), self.table.has_first_column)
+            tensor = _RowTensor("waiting", (0,), (3,), self.table.has_first_column)
             readers["waiting"] = [_RowReader(tensor, self.table.shards[0], self.waiting)]
         return readers
 
@@ -152,7 +161,7 @@ class TableSource:
 class _RowReader:
     """Reads one tensor of a shard in canonical order, and keeps the content sums of what it reads."""
 
-    def __init__(self, tensor: RowTensor, shard: TableShard, rows: CanonicalRows) -> None:
+    def __init__(self, tensor: _RowTensor, shard: TableShard, rows: CanonicalRows) -> None:
         self.name, self.first, self.columns, self.is_saved = tensor
         self._shard, self._rows = shard, rows
         # Of stretches that were read, by start: stop and sum.
@@ -197,17 +206,17 @@ class _RowReader:
         return values
 
 
-def row_tensors(table: Table, shard: TableShard) -> list[RowTensor]:
+def row_tensors(table: Table, shard: TableShard) -> list[_RowTensor]:
     """Returns the tensors by row of a shard: a rank saves ids and scores only with the first column."""
-    tensors = [RowTensor("weight", (shard.first_column,), (shard.columns,))]
+    tensors = [_RowTensor("weight", (shard.first_column,), (shard.columns,))]
     if shard is table.shards[0]:
         names = ("ids", "last_seen", "count") if table.options.has_life else ("ids",)
-        tensors += [RowTensor(name, (), (), shard.first_column == 0) for name in names]
+        tensors += [_RowTensor(name, (), (), shard.first_column == 0) for name in names]
     for state in named_states(shard):
         first, columns = shard.first_column, shard.columns
         if state.is_rowwise:
             first, columns = table.cuts.index(first), 1
-        tensors.append(RowTensor(state.name, (first,), (columns,)))
+        tensors.append(_RowTensor(state.name, (first,), (columns,)))
     return tensors
 
 
@@ -247,7 +256,7 @@ def sums_here(table: Table) -> dict[str, int]:
         return {}
     with turn_of(table):
         source = TableSource(table)
-        summed = present_sums if table.maps is None else sums_of_shard
+        summed = _present_sums if table.maps is None else _sums_of_shard
         sums = [
             summed(shard, rows, row_tensors(table, shard))
             for shard, rows in zip(table.shards, source.canonical, strict=True)
@@ -258,6 +267,71 @@ def sums_here(table: Table) -> dict[str, int]:
             small = _small_tensors(table, table.shards[0].step, [_clock(table)])
             sums += [{name: sum_of_small(table.name, name, saved)} for name, saved in small.items()]
     return add_sums(*sums)
+
+
+def _sums_of_shard(
+    shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
+) -> dict[str, int]:
+    """Returns the content sums of all of a shard's rows, by tensor; 0 for a tensor without rows."""
+    saved = [tensor for tensor in tensors if tensor.is_saved]
+    sums = dict.fromkeys((tensor.name for tensor in saved), 0)
+    most = rows_summed(shard.weights.row_bytes, shard.device)
+    for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
+        sums = add_sums(sums, _sums_of(shard, saved, ids, places, True))
+    return sums
+
+
+def _present_sums(
+    shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
+) -> dict[str, int]:
+    """Returns `_sums_of_shard`, by the rows touched since the last call if the log of changes lists them."""
+    log = shard.change_log
+    touched = None if log is None else log.touched
+    if touched is None:
+        return _sums_of_shard(shard, rows, tensors)
+    sums = touched.sums(shard.id_map)
+    if sums is None:
+        sums = _sums_of_shard(shard, rows, tensors)
+        touched.keep(sums, _summing(shard, tensors), shard.id_map)
+    return sums
+
+
+def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
+    """Returns a function that sums rows of a shard. It does not keep the shard: markers hold it."""
+    saved = [tensor for tensor in tensors if tensor.is_saved]
+    reference = weakref.ref(shard)
+
+    def sum_rows(ids: Tensor, rows: Tensor) -> dict[str, int]:
+        held = reference()
+        assert held is not None
+        sums: dict[str, int] = {}
+        most = rows_summed(held.weights.row_bytes, held.device)
+        for part, places in zip(ids.split(most), rows.split(most), strict=True):
+            if places.numel():
+                sums = add_sums(sums, _sums_of(held, saved, part, places, False))
+        return sums
+
+    return sum_rows
+
+
+def _sums_of(
+    shard: TableShard,
+    tensors: Sequence[_RowTensor],
+    ids: Tensor,
+    rows: Tensor,
+    are_ascending: bool,
+) -> dict[str, int]:
+    """Returns the content sums of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
+    return {
+        tensor.name: content_sum(
+            shard.name,
+            tensor.name,
+            ids,
+            ids if tensor.name == "ids" else read_tensor(shard, tensor.name, rows, are_ascending),
+            *tensor.first,
+        )
+        for tensor in tensors
+    }
 
 
 def _is_first(table: Table) -> bool:

@@ -28,7 +28,7 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import NO_STEP, Clock, RowLife, Scores, last_step
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.places import Places, Runs
+from torchrec_dyn.state_dict.places import Places, Run
 from torchrec_dyn.storage import CanonicalRows, IdMap, RowStore, unsigned
 from torchrec_dyn.table import TableShard, beside, named_states, with_same_contents
 
@@ -116,7 +116,6 @@ class StagedRows:
         }
         self.others: list[Tensor] = []
         self.sums: dict[str, int] = {}  # content sum of "waiting", which is not kept by row
-        self._converted: RowStore | None = None  # the weights converted to the dtype of the table
         self._received: dict[str, int] = {}  # count of received numbers, by tensor
         self._last_step = 0
         self._ends: list[tuple[int, int, int]] = []  # of each chunk: place, first and last mixed id
@@ -357,22 +356,11 @@ class StagedRows:
         return kept
 
     def _convert(self, count: int) -> None:
-        """Converts the first `count` weights to the dtype of the table, block by block."""
+        """Converts the first `count` weights to the dtype of the table."""
         store, origin = self._stores["weight"]
-        if store.dtype == self._dtype:
-            return
-        if self._converted is None:
-            converted = store.empty(dtype=self._dtype)
-            converted.reserve(count)
-            self._converted = converted
-        blocks, left = self._converted.blocks, store.blocks
-        while left:
-            done = len(blocks) - len(left)
-            # A copy of the whole last block would commit its memory.
-            rows = min(count - (done << store.shift), len(left[0]))
-            blocks[done][:rows].copy_(left[0][:rows])
-            store.drop_first()
-        self.rows.weights, self._stores["weight"] = self._converted, (self._converted, origin)
+        if store.dtype != self._dtype:
+            store = store.converted(store.columns, self._dtype, lambda rows: rows, count)
+            self.rows.weights, self._stores["weight"] = store, (store, origin)
 
     def states(self, count: int, cuts: Sequence[int]) -> list[RowStore]:
         """Returns the first `count` rows of each optimizer state, as of a new row if it was not read."""
@@ -392,14 +380,14 @@ class StagedRows:
 
 
 def present_rows(
-    rows: CanonicalRows, runs: Runs, places: Places, columns: int
+    rows: CanonicalRows, runs: Sequence[Run], places: Places, columns: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields the ids of a shard, their rows in the shard, and their staged rows, [M] int64 each.
 
-    `runs` is the position of the shard's rows in the whole table, `places` those of the staged rows.
+    `runs` are the positions of the shard's rows in the whole table, `places` those of the staged rows.
     """
     most = max(1, knobs.CHUNK_BYTES // (4 * columns))
-    for run in runs.mine:
+    for run in runs:
         for begin in range(0, run.rows, most):
             end = min(run.rows, begin + most)
             ids, own = rows.read(run.here + begin, run.here + end)
