@@ -49,12 +49,9 @@ def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Argum
     return not_compiled(checked)
 
 
-class NotScriptable:
-    """Mixin for modules with dynamic tables: torch.jit.script of a model that contains one is an error."""
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Raises ValueError: torch.jit.script calls it for each module of a model."""
-        _refuse(self, "torch.jit.script")
+def refuse_script(module: object) -> NoReturn:
+    """Raises ValueError; as `__prepare_scriptable__` torch.jit.script calls it for each module of a model."""
+    _refuse(module, "torch.jit.script")
 
 
 def _refuse(module: object, exporter: str) -> NoReturn:

@@ -25,7 +25,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
+from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
@@ -45,8 +45,10 @@ _Output = TypeVar("_Output")
 _running = threading.local()
 
 
-class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
+class ForwardOutsideGraphs(ShardedModule[Any, Any, Any, Any]):
     """Mixin for TorchRec's sharded modules: their forward is a graph break."""
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
         """Sends the ids of a batch, looks them up and sends outputs back."""

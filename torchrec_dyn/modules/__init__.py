@@ -47,7 +47,6 @@ from torchrec_dyn.modules.table_configs import (
     with_row_dtype,
 )
 from torchrec_dyn.modules.unsharded_collections import (
-    DefaultSelection,
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     UnshardedCollection,

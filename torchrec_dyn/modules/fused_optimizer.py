@@ -226,7 +226,7 @@ def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
     """Returns the entries of an unsharded table."""
     # No closures: wrappers of TorchRec pickle the entries with their tables.
     save, load = partial(_save, table), partial(_load, table)
-    return saved_states(table.config.name, table.rows().optimizer, save, load, _Exported())
+    return saved_states(table.config.name, table.rows().optimizer, save, load, {})
 
 
 def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
@@ -238,10 +238,3 @@ def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
 def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
     with turn_of(table):
         load_optimizer_state(table.as_table(), saved)
-
-
-class _Exported(dict[tuple[int, str], Tensor]):
-    """Exported tensors not returned yet. A copy has none: another thread may be saving the original."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Exported, ()

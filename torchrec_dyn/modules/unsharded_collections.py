@@ -25,7 +25,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
+from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.feature_ids import FeatureReader
@@ -40,8 +40,10 @@ from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard, set_clocks
 
 
-class UnshardedCollection(NotScriptable, FusedOptimizerModule):
+class UnshardedCollection(FusedOptimizerModule):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
+
+    __prepare_scriptable__ = refuse_script
 
     def _make_tables(
         self,
@@ -161,25 +163,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class DefaultSelection:
-    """Mixin: TorchRec selects features in its default way, which is right for any ids."""
-
-    def use_gather_select(self) -> bool:
-        """Returns False: TorchRec does not select with torch.gather."""
-        return False
-
-    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """Returns None: the selection is the same for all sharding types."""
-        return None
-
-    def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
-        return False
-
-
-class DynamicEmbeddingCollection(
-    DefaultSelection, UnshardedCollection, EmbeddingCollectionInterface
-):
+class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterface):
     """Looks up the row of each id, as TorchRec's EmbeddingCollection does, for any int64 ids.
 
     In training an unseen id gets a row, and backward updates the rows with the fused optimizer. In
@@ -267,6 +251,18 @@ class DynamicEmbeddingCollection(
     def need_indices(self) -> bool:
         """Returns True if outputs contain the ids."""
         return self._need_indices
+
+    def use_gather_select(self) -> bool:
+        """Returns False: TorchRec does not select features with torch.gather."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """Returns None: the selection is the same for all sharding types."""
+        return None
+
+    def use_sorted_select(self) -> bool:
+        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
+        return False
 
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""

@@ -16,7 +16,7 @@ from torchrec_dyn.sharding.batches import (
     with_an_example,
     without_examples,
 )
-from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
+from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, TableOptions
 from torchrec_dyn.sharding.dists import (
     MeanDivisor,
     divide,

@@ -14,7 +14,7 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
@@ -30,7 +30,7 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import (
@@ -42,12 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
-from torchrec_dyn.sharding.grouped_lookups import (
-    CreatesLookup,
-    SequenceLookup,
-    device_of,
-    values_per_rank,
-)
+from torchrec_dyn.sharding.grouped_lookups import values_per_rank
 from torchrec_dyn.sharding.sent_modes import with_mode_of
 from torchrec_dyn.storage import host_numbers
 
@@ -78,24 +73,6 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         self.unbucketize_permute_tensor = where if self._is_sequence else None
         # The pipelines replace the forward of `_dist`: nothing may follow it.
         return self._dist(by_owner)
-
-
-class RoutesIds(CreatesLookup):
-    """Mixin for TorchRec's row-wise shardings, with our lookups and input dist."""
-
-    _get_num_features: Callable[[], int]
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the input dist that routes by range of the mixed id."""
-        sharding: Any = self
-        return RowWiseInputDist(
-            pg=sharding._pg,
-            num_features=self._get_num_features(),
-            device=device_of(self, device),
-            is_sequence=self.lookup_class is SequenceLookup,
-        )
 
 
 class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
