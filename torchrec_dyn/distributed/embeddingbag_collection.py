@@ -28,9 +28,9 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
+from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
-from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
+from torchrec_dyn.distributed.stages import BatchContext, ShardedTables
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
@@ -51,9 +51,7 @@ class PooledContext(BatchContext, EmbeddingBagCollectionContext):
     has_examples: bool = True
 
 
-class ShardedDynamicEmbeddingBagCollection(
-    ForwardOutsideGraphs, Stages, ShardedTables, ShardedEmbeddingBagCollection
-):
+class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):
     """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
 
     Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied; `module`

@@ -24,8 +24,8 @@ from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.inputs import (
     BagReader,
-    Bags,
     Input,
+    InputBags,
     check_unscored,
     is_dense,
     nested_parts,
@@ -342,14 +342,14 @@ def _in_shape_of(source: Input, output: Any, kept: Tensor | None, name: str) -> 
 
 
 @torch.fx.wrap
-def _in_shape(output: Any, bags: Bags) -> Tensor:
+def _in_shape(output: Any, bags: InputBags) -> Tensor:
     """Returns rows that the collection pooled, `[*shape, D]`."""
     pooled = output.values()
     return pooled.view(*bags.shape, pooled.shape[1])
 
 
 @torch.fx.wrap
-def _tiled(output: Any, bags: Bags, name: str, tile_length: int) -> Tensor:
+def _tiled(output: Any, bags: InputBags, name: str, tile_length: int) -> Tensor:
     """Returns rows side by side, `[*shape, T * D]`, zeros where a tile has no row."""
     rows = output[name].values()
     if bags.weights is not None:
@@ -361,7 +361,7 @@ def _tiled(output: Any, bags: Bags, name: str, tile_length: int) -> Tensor:
 
 
 @torch.fx.wrap
-def _pooled_here(output: Any, bags: Bags, name: str) -> Tensor:
+def _pooled_here(output: Any, bags: InputBags, name: str) -> Tensor:
     """Returns the weighted sum of the rows of each bag, `[*shape, D]`; weights get gradients."""
     rows = output[name].values()
     pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)

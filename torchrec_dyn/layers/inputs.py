@@ -190,7 +190,7 @@ def check_unscored(options: DynamicTableConfig, where: str) -> None:
         )
 
 
-class Bags(NamedTuple):
+class InputBags(NamedTuple):
     """The bags of an input."""
 
     ids: Tensor  # [K] int64
@@ -229,7 +229,7 @@ class BagReader(nn.Module):
 
     def forward(
         self, source: Input, weights: Tensor | None, is_sharded: bool
-    ) -> tuple[KeyedJaggedTensor, Bags]:
+    ) -> tuple[KeyedJaggedTensor, InputBags]:
         """Returns the feature, and its bags; weights: in the shape of the ids, or None."""
         bags = self._bags(source, weights)
         if bags.weights is not None and self._mode == "mean":
@@ -254,7 +254,7 @@ class BagReader(nn.Module):
         )
         return features, bags
 
-    def _bags(self, source: Input, weights: Tensor | None) -> Bags:
+    def _bags(self, source: Input, weights: Tensor | None) -> InputBags:
         ids, lengths, kept = read_ids(source, self._padding_idx, self._where)
         if is_dense(source) and not source.dim():
             raise ValueError(
@@ -272,7 +272,7 @@ class BagReader(nn.Module):
         if id_weights is None and self._is_weighted:
             id_weights = torch.ones(ids.numel(), dtype=torch.float32, device=ids.device)
         shape = source.shape[:-1] if is_dense(source) else lengths.shape
-        return Bags(ids, lengths, id_weights, shape)
+        return InputBags(ids, lengths, id_weights, shape)
 
 
 def places_in_bags(lengths: Tensor, ids: int) -> tuple[Tensor, Tensor]:
@@ -282,7 +282,7 @@ def places_in_bags(lengths: Tensor, ids: int) -> tuple[Tensor, Tensor]:
     return bag, torch.arange(ids, device=lengths.device) - bag_begins(lengths)[bag]
 
 
-def _cut(bags: Bags, tile_length: int) -> Bags:
+def _cut(bags: InputBags, tile_length: int) -> InputBags:
     """Returns the first T ids of each bag."""
     # On a GPU the host reads the kept positions without this test, which would be a second wait.
     if bags.ids.is_cpu and not bool((bags.lengths > tile_length).any()):

@@ -51,26 +51,18 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
     return ids.new_empty(ids.shape[0], columns, dtype=torch.float32)
 
 
-class UnseenRows:
-    """The initial rows of one served table, the same as in training."""
-
-    def __init__(self, name: str, table: ServedTable) -> None:
-        self._columns = table.embedding_dim
-        self._dtype: torch.dtype = getattr(torch, table.trained_as)
-        self._key = table_key(table.seed, name, "initial row")
-        initializer = named_initializer(table.initializer)
-        if initializer is None:
-            raise ValueError(
-                f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
-                f"{table.initializer}. Serve it with unseen='zeros'."
-            )
-        self._kind, self._parameters = initializer.parameters()
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Returns the initial rows [M, D] float32 of ids [M] int64."""
-        return _initial_rows(
-            ids, self._columns, self._dtype, self._kind, self._parameters, self._key
+def _unseen_rows(name: str, table: ServedTable) -> Callable[[Tensor], Tensor]:
+    """Returns the function of ids [M] int64 to their initial rows [M, D] float32, as in training."""
+    initializer = named_initializer(table.initializer)
+    if initializer is None:
+        raise ValueError(
+            f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
+            f"{table.initializer}. Serve it with unseen='zeros'."
         )
+    dtype: torch.dtype = getattr(torch, table.trained_as)
+    key = table_key(table.seed, name, "initial row")
+    kind, parameters = initializer.parameters()
+    return lambda ids: _initial_rows(ids, table.embedding_dim, dtype, kind, parameters, key)
 
 
 class ServedLookup(nn.Module):
@@ -116,7 +108,7 @@ class ServedLookup(nn.Module):
             }
         )
         self.serves_initial = unseen == "initial"
-        self._unseen: list[UnseenRows] = []
+        self._unseen: list[Callable[[Tensor], Tensor]] = []
         self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
         self.refresh()
 
@@ -149,7 +141,7 @@ class ServedLookup(nn.Module):
                     if self.serves_initial:
                         # They follow from the name, the seed and the initializer of a table.
                         names = (config.name for config in self._configs)
-                        self._unseen = list(map(UnseenRows, names, generation.tables))
+                        self._unseen = list(map(_unseen_rows, names, generation.tables))
                     if not isinstance(self._modules.get("generation"), GivenTables):
                         self.generation = generation
                     return True

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import quote
 
 import torch
@@ -42,16 +41,6 @@ ALL_ROWS = "rows"
 BLOCK_SHIFT = 31
 
 
-class IndexedTensor(NamedTuple):
-    """A line of an index."""
-
-    name: str
-    dtype: torch.dtype
-    file: str
-    first_byte: int
-    shape: tuple[int, ...]
-
-
 def name_in_index(table: str, part: str) -> str:
     """Returns the name of a table's tensor; `part` is "slots", "key" or "rows"."""
     return f"{quote(table, safe='')}.{part}"
@@ -62,24 +51,22 @@ def is_key(name: str) -> bool:
     return name.endswith(".key")
 
 
-def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
-    """Yields the lines of the index of a generation."""
+def indexed(
+    generation: str, manifest: Manifest
+) -> Iterator[tuple[str, torch.dtype, str, int, tuple[int, ...]]]:
+    """Yields the lines of an index: name, dtype, file, first byte and shape of each tensor."""
     row_format, rows_file = manifest.row_format, manifest.rows_file
     for number, (name, table) in enumerate(manifest.tables.items()):
         slots = f"{generation}/{SLOTS}"
         first = table.first_slot * SLOT_BYTES
-        yield IndexedTensor(
-            name_in_index(name, "slots"), torch.int64, slots, first, (table.capacity, 2)
-        )
+        yield name_in_index(name, "slots"), torch.int64, slots, first, (table.capacity, 2)
         keys = f"{generation}/{KEYS}"
-        yield IndexedTensor(
-            name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
-        )
+        yield name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
         stored = row_format.stored_dtype
         columns = row_format.row_bytes(table.embedding_dim) // stored.itemsize
         shape = manifest.whole_rows(name), columns
-        yield IndexedTensor(name_in_index(name, "rows"), stored, rows_file, 0, shape)
-    yield IndexedTensor(ALL_ROWS, torch.uint8, rows_file, 0, (manifest.rows_bytes,))
+        yield name_in_index(name, "rows"), stored, rows_file, 0, shape
+    yield ALL_ROWS, torch.uint8, rows_file, 0, (manifest.rows_bytes,)
 
 
 def write_index(folder: Path, generation: str, manifest: Manifest) -> None:
@@ -105,13 +92,12 @@ def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[st
     """Maps the tensors of the index of a generation, by name; FileNotFoundError if it was removed."""
     files: dict[str, Tensor] = {}
     tensors = {}
-    for line in indexed(generation, manifest):
-        path = folder / line.file
-        if line.file not in files:
-            files[line.file] = mapped(path, path.stat().st_size)
-        size = line.dtype.itemsize * prod(line.shape)
-        data = files[line.file].narrow(0, line.first_byte, size)
-        tensors[line.name] = data.view(line.dtype).view(line.shape)
+    for name, dtype, file, first, shape in indexed(generation, manifest):
+        path = folder / file
+        if file not in files:
+            files[file] = mapped(path, path.stat().st_size)
+        data = files[file].narrow(0, first, dtype.itemsize * prod(shape))
+        tensors[name] = data.view(dtype).view(shape)
     return tensors
 
 

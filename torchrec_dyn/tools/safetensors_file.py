@@ -13,12 +13,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import sync_to_disk, write_beside
+from torchrec_dyn.checkpoint_format import write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -34,17 +34,8 @@ _LONGEST_HEADER = 100_000_000  # the limit of the format
 DAMAGED = "The file is damaged, or it is no .safetensors file."
 
 
-class SavedEntry(NamedTuple):
-    """One tensor of a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int  # of its numbers, in bytes from the begin of the file
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row; of one number, if the tensor has one dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+# Of a tensor in a file: dtype, shape and the first byte of its numbers.
+_Entry = tuple[torch.dtype, tuple[int, ...], int]
 
 
 class SafetensorsReader:
@@ -69,11 +60,10 @@ class SafetensorsReader:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Reads the rows [first, last) of a tensor."""
-        entry = self.entries[name]
-        shape = last - first, *entry.shape[1:]
-        values = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        dtype, shape, begin = self.entries[name]
+        values = torch.empty(last - first, *shape[1:], dtype=dtype, device="cpu")
         data = values.flatten().view(torch.uint8)
-        self._file.seek(entry.begin + first * entry.row_bytes)
+        self._file.seek(begin + first * math.prod(shape[1:]) * dtype.itemsize)
         if self._file.readinto(data.numpy().data) != data.numel():
             raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
         return values
@@ -82,7 +72,7 @@ class SafetensorsReader:
         """Closes the file."""
         self._file.close()
 
-    def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
+    def _read_header(self) -> tuple[dict[str, _Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
@@ -103,7 +93,7 @@ class SafetensorsReader:
         described = [self._described(name, given) for name, given in header.items()]
         entries = {}
         for span, name, dtype, shape in sorted(described, key=lambda tensor: tensor[0]):
-            entries[name] = SavedEntry(dtype, tuple(shape), end)
+            entries[name] = dtype, tuple(shape), end
             expected = [end - begin, end - begin + math.prod(shape) * dtype.itemsize]
             if span != expected:
                 raise self._fault(f"data_offsets {expected} of '{name}' {shape}", f"{span}")
@@ -162,7 +152,6 @@ class SafetensorsWriter:
         self._path = Path(path)
         self._file = write_beside(self._path)
         try:
-            self._file.resize(0)
             self._numbers = self._write_header()
         except BaseException:
             self.drop()
@@ -190,10 +179,7 @@ class SafetensorsWriter:
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
         assert self._write_header() == self._numbers
-        self._file.sync()
-        os.replace(self._file.path, self._path)  # while it is locked
-        self._file.close()
-        sync_to_disk(self._path.parent)  # so that the name is on the disk too
+        self._file.publish(self._path)
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
