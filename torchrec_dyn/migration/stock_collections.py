@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar, overload
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -25,31 +25,11 @@ _logger = logging.getLogger(__name__)
 
 STOCK = (EmbeddingBagCollection, EmbeddingCollection)
 
-_Model = TypeVar("_Model", bound=nn.Module)
 _Names: TypeAlias = Sequence[str] | None
 _Options: TypeAlias = DynamicTableConfig | Mapping[str, DynamicTableConfig] | None
 
 
-# mypy sees no classes in TorchRec (pyproject.toml): to it all three take any model.
-@overload
-def make_dynamic(
-    model: EmbeddingBagCollection, tables: _Names = None, dynamic: _Options = None
-) -> DynamicEmbeddingBagCollection: ...
-
-
-@overload
-def make_dynamic(  # type: ignore[overload-cannot-match]
-    model: EmbeddingCollection, tables: _Names = None, dynamic: _Options = None
-) -> DynamicEmbeddingCollection: ...
-
-
-@overload
-def make_dynamic(  # type: ignore[overload-cannot-match]
-    model: _Model, tables: _Names = None, dynamic: _Options = None
-) -> _Model: ...
-
-
-def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = None) -> nn.Module:
+def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = None) -> Any:
     """Replaces each EmbeddingBagCollection and EmbeddingCollection of a model with a dynamic collection.
 
     Call it before sharding. Tables keep their configs, and the optimizers that
