@@ -46,10 +46,22 @@ from torchrec_dyn.modules import (
 
 
 class OneTable(nn.Module):
-    """A module that holds a collection of one table. Abstract: subclasses set the attributes."""
+    """A module that holds a collection of one table. Abstract: subclasses set `collection`."""
 
-    name: str  # of the table and of its only feature
     collection: Any  # sharded or not
+
+    def __init__(
+        self, embedding_dim: int, num_embeddings: int, name: str, padding_idx: int | None
+    ) -> None:
+        super().__init__()
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_size(embedding_dim, "embedding_dim", self.where)
+        check_size(num_embeddings, "num_embeddings", self.where)
+        check_id(padding_idx, "padding_idx", self.where)
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name  # of the table and of its only feature
+        self.padding_idx = padding_idx
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -64,15 +76,6 @@ class OneTable(nn.Module):
     def set_time(self, time: int) -> None:
         """Sets the clock of policies that count in time. Collective if the table is sharded."""
         self.collection.set_time(time)
-
-
-def check_table(
-    embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
-) -> None:
-    """Raises ValueError if a common argument of modules of one table is invalid."""
-    check_size(embedding_dim, "embedding_dim", where)
-    check_size(num_embeddings, "num_embeddings", where)
-    check_id(padding_idx, "padding_idx", where)
 
 
 class DynamicEmbedding(OneTable):
@@ -109,14 +112,8 @@ class DynamicEmbedding(OneTable):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.where = f"{type(self).__name__}(table={name!r})"
-        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
         check_unscored(dynamic_config_by_table(dynamic, [name], self.where)[name], self.where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
         config = EmbeddingConfig(
             name=name,
             embedding_dim=embedding_dim,
@@ -229,9 +226,7 @@ class DynamicEmbeddingBag(OneTable):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.where = f"{type(self).__name__}(table={name!r})"
-        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
         _check_mode(mode, tile_length, self.where)
         if weight_gradients and not is_weighted:
             raise ValueError(
@@ -241,10 +236,6 @@ class DynamicEmbeddingBag(OneTable):
         chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
         if mode == "tile" or weight_gradients or not is_weighted:
             check_unscored(chosen, self.where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
         self.mode = mode
         self.tile_length = tile_length
         self.is_weighted = is_weighted

@@ -15,10 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -34,6 +31,7 @@ from torchrec_dyn.modules import (
     initializer_of,
     number_by_table,
     outputs_by_sample,
+    pooled_outputs,
 )
 from torchrec_dyn.name_lists import listed
 
@@ -347,9 +345,7 @@ class PooledPairs(nn.Module):
             for pair in pairs
             for features in zip(*(pair.features(table) for table in pair.tables), strict=True)
         ]
-        self._features = [name for config in configs for name in config.feature_names]
-        self._names = [name for names in get_embedding_names_by_table(configs) for name in names]
-        self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._names, self._columns, self._features = pooled_outputs(configs)
 
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]

@@ -43,6 +43,7 @@ from torchrec_dyn.modules.table_configs import (
     dynamic_config_by_table,
     initializer_of,
     number_by_table,
+    pooled_outputs,
     row_dtype,
     with_row_dtype,
 )

@@ -232,6 +232,15 @@ def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> 
     return Uniform(config.get_weight_init_min(), config.get_weight_init_max())
 
 
+def pooled_outputs(
+    configs: Sequence[BaseEmbeddingConfig],
+) -> tuple[list[str], list[int], list[str]]:
+    """Returns the names, the columns and the features of the outputs of pooled tables, in order."""
+    features = [name for config in configs for name in config.feature_names]
+    columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+    return [*chain(*get_embedding_names_by_table(list(configs)))], columns, features
+
+
 def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:
     """Returns the dtype of the table's rows."""
     return data_type_to_dtype(config.data_type)

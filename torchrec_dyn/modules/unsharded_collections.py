@@ -30,7 +30,11 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.optimizer_choice import check_fused_params
-from torchrec_dyn.modules.table_configs import checked_configs, dynamic_config_by_table
+from torchrec_dyn.modules.table_configs import (
+    checked_configs,
+    dynamic_config_by_table,
+    pooled_outputs,
+)
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_made_static
@@ -314,11 +318,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         self._make_tables(
             configs, poolings, "embedding_bags", is_weighted, device, dynamic, fused_params
         )
-        self._embedding_names = [
-            name for names in get_embedding_names_by_table(configs) for name in names
-        ]
-        self._features = [name for config in configs for name in config.feature_names]
-        self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._embedding_names, self._columns, self._features = pooled_outputs(configs)
 
     @forward_of_tables
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
