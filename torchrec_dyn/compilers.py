@@ -19,10 +19,7 @@ _SERVE = "Export the model with the collections of torchrec_dyn.serving in place
 
 
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a function, with all that it calls, run outside of the graphs of torch.compile.
-
-    With `fullgraph=True` torch's error contains the name of the function and what to do.
-    """
+    """Makes a function, with all that it calls, run outside of the graphs of torch.compile."""
     reason = (
         f"{function.__qualname__}: expected a graph break, got fullgraph=True or torch.export. Compile with "
         f"fullgraph=False, or compile only the dense part with fullgraph=True. {_SERVE}."

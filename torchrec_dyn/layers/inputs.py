@@ -138,11 +138,7 @@ def _bags_with_holes(
 
 
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
-    """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable.
-
-    weights: in the shape of the ids; for a JaggedTensor, which may have weights itself, one per value; or
-    None.
-    """
+    """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable."""
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
         raise ValueError(

@@ -265,10 +265,7 @@ class TablePair:
 
 
 class QuotientRemainderIds(nn.Module):
-    """A module that divides the ids of a batch into features of quotients and features of remainders.
-
-    It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
-    """
+    """A module that divides ids into features; it has no parameters, so pipelines may run it ahead."""
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
         super().__init__()

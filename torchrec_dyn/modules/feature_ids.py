@@ -99,10 +99,7 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
 
 
 class FeatureReader:
-    """Reads the features of a collection's tables, in table order; a feature may belong to several tables.
-
-    With `weighted`, bags have weights; with `scored`, some table scores its ids by the weights of a batch.
-    """
+    """Reads the features of a collection's tables, in table order; a feature may belong to several tables."""
 
     def __init__(
         self,

@@ -83,11 +83,8 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
 class DynamicOptimizer(FusedOptimizer):
     """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`, from the next backward on.
 
-    A copy or a pickle is the optimizer of the tables that are copied with it; for a sharded collection, and
-    if the tables have another optimizer since, it is a ValueError.
-
-    `groups` are the table groups that it updates in backward, `params` placeholders by "{table}.weight", and
-    `lookup` is the `UnshardedLookup`; None if the tables are sharded.
+    A copy is the optimizer of the tables that are copied with it. `params` are placeholders by
+    "{table}.weight", and `lookup` is the `UnshardedLookup`; None if the tables are sharded.
     """
 
     def __init__(

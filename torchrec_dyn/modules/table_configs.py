@@ -65,10 +65,7 @@ def checked_configs(
     where: str,
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
 ) -> list[Config]:
-    """Checks the configs of one collection and returns copies.
-
-    As in TorchRec, the table's name is its only feature if it has none. An initializer replaces init_fn.
-    """
+    """Checks the configs of one collection and returns copies; a table without features has its name's."""
     if isinstance(tables, BaseEmbeddingConfig):
         raise ValueError(
             f"{where}: expected a list of tables, got the config of table {tables.name!r}. Write [config]."

@@ -418,10 +418,7 @@ def checked_inverse(
 
 
 def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> Tensor:
-    """Returns the bag of each sample, [F, B] int64, for chosen features in their order.
-
-    As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
-    """
+    """Returns the bag of each sample, [F, B] int64, for features in order, without a wait of the host."""
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}
     order = host_numbers([place[feature] for feature in features])

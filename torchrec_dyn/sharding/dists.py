@@ -127,11 +127,7 @@ def sorted_by_owner(
 
 
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
-    """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
-
-    A pipeline that is detached after tables have moved puts the forwards of the earlier plan on the new
-    dists.
-    """
+    """Removes the forwards of an earlier plan, which a pipeline detached after a reshard puts here."""
     for input_dist in input_dists:
         sender: Any = getattr(input_dist, "_dist", input_dist)
         forward = vars(sender).get("forward")

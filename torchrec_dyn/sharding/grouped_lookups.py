@@ -129,10 +129,7 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:
-    """Sets the kernels to the next batch: its sender layout, and steps that were taken ahead.
-
-    The steps are removed from `steps`: a second forward of the batch takes steps of its own.
-    """
+    """Sets the kernels to the next batch: its senders, and its steps of `steps`, which are removed there."""
     for lookup, context in zip(lookups, contexts, strict=True):
         bags, size = context.batch_size_per_rank, cast(PooledLookup, lookup).node_size
         # Within nodes a batch arrives sorted by the position of its sender within the sender's node.

@@ -41,15 +41,7 @@ def pyarrow(call: str) -> Any:
 
 
 class ArrowColumns:
-    """The columns that are read of one table.
-
-    `columns` are their names; None: id, row, last_seen and count, as far as the table has them. With
-    `waiting` they are of the waiting ids in place of the rows.
-
-    Attributes:
-        schema: the schema of Arrow; its metadata have table, seed and step.
-        tensors: names of the tensors by row that the columns need.
-    """
+    """The columns that are read of one table: their `schema`, and the `tensors` by row that they need."""
 
     def __init__(
         self, source: RowSource, columns: Sequence[str] | None, waiting: bool, call: str

@@ -124,10 +124,7 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """A writer of a file. The file has a temporary name until it is complete and on the disk.
-
-    Then it replaces an existing file at PATH. If the process is killed before, the file at PATH is unchanged,
-    and the temporary file remains until the next export to PATH.
+    """A writer of a file, which has a temporary name until it is complete and on the disk.
 
     `tensors` has dtype and shape by name. Wider numbers are first, so that all are aligned.
     """
@@ -171,10 +168,7 @@ class SafetensorsWriter:
         self._left[name] = left[numbers.numel() :]
 
     def finish(self, **metadata: str) -> None:
-        """Replaces metadata by others of the same length, and renames the file to its path.
-
-        All tensors must have been written.
-        """
+        """Replaces metadata by others of the same length, and renames the file, when all is written."""
         left = sum(map(len, self._left.values()))
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
