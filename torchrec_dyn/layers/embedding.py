@@ -50,10 +50,9 @@ class OneTable(nn.Module):
 
     collection: Any  # sharded or not
 
-    def __init__(
+    def _set_sizes(
         self, embedding_dim: int, num_embeddings: int, name: str, padding_idx: int | None
     ) -> None:
-        super().__init__()
         self.where = f"{type(self).__name__}(table={name!r})"
         check_size(embedding_dim, "embedding_dim", self.where)
         check_size(num_embeddings, "num_embeddings", self.where)
@@ -112,7 +111,8 @@ class DynamicEmbedding(OneTable):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        super().__init__()
+        self._set_sizes(embedding_dim, num_embeddings, name, padding_idx)
         check_unscored(dynamic_config_by_table(dynamic, [name], self.where)[name], self.where)
         config = EmbeddingConfig(
             name=name,
@@ -226,7 +226,8 @@ class DynamicEmbeddingBag(OneTable):
         dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(embedding_dim, num_embeddings, name, padding_idx)
+        super().__init__()
+        self._set_sizes(embedding_dim, num_embeddings, name, padding_idx)
         _check_mode(mode, tile_length, self.where)
         if weight_gradients and not is_weighted:
             raise ValueError(
