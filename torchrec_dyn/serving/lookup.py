@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -52,17 +53,22 @@ def _(ids, columns, dtype, kind, parameters, key):  # type: ignore[no-untyped-de
 
 
 def _unseen_rows(name: str, table: ServedTable) -> Callable[[Tensor], Tensor]:
-    """Returns the function of ids [M] int64 to their initial rows [M, D] float32, as in training."""
+    """Returns a function of ids [M] int64 to their initial rows [M, D] float32, the same as in training."""
     initializer = named_initializer(table.initializer)
     if initializer is None:
         raise ValueError(
             f"serving(table='{name}'): expected an initializer among {', '.join(INITIALIZERS)}, got "
             f"{table.initializer}. Serve it with unseen='zeros'."
         )
-    dtype: torch.dtype = getattr(torch, table.trained_as)
-    key = table_key(table.seed, name, "initial row")
     kind, parameters = initializer.parameters()
-    return lambda ids: _initial_rows(ids, table.embedding_dim, dtype, kind, parameters, key)
+    return partial(
+        _initial_rows,
+        columns=table.embedding_dim,
+        dtype=getattr(torch, table.trained_as),
+        kind=kind,
+        parameters=parameters,
+        key=table_key(table.seed, name, "initial row"),
+    )
 
 
 class ServedLookup(nn.Module):

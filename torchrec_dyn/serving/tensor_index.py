@@ -41,6 +41,10 @@ ALL_ROWS = "rows"
 BLOCK_SHIFT = 31
 
 
+# A line of an index: name, dtype, file, first byte and shape of a tensor.
+IndexedTensor = tuple[str, torch.dtype, str, int, tuple[int, ...]]
+
+
 def name_in_index(table: str, part: str) -> str:
     """Returns the name of a table's tensor; `part` is "slots", "key" or "rows"."""
     return f"{quote(table, safe='')}.{part}"
@@ -51,21 +55,23 @@ def is_key(name: str) -> bool:
     return name.endswith(".key")
 
 
-def indexed(
-    generation: str, manifest: Manifest
-) -> Iterator[tuple[str, torch.dtype, str, int, tuple[int, ...]]]:
-    """Yields the lines of an index: name, dtype, file, first byte and shape of each tensor."""
+def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
+    """Yields the lines of the index of a generation."""
     row_format, rows_file = manifest.row_format, manifest.rows_file
     for number, (name, table) in enumerate(manifest.tables.items()):
-        slots = f"{generation}/{SLOTS}"
-        first = table.first_slot * SLOT_BYTES
+        slots, first = f"{generation}/{SLOTS}", table.first_slot * SLOT_BYTES
         yield name_in_index(name, "slots"), torch.int64, slots, first, (table.capacity, 2)
-        keys = f"{generation}/{KEYS}"
-        yield name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
+        keys, first = f"{generation}/{KEYS}", number * SLOT_BYTES
+        yield name_in_index(name, "key"), torch.int64, keys, first, (1, 2)
         stored = row_format.stored_dtype
         columns = row_format.row_bytes(table.embedding_dim) // stored.itemsize
-        shape = manifest.whole_rows(name), columns
-        yield name_in_index(name, "rows"), stored, rows_file, 0, shape
+        yield (
+            name_in_index(name, "rows"),
+            stored,
+            rows_file,
+            0,
+            (manifest.whole_rows(name), columns),
+        )
     yield ALL_ROWS, torch.uint8, rows_file, 0, (manifest.rows_bytes,)
 
 
