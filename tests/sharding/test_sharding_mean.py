@@ -1,17 +1,11 @@
 """MEAN pooling is right in every mix of plans, where TorchRec 1.8.0 divides too much or not."""
 
 import itertools
-from typing import Any
 
 import pytest
-import torch
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, usual_plan
 from sharded_training import check_trains_as_unsharded
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec import KeyedJaggedTensor, KeyedTensor
-
-from torchrec_dyn.sharding import MeanDivisor, divide
 
 
 def two_tables(first: str, second: str, poolings: tuple[str, str], shared: bool) -> list[Table]:
@@ -71,47 +65,3 @@ def test_weighted_mean_divides_by_the_number_of_ids() -> None:
 
 def test_mean_with_a_batch_size_per_feature() -> None:
     check_trains(Case(tables_of_all_kinds(2, ["shared"]), exact=False, variable=True))
-
-
-class Counted(TorchDispatchMode):
-    """Counts the ops that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("variable", [False, True])
-def test_the_work_of_means_does_not_grow_with_the_number_of_features(variable: bool) -> None:
-    """The divisor is kept to the end of the forward, so it has one column for each output."""
-    keys, bags, examples = [f"f{i}" for i in range(100)], 3, 4
-    lengths = torch.arange(100 * bags) % 5
-    inverse = torch.arange(100 * examples).view(100, examples) % bags
-    sizes: dict[str, Any] = {"stride": bags}
-    if variable:
-        sizes = {
-            "stride_per_key_per_rank": [[bags]] * 100,
-            "inverse_indices": (keys[::-1], inverse.flip(0)),
-        }
-    values = torch.arange(int(lengths.sum()))
-    features = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, **sizes)
-    divided = [key if i % 7 else None for i, key in enumerate(keys)]
-    by_output = lengths.view(100, bags)
-    if variable:
-        by_output = by_output.gather(1, inverse)
-    expected = by_output.clamp(min=1).float()
-    expected[::7] = 1
-    for widths in ([8] * 100, [8, 4] * 50):
-        sums = torch.ones(expected.shape[1], sum(widths))
-        with Counted() as counted:
-            divisor = MeanDivisor(divided)(features)
-            means = divide(KeyedTensor(keys, widths, sums), divisor)
-        assert counted.ops < 40
-        assert divisor.shape == (expected.shape[1], 100)
-        for key, of_output in means.to_dict().items():
-            column = expected[keys.index(key)].reciprocal().unsqueeze(1)
-            torch.testing.assert_close(of_output, column.expand_as(of_output))

@@ -18,8 +18,8 @@ from torchrec_dyn.sharding.batches import (
 )
 from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, TableOptions
 from torchrec_dyn.sharding.dists import (
-    MeanDivisor,
     divide,
+    mean_divisor,
     outputs_by_column,
     remove_stale_forwards,
 )

@@ -248,35 +248,25 @@ def outputs_by_column(
     }
 
 
-class MeanDivisor:
-    """Computes the divisor of each output of a collection.
-
-    `features` has for each output the feature whose bag lengths divide it; None: it is not divided.
-    """
-
-    def __init__(self, features: Sequence[str | None]) -> None:
-        self._outputs = len(features)
-        self._divided = [i for i, feature in enumerate(features) if feature is not None]
-        self._features = [feature for feature in features if feature is not None]
-        self.is_needed = bool(self._divided)
-
-    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the divisor of a batch of B examples, [B, O] float32, at least 1."""
-        keys = features.keys()
-        position = {key: i for i, key in enumerate(keys)}
-        places = [position[feature] for feature in self._features]
-        lengths, device = features.lengths(), features.device()
-        if features.variable_stride_per_key():
-            firsts = list(accumulate(features.stride_per_key(), initial=0))
-            bags = bags_of_samples(features.inverse_indices(), self._features)
-            first_bags = _sent([firsts[i] for i in places], device)
-            chosen = lengths[bags + first_bags.unsqueeze(1)]
-        else:
-            feature_lengths = lengths.view(len(keys), features.stride())
-            chosen = feature_lengths.index_select(0, _sent(places, device))
-        divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
-        divisor[_sent(self._divided, device)] = chosen.clamp(min=1).float()
-        return divisor.t().contiguous()
+def mean_divisor(features: KeyedJaggedTensor, divided_by: Sequence[str | None]) -> Tensor:
+    """Returns the divisor of outputs, [B, O] float32, at least 1: bag lengths of a feature each; None: 1."""
+    keys = features.keys()
+    position = {key: i for i, key in enumerate(keys)}
+    divided = [i for i, name in enumerate(divided_by) if name is not None]
+    names = [name for name in divided_by if name is not None]
+    places = [position[name] for name in names]
+    lengths, device = features.lengths(), features.device()
+    if features.variable_stride_per_key():
+        firsts = list(accumulate(features.stride_per_key(), initial=0))
+        bags = bags_of_samples(features.inverse_indices(), names)
+        first_bags = _sent([firsts[i] for i in places], device)
+        chosen = lengths[bags + first_bags.unsqueeze(1)]
+    else:
+        feature_lengths = lengths.view(len(keys), features.stride())
+        chosen = feature_lengths.index_select(0, _sent(places, device))
+    divisor = torch.ones(len(divided_by), chosen.shape[1], dtype=torch.float32, device=device)
+    divisor[_sent(divided, device)] = chosen.clamp(min=1).float()
+    return divisor.t().contiguous()
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
