@@ -80,19 +80,16 @@ class SafetensorsReader:
             raise self._fault(
                 "the length of a header that fits", f"{length} in a file of {size} bytes"
             )
-        try:
-            header = json.loads(self._file.read(length), object_pairs_hook=_without_repeats)
-        except (ValueError, RecursionError) as error:
-            raise self._fault("a header in JSON", f"{error}") from error
-        if not isinstance(header, dict):
-            raise self._fault("a header that names tensors", type(header).__name__)
-        metadata = header.pop(_METADATA, {})
-        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-            raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
+        metadata, tensors = self._parsed(self._file.read(length))
         begin = end = _LENGTH_BYTES + length  # of the numbers
-        described = [self._described(name, given) for name, given in header.items()]
         entries = {}
-        for span, name, dtype, shape in sorted(described, key=lambda tensor: tensor[0]):
+        for name, kind, shape, span in tensors:
+            dtype = _DTYPES.get(str(kind))
+            if dtype is None:
+                raise ValueError(
+                    f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
+                    f"{kind!r:.60}. Convert it."
+                )
             entries[name] = dtype, tuple(shape), end
             expected = [end - begin, end - begin + math.prod(shape) * dtype.itemsize]
             if span != expected:
@@ -102,22 +99,22 @@ class SafetensorsReader:
             raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
         return entries, metadata
 
-    def _described(self, name: str, given: Any) -> tuple[list[int], str, torch.dtype, list[int]]:
-        """Returns the bytes of a tensor's numbers after the header, its name, dtype and shape."""
-        if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
-        span, shape = given["data_offsets"], given["shape"]
-        if not _are_sizes(span) or len(span) != 2 or not _are_sizes(shape):
-            raise self._fault(
-                f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
-            )
-        dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
-        if dtype is None:
-            raise ValueError(
-                f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
-                f"{given['dtype']!r:.60}. Convert it."
-            )
-        return span, name, dtype, shape
+    def _parsed(self, text: bytes) -> tuple[dict[str, str], list[Any]]:
+        """Returns the metadata of a header, and in order name, dtype, shape and data_offsets of tensors."""
+        try:
+            header = json.loads(text)
+            metadata = header.pop(_METADATA, {})
+            fields = ("dtype", "shape", "data_offsets")
+            tensors = [
+                [name, *(given[field] for field in fields)] for name, given in header.items()
+            ]
+            sizes = [size for *_, shape, span in tensors for size in (*shape, *span)]
+            kinds = {*map(type, sizes)}, {*map(type, metadata.values())}
+            if kinds[0] - {int} or kinds[1] - {str} or min(sizes, default=0) < 0:
+                raise ValueError("a size that is no size, or metadata that are no strings")
+            return metadata, sorted(tensors, key=lambda tensor: tensor[3])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._fault("a header that describes tensors", repr(error)) from error
 
     def _fault(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
@@ -178,13 +175,3 @@ class SafetensorsWriter:
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
         self._file.drop()
-
-
-def _are_sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name twice")
-    return dict(pairs)
