@@ -24,7 +24,6 @@ from torchrec_dyn.modules import (
     initializer_of,
     row_dtype,
     saved_states,
-    sharded_copy_error,
     write_updates,
 )
 from torchrec_dyn.optimizers import RowOptimizer
@@ -329,4 +328,8 @@ class ShardedOptimizer(KeyedOptimizer):
             rates.drop_updates()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise sharded_copy_error(type(self).__name__)
+        raise ValueError(
+            "ShardedOptimizer: expected an optimizer of an unsharded collection in a copy or a pickle, got "
+            "one of a sharded collection: its rows are on several ranks. Save state dicts with "
+            "torch.distributed.checkpoint."
+        )

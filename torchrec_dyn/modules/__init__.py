@@ -20,7 +20,6 @@ from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
     LearningRateGroup,
     saved_states,
-    sharded_copy_error,
     write_updates,
 )
 from torchrec_dyn.modules.optimizer_choice import (

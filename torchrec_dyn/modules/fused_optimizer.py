@@ -120,15 +120,13 @@ class DynamicOptimizer(FusedOptimizer):
     # Copies.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        name = type(self).__name__
-        if self._lookup is None:
-            raise sharded_copy_error(name)
-        lookup = self._lookup()
+        lookup = None if self._lookup is None else self._lookup()
         present = [] if lookup is None else lookup.optimizers()
         number = next((i for i, other in enumerate(present) if other is self), None)
         if number is None:
             raise ValueError(
-                f"{_copy_rule(name)}, got one of before the tables were given another optimizer. Read "
+                f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy "
+                "or a pickle, got one of before the tables were given another optimizer. Read "
                 "`fused_optimizer` of the collection again, and keep this one instead."
             )
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
@@ -145,20 +143,6 @@ class DynamicOptimizer(FusedOptimizer):
 def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
     """Returns an optimizer of a copied lookup, by its number."""
     return lookup.optimizers()[number]
-
-
-def sharded_copy_error(name: str) -> ValueError:
-    """Returns the error for a copy of the optimizer of a sharded collection, of the class `name`."""
-    return ValueError(
-        f"{_copy_rule(name)}, got one of a sharded collection: its rows are on several ranks. Save state "
-        "dicts with torch.distributed.checkpoint."
-    )
-
-
-def _copy_rule(name: str) -> str:
-    return (
-        f"{name}: expected the present optimizer of an unsharded collection in a copy or a pickle"
-    )
 
 
 class SavedState:

@@ -39,24 +39,16 @@ _ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # Tables are children of a ModuleDict, as in TorchRec, so its own attributes cannot be table names.
 _TAKEN_NAMES = torch.nn.ModuleDict()
 
-# Options of a fixed or virtual table that have no meaning for a dynamic table: field, value that
-# means "not used", remedy.
-_UNUSED_OPTIONS = (
-    (
-        "use_virtual_table",
-        False,
-        "A dynamic table already creates a row when an id is first seen; leave it False.",
-    ),
-    ("virtual_table_eviction_policy", None, "Use DynamicTableConfig(eviction=...)."),
-    ("total_num_buckets", None, "Dynamic tables are routed by id, without buckets; leave it None."),
-    (
-        "num_embeddings_post_pruning",
-        None,
-        "Dynamic tables are not pruned by row number; leave it None.",
-    ),
-    ("enable_embedding_update", False, "Use collection.table(name).assign(ids, rows)."),
-    ("stash_weights", False, "Dynamic tables cannot be stashed; leave it False."),
-)
+# Options of a fixed or virtual table that have no meaning for a dynamic table: the value of one that is not
+# used, and what to do.
+_UNUSED_OPTIONS = {
+    "use_virtual_table": (False, "Leave it False: a row is made when its id is first seen."),
+    "virtual_table_eviction_policy": (None, "Use DynamicTableConfig(eviction=...)."),
+    "total_num_buckets": (None, "Leave it None: ids are routed without buckets."),
+    "num_embeddings_post_pruning": (None, "Leave it None: rows have no numbers to prune by."),
+    "enable_embedding_update": (False, "Use collection.table(name).assign(ids, rows)."),
+    "stash_weights": (False, "Leave it False: dynamic tables cannot be stashed."),
+}
 
 
 def checked_configs(
@@ -130,7 +122,7 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
         )
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
-    for option, unused, remedy in _UNUSED_OPTIONS:
+    for option, (unused, remedy) in _UNUSED_OPTIONS.items():
         if option == "enable_embedding_update" and isinstance(config, EmbeddingConfig):
             continue  # DistributedModelParallel.write assigns rows
         if getattr(config, option, unused) != unused:
