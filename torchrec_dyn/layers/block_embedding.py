@@ -118,7 +118,9 @@ class PooledProjections(nn.Module):
         super().__init__()
         self.tables = nn.ModuleDict(
             {
-                config.name: Projection(columns[config.name], config.embedding_dim, device)
+                config.name: Projection(
+                    columns[config.name], config.embedding_dim, bias=False, device=device
+                )
                 for config in configs
                 if columns[config.name] < config.embedding_dim
             }
@@ -147,10 +149,7 @@ class PooledProjections(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A linear projection without bias: y = x L^T with pooled rows x [B, b]; L [E, b] is Xavier normal."""
-
-    def __init__(self, columns: int, embedding_dim: int, device: torch.device | str | None) -> None:
-        super().__init__(columns, embedding_dim, bias=False, device=device)
+    """A linear projection: y = x L^T with pooled rows x [B, b]; L [E, b] is Xavier normal."""
 
     def reset_parameters(self) -> None:
         """Draws the initial L. DistributedModelParallel calls it if L was on the meta device."""
