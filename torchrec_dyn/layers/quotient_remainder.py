@@ -104,11 +104,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
         chosen = _dynamic_configs(dynamic, pairs, where)
-        read = FeatureReader(
-            [config.feature_names for config in self._configs],
-            is_weighted,
-            [f"{where}(table='{name}')" for name in names],
-        )
+        read = FeatureReader(self._configs, is_weighted, where)
         self.ids = QuotientRemainderIds(pairs, read, where)
         groups: dict[str, list[TablePair]] = {}
         for pair in pairs:

@@ -76,6 +76,9 @@ def checked_configs(
         _check_features(config, table)
         _check_options(config, dynamic, table)
     _check_once((config.name for config in tables), "a table name once", where)
+    widths = {config.name: config.embedding_dim for config in tables}
+    if config_type is EmbeddingConfig and len(set(widths.values())) > 1:
+        raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
     copies = [
         replace(
             config,

@@ -71,12 +71,8 @@ class UnshardedCollection(FusedOptimizerModule):
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
-        self._read = FeatureReader(
-            [table.config.feature_names for table in tables],
-            is_weighted,
-            [table.where for table in tables],
-            any(table.dynamic.scores_weights for table in tables),
-        )
+        is_scored = any(table.dynamic.scores_weights for table in tables)
+        self._read = FeatureReader(configs, is_weighted, where, is_scored)
 
     @property
     def device(self) -> torch.device:
@@ -200,9 +196,6 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         super().__init__()
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
-        widths = {config.name: config.embedding_dim for config in configs}
-        if len(set(widths.values())) > 1:
-            raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
         poolings = ["none"] * len(configs)
         self._make_tables(configs, poolings, "embeddings", False, device, dynamic, fused_params)

@@ -92,7 +92,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
         self._lookup = ServedLookup(folder, self._configs, means, unseen, where, verify)
         self._names, self._columns, self._features = pooled_outputs(self._configs)
-        self._read = _reader(self._configs, is_weighted, where)
+        self._read = FeatureReader(self._configs, is_weighted, where)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks up the rows of bags and pools them.
@@ -160,16 +160,13 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         super().__init__()
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingConfig, where, _INITIAL_ROWS)
-        widths = {config.name: config.embedding_dim for config in self._configs}
-        if len(set(widths.values())) > 1:
-            raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
         self._lookup = ServedLookup(
             folder, self._configs, [False] * len(self._configs), unseen, where, verify
         )
         self._names_by_table = get_embedding_names_by_table(self._configs)
         self._names, _, self._features = pooled_outputs(self._configs)
-        self._read = _reader(self._configs, False, where)
+        self._read = FeatureReader(self._configs, False, where)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks up the rows of ids.
@@ -220,13 +217,3 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
     def need_indices(self) -> bool:
         """Returns True if outputs have the ids, as their weights."""
         return self._need_indices
-
-
-def _reader(
-    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig], weighted: bool, where: str
-) -> FeatureReader:
-    return FeatureReader(
-        [config.feature_names for config in configs],
-        weighted,
-        [f"{where}(table='{config.name}')" for config in configs],
-    )
