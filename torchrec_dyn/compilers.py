@@ -19,10 +19,7 @@ _SERVE = "Export the model with the collections of torchrec_dyn.serving in place
 
 
 def not_compiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Makes a function, with all that it calls, run outside of the graphs of torch.compile.
-
-    With `fullgraph=True` torch's error contains the name of the function and what to do.
-    """
+    """Makes a function, with all that it calls, run outside of the graphs of torch.compile."""
     reason = (
         f"{function.__qualname__}: expected a graph break, got fullgraph=True or torch.export. Compile with "
         f"fullgraph=False, or compile only the dense part with fullgraph=True. {_SERVE}."
@@ -49,12 +46,9 @@ def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Argum
     return not_compiled(checked)
 
 
-class NotScriptable:
-    """Mixin for modules with dynamic tables: torch.jit.script of a model that contains one is an error."""
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Raises ValueError: torch.jit.script calls it for each module of a model."""
-        _refuse(self, "torch.jit.script")
+def refuse_script(module: object) -> NoReturn:
+    """Raises ValueError; as `__prepare_scriptable__` torch.jit.script calls it for each module of a model."""
+    _refuse(module, "torch.jit.script")
 
 
 def _refuse(module: object, exporter: str) -> NoReturn:

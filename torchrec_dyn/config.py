@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torchrec_dyn.initializers import (
-    Constant,
     FanInitializer,
     Initializer,
-    Normal,
-    TruncatedNormal,
-    Uniform,
     make_numbers_plain,
 )
 from torchrec_dyn.policies import (
@@ -109,9 +105,7 @@ class DynamicTableConfig:
     def __post_init__(self) -> None:
         where = "DynamicTableConfig"
         make_numbers_plain(self)
-        if self.initializer is not None and not isinstance(
-            self.initializer, (Uniform, Normal, TruncatedNormal, Constant, FanInitializer)
-        ):
+        if not isinstance(self.initializer, Initializer | FanInitializer | None):
             raise ValueError(
                 f"{where}.initializer: expected Uniform, Normal, TruncatedNormal, Constant, "
                 "XavierUniform, XavierNormal, KaimingUniform, KaimingNormal or None, got "

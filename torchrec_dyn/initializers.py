@@ -17,7 +17,7 @@ import hashlib
 import math
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.nn.init import calculate_gain
 
@@ -32,14 +32,6 @@ def make_numbers_plain(value: Any) -> None:
         if isinstance(number, Real) and type(number) not in (bool, int, float):
             plain = int(number) if isinstance(number, Integral) else float(number)
             object.__setattr__(value, field.name, plain)
-
-
-class Initializer(Protocol):
-    """The distribution of each value of a fresh row."""
-
-    def parameters(self) -> tuple[int, list[float]]:
-        """Returns the kind and the six parameters of `ops.init_rows_`."""
-        ...
 
 
 def _check_finite(where: str, **values: float) -> None:
@@ -159,20 +151,16 @@ def table_key(seed: int, table: str, purpose: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-@dataclass(frozen=True)
-class _Xavier:
-    gain: float = 1.0
-
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        gain = self.gain
-        if not isinstance(gain, (int, float)) or not math.isfinite(gain) or not gain > 0:
-            where = type(self).__name__
-            raise ValueError(f"{where}.gain: expected a finite number > 0, got {gain!r}.")
+def _check_gain(xavier: Any) -> None:
+    make_numbers_plain(xavier)
+    gain = xavier.gain
+    if not isinstance(gain, (int, float)) or not math.isfinite(gain) or not gain > 0:
+        where = type(xavier).__name__
+        raise ValueError(f"{where}.gain: expected a finite number > 0, got {gain!r}.")
 
 
 @dataclass(frozen=True)
-class XavierUniform(_Xavier):
+class XavierUniform:
     """Uniform distribution in +-gain sqrt(6 / (D + D)).
 
     Source: Glorot, Bengio, "Understanding the difficulty of training deep feedforward neural networks",
@@ -182,6 +170,11 @@ class XavierUniform(_Xavier):
         gain: factor of the bounds, above 0.
     """
 
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_gain(self)
+
     def for_dimension(self, embedding_dim: int) -> Uniform:
         """Returns the Uniform for rows of `embedding_dim` columns."""
         bound = self.gain * math.sqrt(6.0 / (embedding_dim + embedding_dim))
@@ -189,7 +182,7 @@ class XavierUniform(_Xavier):
 
 
 @dataclass(frozen=True)
-class XavierNormal(_Xavier):
+class XavierNormal:
     """Normal distribution with mean 0 and standard deviation gain sqrt(2 / (D + D)).
 
     Source: as for XavierUniform; `torch.nn.init.xavier_normal_` for a weight [D, D].
@@ -198,40 +191,40 @@ class XavierNormal(_Xavier):
         gain: factor of the standard deviation, above 0.
     """
 
+    gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_gain(self)
+
     def for_dimension(self, embedding_dim: int) -> Normal:
         """Returns the Normal for rows of `embedding_dim` columns."""
         return Normal(0.0, self.gain * math.sqrt(2.0 / (embedding_dim + embedding_dim)))
 
 
-@dataclass(frozen=True)
-class _Kaiming:
-    a: float = 0.0
-    mode: Literal["fan_in", "fan_out"] = "fan_in"
-    nonlinearity: str = "leaky_relu"
+def _gain_of(kaiming: Any) -> float:
+    """Returns torch's gain of the nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
+    where = type(kaiming).__name__
+    if kaiming.mode not in ("fan_in", "fan_out"):
+        raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {kaiming.mode!r}.')
+    # So that a * a does not overflow.
+    if not isinstance(kaiming.a, (int, float)) or not abs(kaiming.a) < 1e154:
+        raise ValueError(f"{where}.a: expected a finite number below 1e154, got {kaiming.a!r}.")
+    try:
+        return float(calculate_gain(kaiming.nonlinearity, float(kaiming.a)))
+    except ValueError:
+        raise ValueError(
+            f"{where}.nonlinearity: expected a name that torch.nn.init.calculate_gain accepts, e.g. "
+            f'"relu" or "leaky_relu", got {kaiming.nonlinearity!r}.'
+        ) from None
 
-    def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        self._gain()
 
-    def _gain(self) -> float:
-        """Returns torch's gain of the nonlinearity, sqrt(2 / (1 + a^2)) for "leaky_relu"."""
-        where = type(self).__name__
-        if self.mode not in ("fan_in", "fan_out"):
-            raise ValueError(f'{where}.mode: expected "fan_in" or "fan_out", got {self.mode!r}.')
-        # So that a * a does not overflow.
-        if not isinstance(self.a, (int, float)) or not abs(self.a) < 1e154:
-            raise ValueError(f"{where}.a: expected a finite number below 1e154, got {self.a!r}.")
-        try:
-            return float(calculate_gain(self.nonlinearity, float(self.a)))  # type: ignore[arg-type]
-        except ValueError:
-            raise ValueError(
-                f"{where}.nonlinearity: expected a name that torch.nn.init.calculate_gain accepts, e.g. "
-                f'"relu" or "leaky_relu", got {self.nonlinearity!r}.'
-            ) from None
+def _check_kaiming(kaiming: Any) -> None:
+    make_numbers_plain(kaiming)
+    _gain_of(kaiming)
 
 
 @dataclass(frozen=True)
-class KaimingUniform(_Kaiming):
+class KaimingUniform:
     """Uniform distribution in +-g sqrt(3 / D).
 
     g is the gain of the nonlinearity, by default sqrt(2 / (1 + a^2)).
@@ -245,24 +238,39 @@ class KaimingUniform(_Kaiming):
         nonlinearity: a name that `torch.nn.init.calculate_gain` accepts.
     """
 
+    a: float = 0.0
+    mode: Literal["fan_in", "fan_out"] = "fan_in"
+    nonlinearity: str = "leaky_relu"
+
+    def __post_init__(self) -> None:
+        _check_kaiming(self)
+
     def for_dimension(self, embedding_dim: int) -> Uniform:
         """Returns the Uniform for rows of `embedding_dim` columns."""
-        bound = self._gain() * math.sqrt(3.0 / embedding_dim)
+        bound = _gain_of(self) * math.sqrt(3.0 / embedding_dim)
         return Uniform(-bound, bound)
 
 
 @dataclass(frozen=True)
-class KaimingNormal(_Kaiming):
+class KaimingNormal:
     """Normal distribution with mean 0 and standard deviation g / sqrt(D); the rest as KaimingUniform.
 
     Source: as for KaimingUniform; `torch.nn.init.kaiming_normal_` for a weight [D, D].
     """
 
+    a: float = 0.0
+    mode: Literal["fan_in", "fan_out"] = "fan_in"
+    nonlinearity: str = "leaky_relu"
+
+    def __post_init__(self) -> None:
+        _check_kaiming(self)
+
     def for_dimension(self, embedding_dim: int) -> Normal:
         """Returns the Normal for rows of `embedding_dim` columns."""
-        return Normal(0.0, self._gain() / math.sqrt(embedding_dim))
+        return Normal(0.0, _gain_of(self) / math.sqrt(embedding_dim))
 
 
+Initializer = Uniform | Normal | TruncatedNormal | Constant
 FanInitializer = XavierUniform | XavierNormal | KaimingUniform | KaimingNormal
 
 

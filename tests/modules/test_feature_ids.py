@@ -12,8 +12,10 @@ import torchrec_dyn as dyn
 from torchrec_dyn.modules.feature_ids import FeatureReader, checked_features
 
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
-NAMES = [["a"], ["b", "c"]]
-WHERE = ["C(table='s')", "C(table='t')"]
+CONFIGS = [
+    EmbeddingConfig(name=name, embedding_dim=4, num_embeddings=9, feature_names=[*features])
+    for name, features in (("s", "a"), ("t", "bc"))
+]
 
 
 def batch(keys: str, lengths: list[int], dtype: torch.dtype = torch.int64, **more: object):
@@ -109,7 +111,7 @@ def test_lengths_by_feature(columns: bool) -> None:
 
 
 def test_a_reader_follows_the_keys_of_each_batch() -> None:
-    read = FeatureReader(NAMES, False, WHERE)
+    read = FeatureReader(CONFIGS, False, "C")
     for keys in ("abc", "cab", "abc", "abcd", "dabc", "adbc", "cab"):
         features = batch(keys, [1, 0, 2, 1, 0, 3, 1, 1][: 2 * len(keys)])
         found = read(features)
@@ -118,14 +120,14 @@ def test_a_reader_follows_the_keys_of_each_batch() -> None:
         assert found.lengths.tolist() == [one for _, lengths in parts for one in lengths], keys
         assert found.counts == [len(ids) for ids, _ in parts], keys
     for keys in ("ab", "abd", ""):
-        for reader in (read, FeatureReader(NAMES, False, WHERE)):
+        for reader in (read, FeatureReader(CONFIGS, False, "C")):
             with pytest.raises(ValueError, match=r"table='[st]'\): expected feature"):
                 reader(batch(keys, [1] * 2 * len(keys)))
 
 
 def test_features_that_follow_each_other_are_not_copied() -> None:
     features = batch("dabc", [1, 0, 2, 1, 0, 3, 1, 1])
-    found = FeatureReader(NAMES, False, WHERE)(features)
+    found = FeatureReader(CONFIGS, False, "C")(features)
     assert found.ids.data_ptr() == features.values().data_ptr() + features.values()[:1].nbytes
 
 

@@ -37,13 +37,14 @@ CALLED = [
 _SHARDING = ["_device", "_env", "_grouped_embedding_configs_per_rank", "_pg", "_rank"]
 _STITCHED = ["_combined_embedding_dims", "_combined_embedding_names", "_embedding_dims",
              "_embedding_names", "_embedding_order", "_init_combined_embeddings"]  # fmt: skip
+_ROW_WISE = [*_SHARDING, "_get_num_features"]
 _BY_NODE = ["_features_per_rank", "_intra_pg"]
 _PACKAGE = "torchrec.distributed"
 READ = {
     f"{_PACKAGE}.sharding.tw_sharding.TwPooledEmbeddingSharding": _SHARDING,
-    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _ROW_WISE,
     f"{_PACKAGE}.sharding.tw_sequence_sharding.TwSequenceEmbeddingSharding": _SHARDING,
-    f"{_PACKAGE}.sharding.rw_sequence_sharding.RwSequenceEmbeddingSharding": _SHARDING,
+    f"{_PACKAGE}.sharding.rw_sequence_sharding.RwSequenceEmbeddingSharding": _ROW_WISE,
     f"{_PACKAGE}.sharding.cw_sequence_sharding.CwSequenceEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.cw_sharding.CwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
     f"{_PACKAGE}.sharding.twcw_sharding.TwCwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
@@ -110,16 +111,19 @@ def overridden() -> set[str]:
     """The methods of TorchRec's that ours replace."""
     lines = set()
     for kind in our_subclasses():
-        for node in _nodes(kind):
-            bases = [
-                base
-                for base in _bases(kind)
-                if isinstance(node, ast.FunctionDef) and node.name in vars(base)
-            ]
+        for name in map(_method, _nodes(kind)):
+            bases = [base for base in _bases(kind) if name in vars(base)]
             if bases:
-                path = f"{bases[0].__module__}.{bases[0].__qualname__}.{node.name}"
-                lines.add(_said(path, vars(bases[0])[node.name]))
+                path = f"{bases[0].__module__}.{bases[0].__qualname__}.{name}"
+                lines.add(_said(path, vars(bases[0])[name]))
     return lines
+
+
+def _method(node: ast.stmt) -> str | None:
+    """The name of a method that is defined in a class, or is a function of its module."""
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+        return ast.unparse(node.targets[0])
+    return node.name if isinstance(node, ast.FunctionDef) else None
 
 
 def called() -> set[str]:

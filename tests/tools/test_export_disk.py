@@ -159,7 +159,7 @@ def publish_arrow(path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     batch = arrow.record_batch({"ids": [1]})
     file = ArrowFile(arrow, path, batch.schema, "arrow")
-    file.write(batch)
+    file.add(batch)
     file.finish()
 
 

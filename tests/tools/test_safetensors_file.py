@@ -61,7 +61,7 @@ def test_we_read_what_others_write(tmp_path: Path) -> None:
     given = {"rows": ROWS.bfloat16(), "ids": IDS, "b": torch.empty(0, 5), "a": torch.tensor(3.0)}
     torch_files.save_file(given, tmp_path / "f")
     reader = SafetensorsReader(tmp_path / "f")
-    assert reader.metadata == {} and reader.entries["a"].shape == ()
+    assert reader.metadata == {} and reader.entries["a"][1] == ()
     for name in ("rows", "ids", "b"):
         assert torch.equal(reader.rows(name, 0, len(given[name])), given[name])
     reader.close()
@@ -81,6 +81,18 @@ def file_of(text: bytes, data: int = 16) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
+TEXTS = {
+    "no JSON": b"{ids",
+    "no UTF-8": b'{"\xff',
+    "deep": b"[" * 99_999,
+    "long number": b"[" + b"9" * 9999 + b"]",
+    "a list": b"[1, 2]",
+    "metadata": header(__metadata__={"a": 1}),
+    "no tensor": header(ids=3),
+    "float size": header(ids={"shape": [1.0]}),
+    "bool size": header(ids={"shape": [True]}),
+    "negative": header(rows={"shape": [-1, -2]}),
+}
 DAMAGED = {
     "empty": (b"", "the length of a header that fits, got 0 in a file of 0 bytes"),
     "short": (b"\1\0\0", "the length of a header that fits, got 1 in a file of 3"),
@@ -89,19 +101,8 @@ DAMAGED = {
         (100).to_bytes(8, "little") + b"{}",
         "a header that fits, got 100 in a file of 10",
     ),
-    "no JSON": (file_of(b"{ids"), "a header in JSON, got Expecting property name"),
-    "no UTF-8": (file_of(b'{"\xff'), "a header in JSON, got"),
-    "deep": (file_of(b"[" * 99_999), "a header in JSON, got"),
-    "long number": (file_of(b"[" + b"9" * 9999 + b"]"), "a header in JSON, got"),
-    "a name twice": (file_of(b'{"ids": 1, "ids": 2}'), "a header in JSON, got a name twice"),
-    "a list": (file_of(b"[1, 2]"), "a header that names tensors, got list"),
-    "metadata": (file_of(header(__metadata__={"a": 1})), "of strings by name, got {'a': 1}"),
-    "no tensor": (file_of(header(ids=3)), "dtype, shape and data_offsets of 'ids', got 3"),
-    "more fields": (file_of(header(ids={"x": 3})), "dtype, shape and data_offsets of 'ids'"),
-    "float size": (file_of(header(ids={"shape": [1.0]})), r"a shape and two .* 'ids', got \[1.0\]"),
-    "bool size": (file_of(header(ids={"shape": [True]})), r"of 'ids', got \[True\]"),
-    "negative": (file_of(header(rows={"shape": [-1, -2]})), r"of 'rows', got \[-1, -2\]"),
-    "three offsets": (file_of(header(ids={"data_offsets": [0, 4, 8]})), r"and \[0, 4, 8\]"),
+    **{name: (file_of(text), "a header that describes ten.*, got") for name, text in TEXTS.items()},
+    "three offsets": (file_of(header(ids={"data_offsets": [0, 4, 8]})), r"got \[0, 4, 8\]"),
     "dtype": (
         file_of(header(rows={"dtype": "F64"})),
         "of I64, F32, F16, BF16, got 'rows' of 'F64'",
@@ -147,9 +148,9 @@ def test_any_change_of_the_header_is_an_error_or_another_file(
         reader = SafetensorsReader(path)
     except ValueError:
         return
-    for name, entry in reader.entries.items():  # whatever it says now, it fits the file
-        if entry.shape:
-            assert tuple(reader.rows(name, 0, entry.shape[0]).shape) == entry.shape
+    for name, (_, shape, _) in reader.entries.items():  # whatever it says now, it fits the file
+        if shape:
+            assert tuple(reader.rows(name, 0, shape[0]).shape) == shape
     reader.close()
 
 

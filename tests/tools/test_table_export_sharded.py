@@ -124,20 +124,20 @@ def faults(setup: Setup, path: str) -> list[str]:
         said.append(str(caught.value))
     from torchrec_dyn.tools.arrow_file import ArrowFile
 
-    write = ArrowFile.write
+    add = ArrowFile.add
 
     def full(self: Any, batch: Any) -> None:
         if rank:
             raise OSError(28, "No space left on device", "there")
-        write(self, batch)
+        add(self, batch)
 
-    ArrowFile.write = full
+    ArrowFile.add = full
     try:
         with pytest.raises(OSError, match="No space") as caught:
             export_table(collection, "sixteen", f"{path}/new.parquet")
         assert caught.value.errno == 28
     finally:
-        ArrowFile.write = write
+        ArrowFile.add = add
     assert export_table(collection, "sixteen", f"{path}/new.parquet") > 0
     return said
 

@@ -66,6 +66,13 @@ class FileWriter:
         with naming(self.path):
             os.fsync(self._file)
 
+    def publish(self, path: Path) -> None:
+        """Puts the file on the disk, under the name `path`, and closes it; it keeps its lock until then."""
+        self.sync()
+        os.replace(self.path, path)
+        self.close()
+        sync_to_disk(path.parent)
+
     def close(self) -> None:
         """Closes the file; does nothing if it is closed."""
         file, self._file = self._file, -1
@@ -143,10 +150,7 @@ def replace_file(path: Path, data: bytes) -> None:
     try:
         file.resize(0)
         file.write(0, data)
-        file.sync()
-        os.replace(file.path, path)
+        file.publish(path)
     except BaseException:
         file.drop()
         raise
-    file.close()
-    sync_to_disk(path.parent)

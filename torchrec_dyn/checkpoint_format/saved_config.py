@@ -25,7 +25,7 @@ def table_config(
     table: str, embedding_dim: int, seed: int, dtype: torch.dtype, initializer: Initializer
 ) -> dict[str, Any]:
     """Returns the config of a table, which describes its rows."""
-    fields = dataclasses.asdict(initializer)  # type: ignore[call-overload]
+    fields = dataclasses.asdict(initializer)
     return {
         "format": FORMAT,
         "table": table,

@@ -29,9 +29,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
+from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
-from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
+from torchrec_dyn.distributed.stages import BatchContext, ShardedTables
 from torchrec_dyn.lookup import uses_by_feature
 from torchrec_dyn.modules import DynamicEmbeddingCollection
 from torchrec_dyn.name_lists import listed
@@ -70,9 +70,7 @@ class SequenceContext(BatchContext, EmbeddingCollectionContext):
             expansion.places.record_stream(stream)
 
 
-class ShardedDynamicEmbeddingCollection(
-    ForwardOutsideGraphs, Stages, ShardedTables, ShardedEmbeddingCollection
-):
+class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollection):
     """A `DynamicEmbeddingCollection` whose tables are on several ranks.
 
     Created by `DynamicEmbeddingCollectionSharder`. Rows trained before sharding are copied; `module`

@@ -28,15 +28,15 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.distributed.local_shards import LocalShards, ShardedTables
+from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
-from torchrec_dyn.distributed.stages import BatchContext, ForwardOutsideGraphs, Stages
+from torchrec_dyn.distributed.stages import BatchContext, ShardedTables
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection
 from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
     BatchCheck,
-    MeanDivisor,
     divide,
+    mean_divisor,
     remove_stale_forwards,
     with_an_example,
     without_examples,
@@ -51,9 +51,7 @@ class PooledContext(BatchContext, EmbeddingBagCollectionContext):
     has_examples: bool = True
 
 
-class ShardedDynamicEmbeddingBagCollection(
-    ForwardOutsideGraphs, Stages, ShardedTables, ShardedEmbeddingBagCollection
-):
+class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):
     """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
 
     Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied; `module`
@@ -93,7 +91,7 @@ class ShardedDynamicEmbeddingBagCollection(
         )
         # TorchRec's divisor also divides outputs of other tables; `_mean` replaces it.
         self._has_mean_pooling_callback = False
-        self._mean = self._mean_divisor(setup)
+        self._divided_by = self._features_of_means(setup)
         self._check_batch = BatchCheck(
             setup.features, module.is_weighted(), True, setup.where, setup.is_scored
         )
@@ -137,9 +135,9 @@ class ShardedDynamicEmbeddingBagCollection(
             features, ctx.has_examples = with_an_example(features), False
         self._prepare_dists(features)
         remove_stale_forwards(self._input_dists)
-        if self._mean.is_needed:
+        if any(self._divided_by):
             with torch.no_grad():
-                ctx.divisor = self._mean(features)
+                ctx.divisor = mean_divisor(features, self._divided_by)
         return self._send(ctx, features, super().input_dist)
 
     def create_context(self) -> PooledContext:
@@ -188,15 +186,15 @@ class ShardedDynamicEmbeddingBagCollection(
             for name, feature in zip(names, config.feature_names, strict=True)
         }
 
-    def _mean_divisor(self, setup: ShardingSetup) -> MeanDivisor:
-        """Returns the divisor of the outputs that must be divided after the output dist."""
+    def _features_of_means(self, setup: ShardingSetup) -> list[str | None]:
+        """Returns for each output the feature whose bags divide it after the output dist, if any."""
         divided = [
             config.name
             for config in self._embedding_bag_configs
             if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread
         ]
         features = self._features_by_output(divided)
-        return MeanDivisor([features.get(name) for name in self._embedding_names])
+        return [features.get(name) for name in self._embedding_names]
 
     def _finished(
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext

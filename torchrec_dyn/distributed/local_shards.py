@@ -24,7 +24,6 @@ from torchrec_dyn.modules import (
     initializer_of,
     row_dtype,
     saved_states,
-    sharded_copy_error,
     write_updates,
 )
 from torchrec_dyn.optimizers import RowOptimizer
@@ -40,53 +39,6 @@ from torchrec_dyn.storage import OpenForwards, TableLock, commit, locked
 from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
-
-
-class ShardedTables:
-    """Mixin for both sharded collections: their calls on tables."""
-
-    _shards: LocalShards
-
-    @not_compiled
-    def table(self, name: str) -> TableHandle:
-        """Returns the handle of one table; it reads this rank's shard."""
-        return self._shards.handle(name)
-
-    @not_compiled
-    def set_time(self, time: int) -> None:
-        """Sets the clock of policies that count in time for the next training forwards. Collective.
-
-        Args:
-            time: an integer of 0 or more, in the unit of the policy. The latest time of all ranks is used; it
-                must not be before the time set last.
-
-        Raises:
-            ValueError: on every rank, if some rank passed an invalid time, or the latest time is before the
-                time set last.
-        """
-        self._shards.set_time(time)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `.half()`, `.double()` and `.to` of a model come here.
-        for dtype in self._shards.output_dtypes:
-            converted = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
-            if converted != dtype:
-                raise ValueError(
-                    f"{self._shards.where}: expected a conversion to the dtype of its outputs, {dtype}, got "
-                    f"{converted}: rows and outputs of a sharded collection keep their dtypes. Convert the "
-                    "dense part only; or, before sharding, set data_type in the configs and 'output_dtype' "
-                    "in fused_params."
-                )
-        module: Any = super()
-        return module._apply(fn, recurse)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses copies and pickles, those of `torch.save` included."""
-        raise ValueError(
-            f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
-            "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
-            "torch.distributed.checkpoint."
-        )
 
 
 class LocalShards:
@@ -376,4 +328,8 @@ class ShardedOptimizer(KeyedOptimizer):
             rates.drop_updates()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise sharded_copy_error(type(self).__name__)
+        raise ValueError(
+            "ShardedOptimizer: expected an optimizer of an unsharded collection in a copy or a pickle, got "
+            "one of a sharded collection: its rows are on several ranks. Save state dicts with "
+            "torch.distributed.checkpoint."
+        )

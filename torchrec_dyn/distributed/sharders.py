@@ -213,21 +213,22 @@ def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterShard
         )
 
 
-class _StaticSharder(BaseEmbeddingSharder[Any]):
-    """Mixin for TorchRec's sharders of static tables, which may be given the options of dynamic ones."""
+class StaticBagSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
 
     def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards as TorchRec's sharder, after `_check_static`."""
+        """Shards a collection."""
         _check_static(self, module, params)
         return super().shard(module, params, *args, **options)
 
 
-class StaticBagSharder(_StaticSharder, EmbeddingBagCollectionSharder):
+class StaticSequenceSharder(EmbeddingCollectionSharder):
     """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
 
-
-class StaticSequenceSharder(_StaticSharder, EmbeddingCollectionSharder):
-    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
+    def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
+        """Shards a collection."""
+        _check_static(self, module, params)
+        return super().shard(module, params, *args, **options)
 
 
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(

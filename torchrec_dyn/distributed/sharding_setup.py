@@ -18,7 +18,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec_dyn import ops
 from torchrec_dyn.modules import (
     DEFAULT_FUSED_PARAMS,
-    DefaultSelection,
     UnshardedTable,
     chosen_fused_params,
     chosen_output_dtype,
@@ -37,7 +36,7 @@ from torchrec_dyn.ranks import (
     row_limit,
     table_layouts,
 )
-from torchrec_dyn.sharding import OPTIONS_KEY, KernelOptions, TableOptions
+from torchrec_dyn.sharding import OPTIONS_KEY, TableOptions
 
 
 def check_surroundings(env: ShardingEnv, device: torch.device | None, where: str) -> torch.device:
@@ -99,7 +98,14 @@ def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> No
     claimed.update(dict.fromkeys(names, module_fqn))
 
 
-class ShardingSetup(DefaultSelection, nn.Module):
+# Methods of collections that TorchRec's sharded modules call, besides those of the class.
+_READ_BY_TORCHREC = {
+    *("is_weighted", "need_indices", "embedding_dim", "embedding_names_by_table"),
+    *("use_gather_select", "use_gather_select_per_sharding", "use_sorted_select"),
+}
+
+
+class ShardingSetup(nn.Module):
     """A checked plan, and the module that TorchRec shards in place of a dynamic collection; read only.
 
     TorchRec reads the tables, their optimizers and the state dict of the module that it shards. It gets
@@ -151,6 +157,8 @@ class ShardingSetup(DefaultSelection, nn.Module):
         if placed:
             warnings.warn(placement_warning(sorted(placed), where), UserWarning, stacklevel=4)
         self.module: list[Any] = [module]
+        for method in _READ_BY_TORCHREC & {*dir(module)}:
+            setattr(self, method, getattr(module, method))
 
     def _add_placeholders(
         self, holder: str, weights: Mapping[str, nn.Parameter], fused_params: Mapping[str, Any]
@@ -160,7 +168,11 @@ class ShardingSetup(DefaultSelection, nn.Module):
         Options on a table's parameter have priority over `fused_params`, and those in the plan over both.
         Returns the tables without a chosen optimizer, and the options for another place of rows.
         """
-        kernel_options = KernelOptions()
+        kernel_options: dict[str, TableOptions] = {}
+
+        def options_of_table(table: str) -> TableOptions:
+            return kernel_options[table]
+
         placeholders = nn.ModuleDict()
         by_default: list[str] = []
         placed: set[str] = set()
@@ -171,7 +183,7 @@ class ShardingSetup(DefaultSelection, nn.Module):
                 self.plan[name],
                 self.layouts[name],
             )
-            kernel_options.tables[name] = TableOptions(
+            kernel_options[name] = TableOptions(
                 config=config_of_share(self.dynamic[name], layout.row_ranks),
                 row_limit=row_limit(weight.shape[0], layout.row_ranks),
                 rows_are_spread=layout.rows_are_spread,
@@ -188,7 +200,7 @@ class ShardingSetup(DefaultSelection, nn.Module):
             chosen = with_fbgemm_dtype(chosen, table)
             self.optimizers[name] = RowOptimizer.from_fused_params(chosen, table)
             output_dtypes[name] = chosen_output_dtype(chosen, table)
-            chosen[OPTIONS_KEY] = kernel_options
+            chosen[OPTIONS_KEY] = options_of_table
             placeholders[name] = _placeholder(weight, chosen)
         self.output_dtypes = set(output_dtypes.values())
         self._check_dtypes(output_dtypes)
@@ -229,22 +241,6 @@ class ShardingSetup(DefaultSelection, nn.Module):
     def embedding_configs(self) -> list[Any]:
         """Returns the configs of a sequence collection."""
         return self.configs
-
-    def is_weighted(self) -> bool:
-        """Returns True if bags have weights."""
-        return self.module[0].is_weighted()
-
-    def need_indices(self) -> bool:
-        """Returns True if outputs contain the ids."""
-        return self.module[0].need_indices()
-
-    def embedding_dim(self) -> int:
-        """Returns the number of columns of every table of a sequence collection."""
-        return self.module[0].embedding_dim()
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """Returns the output names of each table of a sequence collection."""
-        return self.module[0].embedding_names_by_table()
 
 
 def _placeholder(weight: nn.Parameter, fused_params: dict[str, Any]) -> nn.Module:

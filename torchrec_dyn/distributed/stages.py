@@ -25,9 +25,10 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
+from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
+from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     PrefetchedSteps,
     check_modes,
@@ -45,8 +46,10 @@ _Output = TypeVar("_Output")
 _running = threading.local()
 
 
-class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
+class ForwardOutsideGraphs(ShardedModule[Any, Any, Any, Any]):
     """Mixin for TorchRec's sharded modules: their forward is a graph break."""
+
+    __prepare_scriptable__ = refuse_script
 
     def forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
         """Sends the ids of a batch, looks them up and sends outputs back."""
@@ -83,12 +86,52 @@ class BatchContext:
     has_modes: bool = False
 
 
-class Stages(ShardedModule[Any, Any, Any, Any]):
-    """Mixin for TorchRec's sharded collections: the stages after the input dist. List it before these."""
+class ShardedTables(ForwardOutsideGraphs):
+    """Mixin for TorchRec's sharded collections, listed first: calls on tables, and a forward's stages."""
 
     _lookups: list[Any]
     _shards: LocalShards
     _env: ShardingEnv
+
+    @not_compiled
+    def table(self, name: str) -> TableHandle:
+        """Returns the handle of one table; it reads this rank's shard."""
+        return self._shards.handle(name)
+
+    @not_compiled
+    def set_time(self, time: int) -> None:
+        """Sets the clock of policies that count in time for the next training forwards. Collective.
+
+        Args:
+            time: an integer of 0 or more, in the unit of the policy. The latest time of all ranks is used; it
+                must not be before the time set last.
+
+        Raises:
+            ValueError: on every rank, if some rank passed an invalid time, or the latest time is before the
+                time set last.
+        """
+        self._shards.set_time(time)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # `.half()`, `.double()` and `.to` of a model come here.
+        for dtype in self._shards.output_dtypes:
+            converted = fn(torch.empty(0, dtype=dtype, device="cpu")).dtype
+            if converted != dtype:
+                raise ValueError(
+                    f"{self._shards.where}: expected a conversion to the dtype of its outputs, {dtype}, got "
+                    f"{converted}: rows and outputs of a sharded collection keep their dtypes. Convert the "
+                    "dense part only; or, before sharding, set data_type in the configs and 'output_dtype' "
+                    "in fused_params."
+                )
+        return super()._apply(fn, recurse)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses copies and pickles, those of `torch.save` included."""
+        raise ValueError(
+            f"{self._shards.where}: expected state dicts of a sharded collection, got a copy or a pickle of "
+            "it, as by torch.save of the model: its rows are on several ranks. Save model.state_dict() with "
+            "torch.distributed.checkpoint."
+        )
 
     @not_compiled
     def prefetch(

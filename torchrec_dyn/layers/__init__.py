@@ -1,8 +1,7 @@
 """Modules that hold collections: modules of one table, block embeddings and quotient-remainder embeddings.
 
 Imports `modules` and the ground. Start with `embedding`: a module reads its input (`inputs`), looks up rows
-in its collection, and shapes the output. `embedding_bag` pools in one of three ways (`bags`). Then read
-`block_embedding` and `quotient_remainder`.
+in its collection, and shapes the output. Then read `block_embedding` and `quotient_remainder`.
 
 The sharders shard the collections inside these modules. The modules themselves are not sharded.
 """

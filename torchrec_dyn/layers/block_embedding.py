@@ -13,15 +13,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.modules import DynamicEmbeddingBagCollection, checked_configs, number_by_table
+from torchrec_dyn.modules import (
+    DynamicEmbeddingBagCollection,
+    checked_configs,
+    number_by_table,
+    pooled_outputs,
+)
 
 
 class BlockEmbeddingBagCollection(EmbeddingBagCollectionInterface):
@@ -116,17 +118,15 @@ class PooledProjections(nn.Module):
         super().__init__()
         self.tables = nn.ModuleDict(
             {
-                config.name: Projection(columns[config.name], config.embedding_dim, device)
+                config.name: Projection(
+                    columns[config.name], config.embedding_dim, bias=False, device=device
+                )
                 for config in configs
                 if columns[config.name] < config.embedding_dim
             }
         )
-        self._outputs = [
-            (name, config.name)
-            for names, config in zip(get_embedding_names_by_table(configs), configs, strict=True)
-            for name in names
-        ]
-        self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._names, self._widths, _ = pooled_outputs(configs)
+        self._tables = [config.name for config in configs for _ in config.feature_names]
 
     def forward(self, pooled: KeyedTensor) -> KeyedTensor:
         """Projects each output with the matrix of its table: [B, D], outputs in the order of the tables.
@@ -134,12 +134,11 @@ class PooledProjections(nn.Module):
         pooled [B, sum of b] has outputs in any order: in a sharded collection the plan decides the order.
         """
         narrow = pooled.to_dict()
-        wide = [self._projected(narrow[name], table) for name, table in self._outputs]
-        return KeyedTensor(
-            keys=[name for name, _ in self._outputs],
-            length_per_key=self._widths,
-            values=torch.cat(wide, dim=1),
-        )
+        wide = [
+            self._projected(narrow[name], table)
+            for name, table in zip(self._names, self._tables, strict=True)
+        ]
+        return KeyedTensor(self._names, self._widths, torch.cat(wide, dim=1))
 
     def _projected(self, pooled: Tensor, table: str) -> Tensor:
         if table not in self.tables:
@@ -150,10 +149,7 @@ class PooledProjections(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A linear projection without bias: y = x L^T with pooled rows x [B, b]; L [E, b] is Xavier normal."""
-
-    def __init__(self, columns: int, embedding_dim: int, device: torch.device | str | None) -> None:
-        super().__init__(columns, embedding_dim, bias=False, device=device)
+    """A linear projection: y = x L^T with pooled rows x [B, b]; L [E, b] is Xavier normal."""
 
     def reset_parameters(self) -> None:
         """Draws the initial L. DistributedModelParallel calls it if L was on the meta device."""

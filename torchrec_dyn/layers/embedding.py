@@ -23,17 +23,15 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec_dyn.compilers import forward_of_tables
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.layers.inputs import (
-    BagOptions,
     BagReader,
-    BagShaper,
     Input,
-    RowsPooler,
-    TileReader,
-    TileShaper,
+    InputBags,
     check_unscored,
     is_dense,
     nested_parts,
     one_bag,
+    places_in_bags,
+    pooled_rows,
     read_ids,
     values_of,
 )
@@ -48,10 +46,21 @@ from torchrec_dyn.modules import (
 
 
 class OneTable(nn.Module):
-    """A module that holds a collection of one table. Abstract: subclasses set the attributes."""
+    """A module that holds a collection of one table. Abstract: subclasses set `collection`."""
 
-    name: str  # of the table and of its only feature
     collection: Any  # sharded or not
+
+    def _set_sizes(
+        self, embedding_dim: int, num_embeddings: int, name: str, padding_idx: int | None
+    ) -> None:
+        self.where = f"{type(self).__name__}(table={name!r})"
+        check_size(embedding_dim, "embedding_dim", self.where)
+        check_size(num_embeddings, "num_embeddings", self.where)
+        check_id(padding_idx, "padding_idx", self.where)
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.name = name  # of the table and of its only feature
+        self.padding_idx = padding_idx
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -66,15 +75,6 @@ class OneTable(nn.Module):
     def set_time(self, time: int) -> None:
         """Sets the clock of policies that count in time. Collective if the table is sharded."""
         self.collection.set_time(time)
-
-
-def check_table(
-    embedding_dim: int, num_embeddings: int, padding_idx: int | None, where: str
-) -> None:
-    """Raises ValueError if a common argument of modules of one table is invalid."""
-    check_size(embedding_dim, "embedding_dim", where)
-    check_size(num_embeddings, "num_embeddings", where)
-    check_id(padding_idx, "padding_idx", where)
 
 
 class DynamicEmbedding(OneTable):
@@ -112,13 +112,8 @@ class DynamicEmbedding(OneTable):
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.where = f"{type(self).__name__}(table={name!r})"
-        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        self._set_sizes(embedding_dim, num_embeddings, name, padding_idx)
         check_unscored(dynamic_config_by_table(dynamic, [name], self.where)[name], self.where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
         config = EmbeddingConfig(
             name=name,
             embedding_dim=embedding_dim,
@@ -127,12 +122,11 @@ class DynamicEmbedding(OneTable):
             data_type=data_type,
         )
         # TorchRec's pipelines trace into every module that contains a sharded module. Code that cannot be
-        # traced is therefore in separate modules, before and after the collection.
+        # traced is therefore in a separate module before the collection, and in a wrapped function after it.
         self.read_input = _InputReader(name, padding_idx, self.where)
         self.collection = DynamicEmbeddingCollection(
             [config], device, dynamic=dynamic, fused_params=fused_params
         )
-        self.shape_output = _OutputShaper(name)
 
     @forward_of_tables
     def forward(self, ids: Input) -> Any:
@@ -150,7 +144,7 @@ class DynamicEmbedding(OneTable):
             ValueError: if `ids` has another type or dtype.
         """
         read = self.read_input(ids)
-        return self.shape_output(self.collection(read[0]), read[1], read[2])
+        return _in_shape_of(ids, self.collection(read[0]), read[1], self.name)
 
     def extra_repr(self) -> str:
         """Returns the arguments for printing, like torch.nn.Embedding."""
@@ -167,33 +161,10 @@ class _InputReader(nn.Module):
         self._padding_idx = padding_idx
         self._where = where
 
-    def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None, Input]:
-        """Returns the feature of K ids, their positions in the input (None: all positions), and the input."""
-        read = read_ids(source, self._padding_idx, self._where)
-        return one_bag(self._name, read.ids), read.kept, source
-
-
-class _OutputShaper(nn.Module):
-    """A module that returns rows in the type and shape of the input."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, output: Any, kept: Tensor | None, source: Input) -> Any:
-        """Returns the rows of all N values of the input; zeros for values that were not looked up."""
-        rows = output[self._name].values()
-        if kept is not None:
-            values = values_of(source).numel()
-            rows = rows.new_zeros(values, rows.shape[1]).index_copy(0, kept, rows)
-        if is_dense(source):
-            return rows.view(*source.shape, rows.shape[1])
-        if isinstance(source, JaggedTensor):
-            return JaggedTensor(
-                values=rows, lengths=source.lengths(), weights=source.weights_or_none()
-            )
-        offsets, lengths = nested_parts(source)
-        return torch.nested.nested_tensor_from_jagged(rows, offsets, lengths)
+    def forward(self, source: Input) -> tuple[KeyedJaggedTensor, Tensor | None]:
+        """Returns the feature of K ids, and their positions in the input (None: all positions)."""
+        ids, _, kept = read_ids(source, self._padding_idx, self._where)
+        return one_bag(self._name, ids), kept
 
 
 Mode = Literal["sum", "mean", "tile"]
@@ -256,8 +227,7 @@ class DynamicEmbeddingBag(OneTable):
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.where = f"{type(self).__name__}(table={name!r})"
-        check_table(embedding_dim, num_embeddings, padding_idx, self.where)
+        self._set_sizes(embedding_dim, num_embeddings, name, padding_idx)
         _check_mode(mode, tile_length, self.where)
         if weight_gradients and not is_weighted:
             raise ValueError(
@@ -267,10 +237,6 @@ class DynamicEmbeddingBag(OneTable):
         chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
         if mode == "tile" or weight_gradients or not is_weighted:
             check_unscored(chosen, self.where)
-        self.embedding_dim = embedding_dim
-        self.num_embeddings = num_embeddings
-        self.name = name
-        self.padding_idx = padding_idx
         self.mode = mode
         self.tile_length = tile_length
         self.is_weighted = is_weighted
@@ -283,25 +249,20 @@ class DynamicEmbeddingBag(OneTable):
             "data_type": data_type,
         }
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
-        options = BagOptions(name, is_weighted, padding_idx, self.where)
-        # Separate modules before and after the collection: see DynamicEmbedding.
-        if tile_length is not None:
-            self.read_input: nn.Module = TileReader(options, tile_length)
+        sends_rows = mode == "tile" or weight_gradients
+        # A separate module before the collection: see DynamicEmbedding.
+        self.read_input = BagReader(
+            name, mode, tile_length, is_weighted, sends_rows, padding_idx, self.where
+        )
+        if sends_rows:
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
-            self.shape_output: nn.Module = TileShaper(name, tile_length)
-        elif weight_gradients:
-            self.read_input = BagReader(options, mode == "mean", sends_rows=True)
-            self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
-            self.shape_output = RowsPooler(name)
         else:
             # A weighted mean is computed as a sum: BagReader divides the weights before the lookup.
             divides_rows = mode == "mean" and not is_weighted
             pooling = PoolingType.MEAN if divides_rows else PoolingType.SUM
-            self.read_input = BagReader(options, mode == "mean", sends_rows=False)
             self.collection = DynamicEmbeddingBagCollection(
                 [EmbeddingBagConfig(pooling=pooling, **common)], is_weighted, **rows
             )
-            self.shape_output = BagShaper()
 
     @forward_of_tables
     def forward(self, ids: Input, weights: Tensor | None = None) -> Tensor:
@@ -321,7 +282,12 @@ class DynamicEmbeddingBag(OneTable):
         """
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
-        return self.shape_output(self.collection(read[0]), read[1])
+        output = self.collection(read[0])
+        if self.tile_length is not None:
+            return _tiled(output, read[1], self.name, self.tile_length)
+        if self.weight_gradients:
+            return _pooled_here(output, read[1], self.name)
+        return _in_shape(output, read[1])
 
     def extra_repr(self) -> str:
         """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
@@ -346,3 +312,49 @@ def _check_mode(mode: str, tile_length: int | None, where: str) -> None:
             f'{where}: expected tile_length with mode "tile" only, got {tile_length!r} with '
             f'"{mode}". Leave it out.'
         )
+
+
+# Torch's tracer takes these functions as they are. It traces the modules that call them, for TorchRec's
+# pipelines, and cannot trace what depends on ids.
+
+
+@torch.fx.wrap
+def _in_shape_of(source: Input, output: Any, kept: Tensor | None, name: str) -> Any:
+    """Returns rows in the type and shape of the input; zeros for values that were not looked up."""
+    rows = output[name].values()
+    if kept is not None:
+        values = values_of(source).numel()
+        rows = rows.new_zeros(values, rows.shape[1]).index_copy(0, kept, rows)
+    if is_dense(source):
+        return rows.view(*source.shape, rows.shape[1])
+    if isinstance(source, JaggedTensor):
+        return JaggedTensor(values=rows, lengths=source.lengths(), weights=source.weights_or_none())
+    offsets, lengths = nested_parts(source)
+    return torch.nested.nested_tensor_from_jagged(rows, offsets, lengths)
+
+
+@torch.fx.wrap
+def _in_shape(output: Any, bags: InputBags) -> Tensor:
+    """Returns rows that the collection pooled, `[*shape, D]`."""
+    pooled = output.values()
+    return pooled.view(*bags.shape, pooled.shape[1])
+
+
+@torch.fx.wrap
+def _tiled(output: Any, bags: InputBags, name: str, tile_length: int) -> Tensor:
+    """Returns rows side by side, `[*shape, T * D]`, zeros where a tile has no row."""
+    rows = output[name].values()
+    if bags.weights is not None:
+        rows = (rows * bags.weights.unsqueeze(1)).to(rows.dtype)
+    bag, place = places_in_bags(bags.lengths, len(rows))
+    tiles = rows.new_zeros(bags.shape.numel() * tile_length, rows.shape[1])
+    tiles = tiles.index_copy(0, bag * tile_length + place, rows)
+    return tiles.view(*bags.shape, tile_length * rows.shape[1])
+
+
+@torch.fx.wrap
+def _pooled_here(output: Any, bags: InputBags, name: str) -> Tensor:
+    """Returns the weighted sum of the rows of each bag, `[*shape, D]`; weights get gradients."""
+    rows = output[name].values()
+    pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
+    return pooled.view(*bags.shape, rows.shape[1])

@@ -1,13 +1,6 @@
 """The input of modules of one table: ids and weights in dense, jagged or nested tensors, and their bags.
 
-A module of bags reads them, and shapes the output of its collection, in one of three ways:
-
-- pooled by the collection: `BagReader`, `BagShaper`;
-- side by side, in a tile of the first T rows of a bag: `TileReader`, `TileShaper`;
-- pooled on the rank of the batch, so that weights get gradients under any plan: `BagReader` with
-  `sends_rows`, `RowsPooler`. TorchRec's exchange has no backward for weights, so only ids are sent.
-
-The readers have no parameters, so TorchRec's pipelines may run them ahead.
+`BagReader` reads bags. It has no parameters, so TorchRec's pipelines may run it ahead.
 
 Legend: N values of the input, K ids to look up, B bags, T the length of a tile, D columns. The last dimension
 of a dense tensor is the bag.
@@ -27,14 +20,6 @@ from torchrec_dyn.modules import as_int64, check_not_traced
 Input: TypeAlias = Tensor | JaggedTensor
 
 
-class InputIds(NamedTuple):
-    """The ids to look up, bag by bag."""
-
-    ids: Tensor  # [K] int64
-    lengths: Tensor  # [B] int64, number of ids in each bag
-    kept: Tensor | None  # [K] int64, positions of the ids among the N values; None: all are ids
-
-
 def is_dense(source: Input) -> bool:
     """Returns True if an input that `read_ids` accepts is a dense tensor."""
     return not isinstance(source, JaggedTensor) and not source.is_nested
@@ -51,10 +36,12 @@ def values_of(source: Input) -> Tensor:
     return (source.reshape(-1) if is_dense(source) else source.values()).contiguous()
 
 
-def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
-    """Checks an input and returns the ids other than `padding_idx`, as int64.
+def read_ids(
+    source: Input, padding_idx: int | None, where: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Checks an input and returns its ids [K], not padding nor holes, their number by bag [B], and positions.
 
-    Holes between the bags of a nested tensor are skipped.
+    The positions [K] are those of the ids among the N values; None: all are ids.
     """
     _check_kind(source, where)
     values = as_int64(values_of(source), where)
@@ -63,12 +50,12 @@ def read_ids(source: Input, padding_idx: int | None, where: str) -> InputIds:
         is_id = values != padding_idx
         keep = is_id if keep is None else keep & is_id
     if keep is None:
-        return InputIds(values, lengths, None)
+        return values, lengths, None
     if offsets is None:
         offsets = bag_begins(lengths)
     kept_before = bag_begins(keep.long())
     kept = keep.nonzero().squeeze(1)
-    return InputIds(values[kept], kept_before[offsets].diff(), kept)
+    return values[kept], kept_before[offsets].diff(), kept
 
 
 def bag_begins(lengths: Tensor) -> Tensor:
@@ -151,11 +138,7 @@ def _bags_with_holes(
 
 
 def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | None:
-    """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable.
-
-    weights: in the shape of the ids; for a JaggedTensor, which may have weights itself, one per value; or
-    None.
-    """
+    """Checks and returns the weights of an input that `read_ids` accepted: [N] float32, differentiable."""
     own = source.weights_or_none() if isinstance(source, JaggedTensor) else None
     if own is not None and weights is not None:
         raise ValueError(
@@ -212,42 +195,6 @@ class InputBags(NamedTuple):
     shape: torch.Size  # of the output, without its last dimension
 
 
-class BagOptions(NamedTuple):
-    """The arguments of DynamicEmbeddingBag for reading bags."""
-
-    name: str  # of the feature
-    is_weighted: bool  # then ids without weights get weight 1
-    padding_idx: int | None
-    where: str
-
-
-def read_bags(source: Input, weights: Tensor | None, options: BagOptions) -> InputBags:
-    """Checks and returns bags and their weights; weights: in the shape of the ids, or None."""
-    where = options.where
-    read = read_ids(source, options.padding_idx, where)
-    if is_dense(source) and not source.dim():
-        raise ValueError(
-            f"{where}: expected ids [..., bag], got a tensor of no dimensions. "
-            "A bag of one id is ids.view(1)."
-        )
-    id_weights = read_weights(source, weights, where)
-    if id_weights is not None and not options.is_weighted:
-        raise ValueError(
-            f"{where}: expected no weights, got {id_weights.numel()}. "
-            "Make the module with is_weighted=True."
-        )
-    if id_weights is not None and read.kept is not None:
-        id_weights = id_weights[read.kept]
-    if id_weights is None and options.is_weighted:
-        id_weights = torch.ones(read.ids.numel(), dtype=torch.float32, device=read.ids.device)
-    return InputBags(
-        read.ids,
-        read.lengths,
-        id_weights,
-        source.shape[:-1] if is_dense(source) else read.lengths.shape,
-    )
-
-
 def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
     """Returns ids [K] int64 as a feature of one bag: sequence collections need as many bags on every rank."""
     lengths = torch.full((1,), ids.numel(), device=ids.device)
@@ -255,116 +202,94 @@ def one_bag(name: str, ids: Tensor) -> KeyedJaggedTensor:
 
 
 class BagReader(nn.Module):
-    """A module that converts bags to a feature. With `mean`, weights are divided by their sum in the bag.
+    """A module that converts bags to a feature; it has the arguments of DynamicEmbeddingBag.
 
-    With `sends_rows` the feature has no weights: `RowsPooler` uses them on the rank of the batch.
+    With "mean", weights are divided by their sum in the bag, with "tile" bags are cut to T ids. With
+    `sends_rows` the feature has no weights: they are used on the rank of the batch.
     """
 
-    def __init__(self, options: BagOptions, mean: bool, sends_rows: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        mode: str,
+        tile_length: int | None,
+        is_weighted: bool,
+        sends_rows: bool,
+        padding_idx: int | None,
+        where: str,
+    ) -> None:
         super().__init__()
-        self._options = options
-        self._mean = mean
-        self._sends_rows = sends_rows
+        self._name, self._mode, self._tile_length = name, mode, tile_length
+        self._is_weighted, self._sends_rows = is_weighted, sends_rows
+        self._padding_idx, self._where = padding_idx, where
 
     def forward(
         self, source: Input, weights: Tensor | None, is_sharded: bool
     ) -> tuple[KeyedJaggedTensor, InputBags]:
-        """Returns the feature, and its bags."""
-        bags = read_bags(source, weights, self._options)
-        if bags.weights is not None and self._mean:
+        """Returns the feature, and its bags; weights: in the shape of the ids, or None."""
+        bags = self._bags(source, weights)
+        if bags.weights is not None and self._mode == "mean":
             bags = bags._replace(weights=shares(bags.weights, bags.lengths))
-        name, id_weights = self._options.name, bags.weights
+        if self._tile_length is not None:
+            bags = _cut(bags, self._tile_length)
         if self._sends_rows:
-            return one_bag(name, bags.ids), bags
-        needs_gradients = id_weights is not None and id_weights.requires_grad
+            return one_bag(self._name, bags.ids), bags
+        needs_gradients = bags.weights is not None and bags.weights.requires_grad
         if is_sharded and needs_gradients and torch.is_grad_enabled():
             raise ValueError(
-                f"{self._options.where}: expected weights without requires_grad, because a sharded pooled "
+                f"{self._where}: expected weights without requires_grad, because a sharded pooled "
                 "collection returns no gradients of weights, got weights with requires_grad. "
                 "Make the module with weight_gradients=True, or detach them."
             )
-        bag_count = bags.lengths.numel()
         features = KeyedJaggedTensor(
-            [name], bags.ids, weights=id_weights, lengths=bags.lengths, stride=bag_count
+            [self._name],
+            bags.ids,
+            weights=bags.weights,
+            lengths=bags.lengths,
+            stride=bags.lengths.numel(),
         )
         return features, bags
 
-
-class BagShaper(nn.Module):
-    """A module that reshapes pooled rows to the shape of the input."""
-
-    def forward(self, output: Any, bags: InputBags) -> Tensor:
-        """Returns the pooled rows, `[*shape, D]`."""
-        pooled = output.values()
-        return pooled.view(*bags.shape, pooled.shape[1])
-
-
-class Tiles(NamedTuple):
-    """The places of rows in tiles."""
-
-    places: Tensor  # [K] int64 in [0, B * T)
-    weights: Tensor | None  # [K] float32; None for unweighted bags
-    shape: torch.Size  # of the output, without its last dimension
-
-
-class TileReader(nn.Module):
-    """A module that converts the ids of tiles to a feature."""
-
-    def __init__(self, options: BagOptions, tile_length: int) -> None:
-        super().__init__()
-        self._options = options
-        self._tile_length = tile_length
-
-    def forward(
-        self, source: Input, weights: Tensor | None, is_sharded: bool
-    ) -> tuple[KeyedJaggedTensor, Tiles]:
-        """Returns the feature of K ids, and the places of their rows."""
-        bags = read_bags(source, weights, self._options)
-        ids, id_weights, device = bags.ids, bags.weights, bags.ids.device
-        bag = torch.repeat_interleave(
-            torch.arange(bags.lengths.numel(), device=device), bags.lengths, output_size=len(ids)
-        )
-        in_bag = torch.arange(len(ids), device=device) - bag_begins(bags.lengths)[bag]
-        places = bag * self._tile_length + in_bag
-        # On a GPU the host reads the kept positions without this test, which would be a second wait.
-        if not ids.is_cpu or bool((in_bag >= self._tile_length).any()):
-            kept = (in_bag < self._tile_length).nonzero().squeeze(1)
-            ids, places = ids[kept], places[kept]
-            id_weights = None if id_weights is None else id_weights[kept]
-        return one_bag(self._options.name, ids), Tiles(places, id_weights, bags.shape)
+    def _bags(self, source: Input, weights: Tensor | None) -> InputBags:
+        ids, lengths, kept = read_ids(source, self._padding_idx, self._where)
+        if is_dense(source) and not source.dim():
+            raise ValueError(
+                f"{self._where}: expected ids [..., bag], got a tensor of no dimensions. "
+                "A bag of one id is ids.view(1)."
+            )
+        id_weights = read_weights(source, weights, self._where)
+        if id_weights is not None and not self._is_weighted:
+            raise ValueError(
+                f"{self._where}: expected no weights, got {id_weights.numel()}. "
+                "Make the module with is_weighted=True."
+            )
+        if id_weights is not None and kept is not None:
+            id_weights = id_weights[kept]
+        if id_weights is None and self._is_weighted:
+            id_weights = torch.ones(ids.numel(), dtype=torch.float32, device=ids.device)
+        shape = source.shape[:-1] if is_dense(source) else lengths.shape
+        return InputBags(ids, lengths, id_weights, shape)
 
 
-class TileShaper(nn.Module):
-    """A module that arranges rows side by side."""
-
-    def __init__(self, name: str, tile_length: int) -> None:
-        super().__init__()
-        self._name = name
-        self._tile_length = tile_length
-
-    def forward(self, output: Any, tiles: Tiles) -> Tensor:
-        """Returns the tiles, `[*shape, T * D]`, zeros where a tile has no row."""
-        rows = output[self._name].values()
-        if tiles.weights is not None:
-            rows = (rows * tiles.weights.unsqueeze(1)).to(rows.dtype)
-        bags, columns = tiles.shape.numel(), rows.shape[1]
-        tiled = rows.new_zeros(bags * self._tile_length, columns)
-        tiled = tiled.index_copy(0, tiles.places, rows)
-        return tiled.view(*tiles.shape, self._tile_length * columns)
+def places_in_bags(lengths: Tensor, ids: int) -> tuple[Tensor, Tensor]:
+    """Returns the bag of each of so many ids, and its place there, [K] each, of bags of lengths [B]."""
+    bags = torch.arange(lengths.numel(), device=lengths.device)
+    bag = torch.repeat_interleave(bags, lengths, output_size=ids)
+    return bag, torch.arange(ids, device=lengths.device) - bag_begins(lengths)[bag]
 
 
-class RowsPooler(nn.Module):
-    """A module that sums weighted rows by bag."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def forward(self, output: Any, bags: InputBags) -> Tensor:
-        """Returns the pooled rows, `[*shape, D]`."""
-        rows = output[self._name].values()
-        pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
-        return pooled.view(*bags.shape, rows.shape[1])
+def _cut(bags: InputBags, tile_length: int) -> InputBags:
+    """Returns the first T ids of each bag."""
+    # On a GPU the host reads the kept positions without this test, which would be a second wait.
+    if bags.ids.is_cpu and not bool((bags.lengths > tile_length).any()):
+        return bags
+    _, place = places_in_bags(bags.lengths, len(bags.ids))
+    kept = (place < tile_length).nonzero().squeeze(1)
+    return bags._replace(
+        ids=bags.ids[kept],
+        lengths=bags.lengths.clamp(max=tile_length),
+        weights=None if bags.weights is None else bags.weights[kept],
+    )
 
 
 def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
@@ -382,9 +307,8 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
 
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divides each weight [K] by the sum of its bag, of lengths [B] int64; zeros if that is 0."""
-    bag = torch.repeat_interleave(
-        torch.arange(lengths.numel(), device=weights.device), lengths, output_size=weights.numel()
-    )
+    bags = torch.arange(lengths.numel(), device=weights.device)
+    bag = torch.repeat_interleave(bags, lengths, output_size=weights.numel())
     total = _sums_by_bag(weights, bag, lengths)
     is_zero = (total == 0)[bag]
     # A divisor of zero would make the gradient NaN even where the quotient is not used.

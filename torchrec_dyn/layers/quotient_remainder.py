@@ -15,10 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -34,6 +31,7 @@ from torchrec_dyn.modules import (
     initializer_of,
     number_by_table,
     outputs_by_sample,
+    pooled_outputs,
 )
 from torchrec_dyn.name_lists import listed
 
@@ -106,11 +104,7 @@ class QuotientRemainderEmbeddingBagCollection(EmbeddingBagCollectionInterface):
             quotients = number_by_table(most_quotients, names, limits, f"{where}.most_quotients")
         pairs = [TablePair(config, divisors[config.name], op) for config in self._configs]
         chosen = _dynamic_configs(dynamic, pairs, where)
-        read = FeatureReader(
-            [config.feature_names for config in self._configs],
-            is_weighted,
-            [f"{where}(table='{name}')" for name in names],
-        )
+        read = FeatureReader(self._configs, is_weighted, where)
         self.ids = QuotientRemainderIds(pairs, read, where)
         groups: dict[str, list[TablePair]] = {}
         for pair in pairs:
@@ -267,10 +261,7 @@ class TablePair:
 
 
 class QuotientRemainderIds(nn.Module):
-    """A module that divides the ids of a batch into features of quotients and features of remainders.
-
-    It has no parameters, so TorchRec's pipelines may run it ahead of the lookup.
-    """
+    """A module that divides ids into features; it has no parameters, so pipelines may run it ahead."""
 
     def __init__(self, pairs: Sequence[TablePair], read: FeatureReader, where: str) -> None:
         super().__init__()
@@ -347,9 +338,7 @@ class PooledPairs(nn.Module):
             for pair in pairs
             for features in zip(*(pair.features(table) for table in pair.tables), strict=True)
         ]
-        self._features = [name for config in configs for name in config.feature_names]
-        self._names = [name for names in get_embedding_names_by_table(configs) for name in names]
-        self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._names, self._columns, self._features = pooled_outputs(configs)
 
     def forward(
         self, features: KeyedJaggedTensor, rows: Mapping[str, Mapping[str, JaggedTensor]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeVar, overload
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -25,31 +25,11 @@ _logger = logging.getLogger(__name__)
 
 STOCK = (EmbeddingBagCollection, EmbeddingCollection)
 
-_Model = TypeVar("_Model", bound=nn.Module)
 _Names: TypeAlias = Sequence[str] | None
 _Options: TypeAlias = DynamicTableConfig | Mapping[str, DynamicTableConfig] | None
 
 
-# mypy sees no classes in TorchRec (pyproject.toml): to it all three take any model.
-@overload
-def make_dynamic(
-    model: EmbeddingBagCollection, tables: _Names = None, dynamic: _Options = None
-) -> DynamicEmbeddingBagCollection: ...
-
-
-@overload
-def make_dynamic(  # type: ignore[overload-cannot-match]
-    model: EmbeddingCollection, tables: _Names = None, dynamic: _Options = None
-) -> DynamicEmbeddingCollection: ...
-
-
-@overload
-def make_dynamic(  # type: ignore[overload-cannot-match]
-    model: _Model, tables: _Names = None, dynamic: _Options = None
-) -> _Model: ...
-
-
-def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = None) -> nn.Module:
+def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = None) -> Any:
     """Replaces each EmbeddingBagCollection and EmbeddingCollection of a model with a dynamic collection.
 
     Call it before sharding. Tables keep their configs, and the optimizers that
@@ -102,20 +82,18 @@ def _chosen_names(
     stock: Mapping[str, Any], tables: _Names, dynamic: _Options
 ) -> dict[str, list[str]]:
     """Returns by path the names of the tables of the chosen collections."""
-    names = {path: [config.name for config in configs_of(stock[path])] for path in stock}
-    _check_names({name for group in names.values() for name in group}, tables, dynamic)
-    return {path: group for path, group in names.items() if _is_chosen(path, group, tables)}
-
-
-def _is_chosen(path: str, names: Sequence[str], tables: _Names) -> bool:
-    """Returns True if `tables` has the tables of a collection; raises ValueError if it has some of them."""
-    chosen = [name for name in names if tables is None or name in tables]
-    if chosen and len(chosen) < len(names):
-        raise ValueError(
-            f"make_dynamic: expected all tables {listed(names)} of collection '{path}' or none of them, got "
-            f"{listed(chosen)}. Move the other tables to a separate collection."
-        )
-    return bool(chosen)
+    by_path = {path: [config.name for config in configs_of(stock[path])] for path in stock}
+    _check_names({name for names in by_path.values() for name in names}, tables, dynamic)
+    if tables is None:
+        return by_path
+    for path, names in by_path.items():
+        chosen = [name for name in names if name in tables]
+        if 0 < len(chosen) < len(names):
+            raise ValueError(
+                f"make_dynamic: expected all tables {listed(names)} of collection '{path}' or none of them, "
+                f"got {listed(chosen)}. Move the other tables to a separate collection."
+            )
+    return {path: names for path, names in by_path.items() if names[0] in tables}
 
 
 def _check_not_managed(model: nn.Module, names: Mapping[int, Sequence[str]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,34 +32,11 @@ from torchrec_dyn.migration.stock_collections import (
     tables_by_name,
 )
 from torchrec_dyn.modules import (
-    DynamicEmbeddingBagCollection,
-    DynamicEmbeddingCollection,
     UnshardedTable,
     checked_configs,
     with_row_dtype,
 )
 from torchrec_dyn.table import ROW_DTYPES, TableShard
-
-
-# mypy sees no classes in TorchRec (pyproject.toml): to it both take any collection.
-@overload
-def from_static(
-    collection: EmbeddingBagCollection,
-    optimizer: torch.optim.Optimizer | None = None,
-    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
-    fused_params: Mapping[str, Any] | None = None,
-    num_embeddings: int | Mapping[str, int] | None = None,
-) -> DynamicEmbeddingBagCollection: ...
-
-
-@overload
-def from_static(  # type: ignore[overload-cannot-match]
-    collection: EmbeddingCollection,
-    optimizer: torch.optim.Optimizer | None = None,
-    dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
-    fused_params: Mapping[str, Any] | None = None,
-    num_embeddings: int | Mapping[str, int] | None = None,
-) -> DynamicEmbeddingCollection: ...
 
 
 def from_static(
@@ -68,7 +45,7 @@ def from_static(
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None = None,
     fused_params: Mapping[str, Any] | None = None,
     num_embeddings: int | Mapping[str, int] | None = None,
-) -> DynamicEmbeddingBagCollection | DynamicEmbeddingCollection:
+) -> Any:
     """Returns a dynamic collection with the rows of a trained static collection: id i gets row i.
 
     The rows are equal bit for bit and keep the present dtype of the weights. Further training uses the

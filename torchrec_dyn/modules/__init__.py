@@ -20,7 +20,6 @@ from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
     LearningRateGroup,
     saved_states,
-    sharded_copy_error,
     write_updates,
 )
 from torchrec_dyn.modules.optimizer_choice import (
@@ -43,11 +42,11 @@ from torchrec_dyn.modules.table_configs import (
     dynamic_config_by_table,
     initializer_of,
     number_by_table,
+    pooled_outputs,
     row_dtype,
     with_row_dtype,
 )
 from torchrec_dyn.modules.unsharded_collections import (
-    DefaultSelection,
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
     UnshardedCollection,

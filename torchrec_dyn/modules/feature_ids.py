@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.name_lists import listed
@@ -90,23 +91,19 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
 
 
 class FeatureReader:
-    """Reads the features of a collection's tables, in table order; a feature may belong to several tables.
-
-    With `weighted`, bags have weights; with `scored`, some table scores its ids by the weights of a batch.
-    """
+    """Reads the features of a collection's tables, in table order; a feature may belong to several tables."""
 
     def __init__(
         self,
-        feature_names: Sequence[Sequence[str]],
+        configs: Sequence[BaseEmbeddingConfig],
         weighted: bool,
-        where: Sequence[str],
+        where: str,
         scored: bool = False,
     ) -> None:
-        self._feature_names = feature_names
+        self._features = {config.name: list(config.feature_names) for config in configs}
         self._weighted = weighted
         self._scored = scored
-        self._where = list(where)
-        self._collection = where[0].partition("(")[0]
+        self._where = where
         # Keys of the last batch and positions of our features among them; None: all features, in the order of
         # the batch. One attribute, because several threads may read batches.
         self._last: tuple[list[str] | None, list[int] | None] = (None, None)
@@ -116,23 +113,25 @@ class FeatureReader:
         if not isinstance(features, KeyedJaggedTensor):
             if isinstance(features, LazyAwaitable):  # of a module that sends the batch
                 features = features.wait()
-            check_keyed(features, self._collection)
+            check_keyed(features, self._where)
         keys = features.keys()
         known, positions = self._last
         if keys != known:
             positions = self._find(keys)
             self._last = (list(keys), positions)
-        read = _read_features(features, self._weighted, self._collection, self._scored)
+        read = _read_features(features, self._weighted, self._where, self._scored)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
         index = {key: position for position, key in enumerate(keys)}
-        for names, table in zip(self._feature_names, self._where, strict=True):
+        for table, names in self._features.items():
             for name in names:
                 if name not in index:
-                    raise ValueError(f"{table}: expected feature '{name}', got features {keys}.")
-        read = [name for names in self._feature_names for name in names]
-        check_keys_once(keys, read, self._collection)
+                    raise ValueError(
+                        f"{self._where}(table='{table}'): expected feature '{name}', got features {keys}."
+                    )
+        read = [name for names in self._features.values() for name in names]
+        check_keys_once(keys, read, self._where)
         positions = [index[name] for name in read]
         return None if positions == list(range(len(keys))) else positions
 

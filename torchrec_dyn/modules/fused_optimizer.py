@@ -83,11 +83,8 @@ def write_updates(rates: Iterable[LearningRateGroup]) -> None:
 class DynamicOptimizer(FusedOptimizer):
     """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`, from the next backward on.
 
-    A copy or a pickle is the optimizer of the tables that are copied with it; for a sharded collection, and
-    if the tables have another optimizer since, it is a ValueError.
-
-    `groups` are the table groups that it updates in backward, `params` placeholders by "{table}.weight", and
-    `lookup` is the `UnshardedLookup`; None if the tables are sharded.
+    A copy is the optimizer of the tables that are copied with it. `params` are placeholders by
+    "{table}.weight", and `lookup` is the `UnshardedLookup`; None if the tables are sharded.
     """
 
     def __init__(
@@ -123,15 +120,13 @@ class DynamicOptimizer(FusedOptimizer):
     # Copies.
 
     def __reduce__(self) -> tuple[Any, ...]:
-        name = type(self).__name__
-        if self._lookup is None:
-            raise sharded_copy_error(name)
-        lookup = self._lookup()
+        lookup = None if self._lookup is None else self._lookup()
         present = [] if lookup is None else lookup.optimizers()
         number = next((i for i, other in enumerate(present) if other is self), None)
         if number is None:
             raise ValueError(
-                f"{_copy_rule(name)}, got one of before the tables were given another optimizer. Read "
+                f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy "
+                "or a pickle, got one of before the tables were given another optimizer. Read "
                 "`fused_optimizer` of the collection again, and keep this one instead."
             )
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
@@ -148,20 +143,6 @@ class DynamicOptimizer(FusedOptimizer):
 def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
     """Returns an optimizer of a copied lookup, by its number."""
     return lookup.optimizers()[number]
-
-
-def sharded_copy_error(name: str) -> ValueError:
-    """Returns the error for a copy of the optimizer of a sharded collection, of the class `name`."""
-    return ValueError(
-        f"{_copy_rule(name)}, got one of a sharded collection: its rows are on several ranks. Save state "
-        "dicts with torch.distributed.checkpoint."
-    )
-
-
-def _copy_rule(name: str) -> str:
-    return (
-        f"{name}: expected the present optimizer of an unsharded collection in a copy or a pickle"
-    )
 
 
 class SavedState:
@@ -226,7 +207,7 @@ def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
     """Returns the entries of an unsharded table."""
     # No closures: wrappers of TorchRec pickle the entries with their tables.
     save, load = partial(_save, table), partial(_load, table)
-    return saved_states(table.config.name, table.rows().optimizer, save, load, _Exported())
+    return saved_states(table.config.name, table.rows().optimizer, save, load, {})
 
 
 def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
@@ -238,10 +219,3 @@ def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
 def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
     with turn_of(table):
         load_optimizer_state(table.as_table(), saved)
-
-
-class _Exported(dict[tuple[int, str], Tensor]):
-    """Exported tensors not returned yet. A copy has none: another thread may be saving the original."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Exported, ()

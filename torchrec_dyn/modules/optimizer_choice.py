@@ -72,13 +72,9 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
 def merged_fused_params(
     sharder_params: Mapping[str, Any] | None, module_params: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Merges the sharder's `fused_params` over the module's.
-
-    If the sharder sets an optimizer, the module's hyper-parameters are not used: they belong to another
-    optimizer. The module's `output_dtype` is kept.
-    """
+    """Merges the sharder's `fused_params` over the module's."""
     sharder, module = dict(sharder_params or {}), dict(module_params or {})
-    if "optimizer" in sharder:
+    if "optimizer" in sharder:  # the module's hyper-parameters belong to another
         module = {key: value for key, value in module.items() if key == "output_dtype"}
     return {**module, **sharder}
 
@@ -86,10 +82,7 @@ def merged_fused_params(
 def chosen_fused_params(
     weight: torch.Tensor, fused_params: Mapping[str, Any] | None, where: str
 ) -> dict[str, Any] | None:
-    """Merges the options that `apply_optimizer_in_backward` set on a placeholder over `fused_params`.
-
-    TorchRec's own function merges, so that sharded and unsharded tables train in the same way.
-    """
+    """Merges the options that `apply_optimizer_in_backward` set on a placeholder over `fused_params`."""
     classes = getattr(weight, "_optimizer_classes", [])
     kwargs = getattr(weight, "_optimizer_kwargs", [])
     if len(classes) > 1:
@@ -111,6 +104,7 @@ def chosen_fused_params(
                 f"{where}: expected an optimizer class that TorchRec can fuse, got {classes[0].__name__}. "
                 "Use one of torchrec.optim, e.g. RowWiseAdagrad, or torch.optim.AdamW."
             ) from None
+    # By TorchRec's own function, so that sharded and unsharded tables train in the same way.
     return merge_fused_params(dict(fused_params or {}), on_parameter)
 
 

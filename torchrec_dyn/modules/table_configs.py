@@ -39,24 +39,16 @@ _ROW_TYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 # Tables are children of a ModuleDict, as in TorchRec, so its own attributes cannot be table names.
 _TAKEN_NAMES = torch.nn.ModuleDict()
 
-# Options of a fixed or virtual table that have no meaning for a dynamic table: field, value that
-# means "not used", remedy.
-_UNUSED_OPTIONS = (
-    (
-        "use_virtual_table",
-        False,
-        "A dynamic table already creates a row when an id is first seen; leave it False.",
-    ),
-    ("virtual_table_eviction_policy", None, "Use DynamicTableConfig(eviction=...)."),
-    ("total_num_buckets", None, "Dynamic tables are routed by id, without buckets; leave it None."),
-    (
-        "num_embeddings_post_pruning",
-        None,
-        "Dynamic tables are not pruned by row number; leave it None.",
-    ),
-    ("enable_embedding_update", False, "Use collection.table(name).assign(ids, rows)."),
-    ("stash_weights", False, "Dynamic tables cannot be stashed; leave it False."),
-)
+# Options of a fixed or virtual table that have no meaning for a dynamic table: the value of one that is not
+# used, and what to do.
+_UNUSED_OPTIONS = {
+    "use_virtual_table": (False, "Leave it False: a row is made when its id is first seen."),
+    "virtual_table_eviction_policy": (None, "Use DynamicTableConfig(eviction=...)."),
+    "total_num_buckets": (None, "Leave it None: ids are routed without buckets."),
+    "num_embeddings_post_pruning": (None, "Leave it None: rows have no numbers to prune by."),
+    "enable_embedding_update": (False, "Use collection.table(name).assign(ids, rows)."),
+    "stash_weights": (False, "Leave it False: dynamic tables cannot be stashed."),
+}
 
 
 def checked_configs(
@@ -65,10 +57,7 @@ def checked_configs(
     where: str,
     dynamic: DynamicTableConfig | Mapping[str, DynamicTableConfig] | None,
 ) -> list[Config]:
-    """Checks the configs of one collection and returns copies.
-
-    As in TorchRec, the table's name is its only feature if it has none. An initializer replaces init_fn.
-    """
+    """Checks the configs of one collection and returns copies; a table without features has its name's."""
     if isinstance(tables, BaseEmbeddingConfig):
         raise ValueError(
             f"{where}: expected a list of tables, got the config of table {tables.name!r}. Write [config]."
@@ -87,6 +76,9 @@ def checked_configs(
         _check_features(config, table)
         _check_options(config, dynamic, table)
     _check_once((config.name for config in tables), "a table name once", where)
+    widths = {config.name: config.embedding_dim for config in tables}
+    if config_type is EmbeddingConfig and len(set(widths.values())) > 1:
+        raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
     copies = [
         replace(
             config,
@@ -133,7 +125,7 @@ def _check_config(config: BaseEmbeddingConfig, where: str) -> None:
         )
     if config.data_type not in _ROW_TYPES:
         raise ValueError(f"{where}: expected data_type FP32, FP16 or BF16, got {config.data_type}.")
-    for option, unused, remedy in _UNUSED_OPTIONS:
+    for option, (unused, remedy) in _UNUSED_OPTIONS.items():
         if option == "enable_embedding_update" and isinstance(config, EmbeddingConfig):
             continue  # DistributedModelParallel.write assigns rows
         if getattr(config, option, unused) != unused:
@@ -230,6 +222,15 @@ def initializer_of(config: BaseEmbeddingConfig, dynamic: DynamicTableConfig) -> 
     if config.weight_init_min is None and config.weight_init_max is None:
         return default_initializer(config.num_embeddings)
     return Uniform(config.get_weight_init_min(), config.get_weight_init_max())
+
+
+def pooled_outputs(
+    configs: Sequence[BaseEmbeddingConfig],
+) -> tuple[list[str], list[int], list[str]]:
+    """Returns the names, the columns and the features of the outputs of pooled tables, in order."""
+    features = [name for config in configs for name in config.feature_names]
+    columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+    return [*chain(*get_embedding_names_by_table(list(configs)))], columns, features
 
 
 def row_dtype(config: BaseEmbeddingConfig) -> torch.dtype:

@@ -25,12 +25,16 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compiled
+from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import repeat_rows
 from torchrec_dyn.modules.feature_ids import FeatureReader
 from torchrec_dyn.modules.optimizer_choice import check_fused_params
-from torchrec_dyn.modules.table_configs import checked_configs, dynamic_config_by_table
+from torchrec_dyn.modules.table_configs import (
+    checked_configs,
+    dynamic_config_by_table,
+    pooled_outputs,
+)
 from torchrec_dyn.modules.unsharded_lookup import UnshardedLookup
 from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_made_static
@@ -40,8 +44,10 @@ from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard, set_clocks
 
 
-class UnshardedCollection(NotScriptable, FusedOptimizerModule):
+class UnshardedCollection(FusedOptimizerModule):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
+
+    __prepare_scriptable__ = refuse_script
 
     def _make_tables(
         self,
@@ -65,12 +71,8 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
         self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
-        self._read = FeatureReader(
-            [table.config.feature_names for table in tables],
-            is_weighted,
-            [table.where for table in tables],
-            any(table.dynamic.scores_weights for table in tables),
-        )
+        is_scored = any(table.dynamic.scores_weights for table in tables)
+        self._read = FeatureReader(configs, is_weighted, where, is_scored)
 
     @property
     def device(self) -> torch.device:
@@ -161,25 +163,7 @@ class UnshardedCollection(NotScriptable, FusedOptimizerModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class DefaultSelection:
-    """Mixin: TorchRec selects features in its default way, which is right for any ids."""
-
-    def use_gather_select(self) -> bool:
-        """Returns False: TorchRec does not select with torch.gather."""
-        return False
-
-    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
-        """Returns None: the selection is the same for all sharding types."""
-        return None
-
-    def use_sorted_select(self) -> bool:
-        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
-        return False
-
-
-class DynamicEmbeddingCollection(
-    DefaultSelection, UnshardedCollection, EmbeddingCollectionInterface
-):
+class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterface):
     """Looks up the row of each id, as TorchRec's EmbeddingCollection does, for any int64 ids.
 
     In training an unseen id gets a row, and backward updates the rows with the fused optimizer. In
@@ -212,9 +196,6 @@ class DynamicEmbeddingCollection(
         super().__init__()
         where = type(self).__name__
         configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
-        widths = {config.name: config.embedding_dim for config in configs}
-        if len(set(widths.values())) > 1:
-            raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
         poolings = ["none"] * len(configs)
         self._make_tables(configs, poolings, "embeddings", False, device, dynamic, fused_params)
@@ -268,6 +249,18 @@ class DynamicEmbeddingCollection(
         """Returns True if outputs contain the ids."""
         return self._need_indices
 
+    def use_gather_select(self) -> bool:
+        """Returns False: TorchRec does not select features with torch.gather."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """Returns None: the selection is the same for all sharding types."""
+        return None
+
+    def use_sorted_select(self) -> bool:
+        """Returns False: TorchRec (from 1.9 on) does not sort before it selects."""
+        return False
+
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""
         collection = DynamicEmbeddingCollection(
@@ -318,11 +311,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         self._make_tables(
             configs, poolings, "embedding_bags", is_weighted, device, dynamic, fused_params
         )
-        self._embedding_names = [
-            name for names in get_embedding_names_by_table(configs) for name in names
-        ]
-        self._features = [name for config in configs for name in config.feature_names]
-        self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        self._embedding_names, self._columns, self._features = pooled_outputs(configs)
 
     @forward_of_tables
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -422,10 +411,7 @@ def checked_inverse(
 
 
 def bags_of_samples(inverse_indices: tuple[list[str], Tensor], features: Sequence[str]) -> Tensor:
-    """Returns the bag of each sample, [F, B] int64, for chosen features in their order.
-
-    As TorchRec's `reorder_inverse_indices`, without a wait of the host, and with any names.
-    """
+    """Returns the bag of each sample, [F, B] int64, for features in order, without a wait of the host."""
     names, bags = inverse_indices
     place = {name: i for i, name in enumerate(names)}
     order = host_numbers([place[feature] for feature in features])

@@ -26,7 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
-from torchrec_dyn.modules import FeatureReader, checked_configs
+from torchrec_dyn.modules import FeatureReader, checked_configs, pooled_outputs
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
@@ -93,14 +93,8 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         self._is_weighted = is_weighted
         means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
         self._lookup = ServedLookup(folder, self._configs, means, unseen, where, verify)
-        self._names = [
-            name for names in get_embedding_names_by_table(self._configs) for name in names
-        ]
-        self._columns = [
-            config.embedding_dim for config in self._configs for _ in config.feature_names
-        ]
-        self._features = [name for config in self._configs for name in config.feature_names]
-        self._read = _reader(self._configs, is_weighted, where)
+        self._names, self._columns, self._features = pooled_outputs(self._configs)
+        self._read = FeatureReader(self._configs, is_weighted, where)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Looks up the rows of bags and pools them.
@@ -168,17 +162,13 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         super().__init__()
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingConfig, where, _INITIAL_ROWS)
-        widths = {config.name: config.embedding_dim for config in self._configs}
-        if len(set(widths.values())) > 1:
-            raise ValueError(f"{where}: expected one embedding_dim for all tables, got {widths}.")
         self._need_indices = need_indices
         self._lookup = ServedLookup(
             folder, self._configs, [False] * len(self._configs), unseen, where, verify
         )
         self._names_by_table = get_embedding_names_by_table(self._configs)
-        self._names = [name for names in self._names_by_table for name in names]
-        self._features = [name for config in self._configs for name in config.feature_names]
-        self._read = _reader(self._configs, False, where)
+        self._names, _, self._features = pooled_outputs(self._configs)
+        self._read = FeatureReader(self._configs, False, where)
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Looks up the rows of ids.
@@ -230,13 +220,3 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
     def need_indices(self) -> bool:
         """Returns True if outputs have the ids, as their weights."""
         return self._need_indices
-
-
-def _reader(
-    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig], weighted: bool, where: str
-) -> FeatureReader:
-    return FeatureReader(
-        [config.feature_names for config in configs],
-        weighted,
-        [f"{where}(table='{config.name}')" for config in configs],
-    )

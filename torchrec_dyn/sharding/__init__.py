@@ -16,10 +16,10 @@ from torchrec_dyn.sharding.batches import (
     with_an_example,
     without_examples,
 )
-from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, KernelOptions, TableOptions
+from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, TableOptions
 from torchrec_dyn.sharding.dists import (
-    MeanDivisor,
     divide,
+    mean_divisor,
     outputs_by_column,
     remove_stale_forwards,
 )

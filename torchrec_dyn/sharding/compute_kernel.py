@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.batches import counts_of
 from torchrec_dyn.table import TableShard
 
+# Of `fused_params`. The value is a function: TorchRec groups tables by equal fused_params and copies these
+# deeply, and a copy of a function is the function.
 OPTIONS_KEY = "torchrec_dyn"
 
 
@@ -40,19 +42,6 @@ class TableOptions:
     row_limit: int
     rows_are_spread: bool
     is_frozen: bool = False
-
-
-class KernelOptions:
-    """The options of all tables of a collection, by table name, as one value of `fused_params`.
-
-    TorchRec groups tables by equal fused_params, and copies these deeply: one object, which is never copied.
-    """
-
-    def __init__(self) -> None:
-        self.tables: dict[str, TableOptions] = {}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KernelOptions:
-        return self
 
 
 def _make_table(
@@ -90,25 +79,25 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         super().__init__()
         self._config = config
         fused_params = dict(config.fused_params or {})
-        options: KernelOptions = fused_params.pop(OPTIONS_KEY)
+        options: Callable[[str], TableOptions] = fused_params.pop(OPTIONS_KEY)
         where = f"tables {', '.join(sorted(set(config.table_names())))}"
         optimizer = RowOptimizer.from_fused_params(fused_params, where)
         shards = config.embedding_tables
-        self.tables = [_make_table(s, options.tables[s.name], optimizer, device) for s in shards]
+        self.tables = [_make_table(s, options(s.name), optimizer, device) for s in shards]
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._counts_weights = any(table.config.scores_weights for table in self.tables)
         self.bags_of_ranks: Sequence[int] = ()
         self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
-        if pooling == "mean" and options.tables[shards[0].name].rows_are_spread:
+        if pooling == "mean" and options(shards[0].name).rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
         self.group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
             pooling,
             chosen_output_dtype(fused_params, where),
-            uses_of([(options.tables[s.name].config, s.feature_names) for s in shards]),
+            uses_of([(options(s.name).config, s.feature_names) for s in shards]),
         )
         params = {
             f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")

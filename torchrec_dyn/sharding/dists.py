@@ -14,7 +14,7 @@ Legend: B bags of a rank's batch, D columns of all features, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
@@ -30,7 +30,7 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_sharding import BaseSparseFeaturesDist, EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
 from torchrec.distributed.sharding.twrw_sharding import (
@@ -42,12 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
-from torchrec_dyn.sharding.grouped_lookups import (
-    CreatesLookup,
-    SequenceLookup,
-    device_of,
-    values_per_rank,
-)
+from torchrec_dyn.sharding.grouped_lookups import values_per_rank
 from torchrec_dyn.sharding.sent_modes import with_mode_of
 from torchrec_dyn.storage import host_numbers
 
@@ -78,24 +73,6 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         self.unbucketize_permute_tensor = where if self._is_sequence else None
         # The pipelines replace the forward of `_dist`: nothing may follow it.
         return self._dist(by_owner)
-
-
-class RoutesIds(CreatesLookup):
-    """Mixin for TorchRec's row-wise shardings, with our lookups and input dist."""
-
-    _get_num_features: Callable[[], int]
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the input dist that routes by range of the mixed id."""
-        sharding: Any = self
-        return RowWiseInputDist(
-            pg=sharding._pg,
-            num_features=self._get_num_features(),
-            device=device_of(self, device),
-            is_sequence=self.lookup_class is SequenceLookup,
-        )
 
 
 class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
@@ -150,11 +127,7 @@ def sorted_by_owner(
 
 
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:
-    """Removes a pipeline's stale patch of `input_dist.forward` after a reshard.
-
-    A pipeline that is detached after tables have moved puts the forwards of the earlier plan on the new
-    dists.
-    """
+    """Removes the forwards of an earlier plan, which a pipeline detached after a reshard puts here."""
     for input_dist in input_dists:
         sender: Any = getattr(input_dist, "_dist", input_dist)
         forward = vars(sender).get("forward")
@@ -275,35 +248,25 @@ def outputs_by_column(
     }
 
 
-class MeanDivisor:
-    """Computes the divisor of each output of a collection.
-
-    `features` has for each output the feature whose bag lengths divide it; None: it is not divided.
-    """
-
-    def __init__(self, features: Sequence[str | None]) -> None:
-        self._outputs = len(features)
-        self._divided = [i for i, feature in enumerate(features) if feature is not None]
-        self._features = [feature for feature in features if feature is not None]
-        self.is_needed = bool(self._divided)
-
-    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        """Returns the divisor of a batch of B examples, [B, O] float32, at least 1."""
-        keys = features.keys()
-        position = {key: i for i, key in enumerate(keys)}
-        places = [position[feature] for feature in self._features]
-        lengths, device = features.lengths(), features.device()
-        if features.variable_stride_per_key():
-            firsts = list(accumulate(features.stride_per_key(), initial=0))
-            bags = bags_of_samples(features.inverse_indices(), self._features)
-            first_bags = _sent([firsts[i] for i in places], device)
-            chosen = lengths[bags + first_bags.unsqueeze(1)]
-        else:
-            feature_lengths = lengths.view(len(keys), features.stride())
-            chosen = feature_lengths.index_select(0, _sent(places, device))
-        divisor = torch.ones(self._outputs, chosen.shape[1], dtype=torch.float32, device=device)
-        divisor[_sent(self._divided, device)] = chosen.clamp(min=1).float()
-        return divisor.t().contiguous()
+def mean_divisor(features: KeyedJaggedTensor, divided_by: Sequence[str | None]) -> Tensor:
+    """Returns the divisor of outputs, [B, O] float32, at least 1: bag lengths of a feature each; None: 1."""
+    keys = features.keys()
+    position = {key: i for i, key in enumerate(keys)}
+    divided = [i for i, name in enumerate(divided_by) if name is not None]
+    names = [name for name in divided_by if name is not None]
+    places = [position[name] for name in names]
+    lengths, device = features.lengths(), features.device()
+    if features.variable_stride_per_key():
+        firsts = list(accumulate(features.stride_per_key(), initial=0))
+        bags = bags_of_samples(features.inverse_indices(), names)
+        first_bags = _sent([firsts[i] for i in places], device)
+        chosen = lengths[bags + first_bags.unsqueeze(1)]
+    else:
+        feature_lengths = lengths.view(len(keys), features.stride())
+        chosen = feature_lengths.index_select(0, _sent(places, device))
+    divisor = torch.ones(len(divided_by), chosen.shape[1], dtype=torch.float32, device=device)
+    divisor[_sent(divided, device)] = chosen.clamp(min=1).float()
+    return divisor.t().contiguous()
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:

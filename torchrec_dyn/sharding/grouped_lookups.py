@@ -28,25 +28,21 @@ from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 PrefetchedSteps: TypeAlias = dict[DynamicKernel, PrefetchedStep]
 
 
-class _RefusesStateTracker:
-    """Mixin for TorchRec's lookups; its tracker reads optimizer state of its own tables, by row number."""
-
-    grouped_configs: list[GroupedEmbeddingConfig]
-
-    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
-        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state."""
-        names = {name for group in self.grouped_configs for name in group.table_names()}
-        raise ValueError(
-            f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
-            "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
-            "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
-        )
+def _refuse_state_tracker(lookup: Any, record_fn: Callable[..., None]) -> None:
+    """Refuses TorchRec's tracker of changed rows with optimizer state, which it reads by row number."""
+    names = {name for group in lookup.grouped_configs for name in group.table_names()}
+    raise ValueError(
+        f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
+        "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
+        "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
+    )
 
 
-class PooledLookup(_RefusesStateTracker, GroupedPooledEmbeddingsLookup):
+class PooledLookup(GroupedPooledEmbeddingsLookup):
     """Looks up the pooled tables of one sharding type; `node_size` ranks share rows within a node."""
 
     node_size: int = 1
+    register_optim_state_tracker_fn = _refuse_state_tracker
 
     def _create_embedding_kernel(
         self,
@@ -85,10 +81,11 @@ def values_per_rank(bags: Iterable[Sequence[int]], widths: Sequence[int]) -> lis
     return [sum(n * width for n, width in zip(row, widths, strict=True)) for row in bags]
 
 
-class SequenceLookup(_RefusesStateTracker, GroupedEmbeddingsLookup):
+class SequenceLookup(GroupedEmbeddingsLookup):
     """Looks up the sequence tables of one sharding type on this rank."""
 
     node_size: int = 1  # TorchRec does not spread rows of sequence tables within nodes
+    register_optim_state_tracker_fn = _refuse_state_tracker
 
     def _create_embedding_kernel(
         self,
@@ -132,10 +129,7 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
 def set_batch(
     lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
 ) -> None:
-    """Sets the kernels to the next batch: its sender layout, and steps that were taken ahead.
-
-    The steps are removed from `steps`: a second forward of the batch takes steps of its own.
-    """
+    """Sets the kernels to the next batch: its senders, and its steps of `steps`, which are removed there."""
     for lookup, context in zip(lookups, contexts, strict=True):
         bags, size = context.batch_size_per_rank, cast(PooledLookup, lookup).node_size
         # Within nodes a batch arrives sorted by the position of its sender within the sender's node.

@@ -7,12 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrec.distributed.embedding_sharding import (
-    BaseEmbeddingDist,
-    BaseSparseFeaturesDist,
-    EmbeddingShardingContext,
-)
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.sharding.cw_sequence_sharding import CwSequenceEmbeddingSharding
 from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
@@ -24,13 +19,12 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.sharding.dists import (
     GridOutputDist,
     NodeRowWiseInputDist,
     NodeRowWiseOutputDist,
-    RoutesIds,
+    RowWiseInputDist,
     RowWiseOutputDist,
     outputs_by_column,
 )
@@ -69,43 +63,53 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
     ]
 
 
-class _WithinNode(CreatesLookup):
-    """Mixin for TorchRec's pooled shardings that spread rows over the ranks of a node."""
-
-    def create_input_dist(
-        self, device: torch.device | None = None
-    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
-        """Creates the input dist that routes by range of the mixed id within the node."""
-        sharding: Any = self
-        groups_per_rank = sharding._grouped_embedding_configs_per_rank
-        return NodeRowWiseInputDist(
-            pg=sharding._pg,
-            local_size=sharding._intra_pg.size(),
-            features_per_rank=sharding._features_per_rank(groups_per_rank),
-            device=device_of(sharding, device),
-        )
+# Methods of TorchRec's shardings, by how the rows are spread.
 
 
-class _WholeRows(CreatesLookup):
-    """Mixin for TorchRec's pooled shardings that keep all rows of a column range on one rank."""
-
-    def create_output_dist(
-        self, device: torch.device | None = None
-    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
-        """Creates the output dist for both kinds of batch; TorchRec's has what the first batch needs."""
-        output_dist: Any = super().create_output_dist(device)
-        output_dist._create_output_dist_module(
-            EmbeddingShardingContext(variable_batch_per_feature=True)
-        )
-        return output_dist
+def _input_dist_over_ranks(sharding: Any, device: torch.device | None = None) -> RowWiseInputDist:
+    """Creates the input dist that routes by range of the mixed id."""
+    return RowWiseInputDist(
+        pg=sharding._pg,
+        num_features=sharding._get_num_features(),
+        device=device_of(sharding, device),
+        is_sequence=sharding.lookup_class is SequenceLookup,
+    )
 
 
-class TableWisePooled(_WholeRows, TwPooledEmbeddingSharding):
+def _input_dist_within_node(
+    sharding: Any, device: torch.device | None = None
+) -> NodeRowWiseInputDist:
+    """Creates the input dist that routes by range of the mixed id within the node."""
+    return NodeRowWiseInputDist(
+        pg=sharding._pg,
+        local_size=sharding._intra_pg.size(),
+        features_per_rank=sharding._features_per_rank(sharding._grouped_embedding_configs_per_rank),
+        device=device_of(sharding, device),
+    )
+
+
+def _for_any_batch(output_dist: Any) -> Any:
+    """Makes an output dist ready for both kinds of batch: TorchRec's has what the first batch needs."""
+    output_dist._create_output_dist_module(
+        EmbeddingShardingContext(variable_batch_per_feature=True)
+    )
+    return output_dist
+
+
+class TableWisePooled(CreatesLookup, TwPooledEmbeddingSharding):
     """Whole tables on one rank each."""
 
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
+        """Creates the output dist."""
+        return _for_any_batch(super().create_output_dist(device))
 
-class ColumnWisePooled(_WholeRows, CwPooledEmbeddingSharding):
+
+class ColumnWisePooled(CreatesLookup, CwPooledEmbeddingSharding):
     """Column ranges of tables on any ranks."""
+
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
+        """Creates the output dist, which stitches column shards."""
+        return _for_any_batch(super().create_output_dist(device))
 
     def _init_combined_embeddings(self) -> None:
         _combine_columns(self, self._grouped_embedding_configs_per_rank)
@@ -115,12 +119,12 @@ class TableColumnWisePooled(ColumnWisePooled, TwCwPooledEmbeddingSharding):
     """Column ranges of tables on the ranks of one node."""
 
 
-class RowWisePooled(RoutesIds, RwPooledEmbeddingSharding):
+class RowWisePooled(CreatesLookup, RwPooledEmbeddingSharding):
     """Rows spread over all ranks."""
 
-    def create_output_dist(
-        self, device: torch.device | None = None
-    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+    create_input_dist = _input_dist_over_ranks
+
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist, which sums over all ranks."""
         return RowWiseOutputDist(
             self._pg,
@@ -129,22 +133,22 @@ class RowWisePooled(RoutesIds, RwPooledEmbeddingSharding):
         )
 
 
-class TableRowWisePooled(_WithinNode, TwRwPooledEmbeddingSharding):
+class TableRowWisePooled(CreatesLookup, TwRwPooledEmbeddingSharding):
     """Rows spread over the ranks of one node."""
 
-    def create_output_dist(
-        self, device: torch.device | None = None
-    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+    create_input_dist = _input_dist_within_node
+
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist, which sums within the node and sends sums to the ranks of the batches."""
         return NodeRowWiseOutputDist(**_node_output_options(self, device))
 
 
-class GridPooled(_WithinNode, GridPooledEmbeddingSharding):
+class GridPooled(CreatesLookup, GridPooledEmbeddingSharding):
     """Column ranges of tables on nodes; the rows of a range are spread over the ranks of its node."""
 
-    def create_output_dist(
-        self, device: torch.device | None = None
-    ) -> BaseEmbeddingDist[EmbeddingShardingContext, Tensor, Tensor]:
+    create_input_dist = _input_dist_within_node
+
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist, which sums within each node and sends sums to the ranks of the batches."""
         stock = super().create_output_dist(device)
         return GridOutputDist(callbacks=stock._callbacks, **_node_output_options(self, device))
@@ -183,10 +187,11 @@ class ColumnWiseSequence(CreatesLookup, CwSequenceEmbeddingSharding):
     lookup_class = SequenceLookup
 
 
-class RowWiseSequence(RoutesIds, RwSequenceEmbeddingSharding):
+class RowWiseSequence(CreatesLookup, RwSequenceEmbeddingSharding):
     """Rows spread over all ranks."""
 
     lookup_class = SequenceLookup
+    create_input_dist = _input_dist_over_ranks
 
 
 SEQUENCE_SHARDINGS = {

@@ -8,7 +8,6 @@ Legend: M rows of a batch.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import RowSource, sync_to_disk, write_beside
+from torchrec_dyn.checkpoint_format import RowSource, write_beside
 from torchrec_dyn.life import Clock
 from torchrec_dyn.optimizers import STATE_NAMES
 
@@ -42,15 +41,7 @@ def pyarrow(call: str) -> Any:
 
 
 class ArrowColumns:
-    """The columns that are read of one table.
-
-    `columns` are their names; None: id, row, last_seen and count, as far as the table has them. With
-    `waiting` they are of the waiting ids in place of the rows.
-
-    Attributes:
-        schema: the schema of Arrow; its metadata have table, seed and step.
-        tensors: names of the tensors by row that the columns need.
-    """
+    """The columns that are read of one table: their `schema`, and the `tensors` by row that they need."""
 
     def __init__(
         self, source: RowSource, columns: Sequence[str] | None, waiting: bool, call: str
@@ -110,23 +101,26 @@ def _known(source: RowSource) -> tuple[str, ...]:
 
 
 class ArrowFile:
-    """A file that is written batch by batch; a batch is a row group.
+    """A file that is written batch by batch, each a row group; Arrow writes to it as to a file of Python.
 
     `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
     Feather 2). It is written beside `path`.
     """
 
+    closed = False  # Arrow closes its own object; `finish` and `drop` close the file
+
     def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:
         self._path = path
-        self._sink = _Sink(path)
-        self.rows = 0
+        self._file = write_beside(path)
+        self._end = self.rows = 0
+        self._is_dropped = False
         try:
-            self._writer = _writer(arrow, self._sink, schema, kind)
+            self._writer = _writer(arrow, self, schema, kind)
         except BaseException:
-            self._sink.drop()
+            self._file.drop()
             raise
 
-    def write(self, batch: Any) -> None:
+    def add(self, batch: Any) -> None:
         """Writes a batch."""
         self._writer.write_batch(batch)
         self.rows += batch.num_rows
@@ -134,20 +128,34 @@ class ArrowFile:
     def finish(self) -> None:
         """Writes the end of the file, waits until all of it is on the disk, and renames it to its path."""
         self._writer.close()
-        self._sink.file.sync()
-        os.replace(self._sink.file.path, self._path)  # while it is locked
-        self._sink.file.close()
-        sync_to_disk(self._path.parent)
+        self._file.publish(self._path)
 
     def drop(self) -> None:
         """Removes the unfinished file; does nothing after `finish`."""
-        self._sink.drop()
+        self._is_dropped = True
+        self._file.drop()
         with suppress(Exception):
             self._writer.close()  # else it writes the end of the file when it is collected
 
+    def write(self, data: Any) -> int:
+        """Writes what Arrow encoded."""
+        if not self._is_dropped:
+            self._file.write(self._end, data)
+        self._end += len(data)
+        return len(data)
 
-def _writer(arrow: Any, sink: Any, schema: Any, kind: str) -> Any:
-    file = arrow.PythonFile(sink, mode="w")
+    def tell(self) -> int:
+        """Returns the number of bytes that Arrow has written."""
+        return self._end
+
+    def flush(self) -> None:
+        """Does nothing: `FileWriter` has no buffer."""
+
+    close = flush
+
+
+def _writer(arrow: Any, file: Any, schema: Any, kind: str) -> Any:
+    file = arrow.PythonFile(file, mode="w")
     if kind == "arrow":
         return arrow.ipc.new_file(file, schema)
     integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
@@ -165,40 +173,3 @@ def _writer(arrow: Any, sink: Any, schema: Any, kind: str) -> Any:
         use_byte_stream_split=floats,
         write_statistics=integers,
     )
-
-
-class _Sink:
-    """The file as Arrow writes to it: by the methods of a file of Python."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = write_beside(path)
-        self._end = 0
-        self._is_dropped = False
-        try:
-            self.file.resize(0)
-        except OSError:
-            self.drop()
-            raise
-
-    @property
-    def closed(self) -> bool:
-        return False  # Arrow closes its own object; `finish` and `drop` close the file
-
-    def write(self, data: Any) -> int:
-        if not self._is_dropped:
-            self.file.write(self._end, data)
-        self._end += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self._end
-
-    def flush(self) -> None:
-        """Does nothing: `FileWriter` has no buffer."""
-
-    def close(self) -> None:
-        """Does nothing: the file is closed by `finish` or `drop`."""
-
-    def drop(self) -> None:
-        self._is_dropped = True
-        self.file.drop()

@@ -36,11 +36,7 @@ _Tables = Mapping[str, MergedTable]
 
 
 def print_difference(first: Path, second: Path) -> bool:
-    """Prints what differs between two checkpoints, deltas or directories of `Checkpoints`.
-
-    Of two directories of `Checkpoints` it prints the first step at which tables differ by the sums of the
-    entries, and what differs there.
-    """
+    """Prints what differs between two checkpoints or deltas; of two runs, at the first step that differs."""
     chains = [read_chain(path) for path in (first, second)]
     if all(chain.entries for chain in chains):
         return _print_first_difference(*chains)
@@ -77,10 +73,7 @@ def _print_tables(first: _Tables, second: _Tables) -> bool:
 
 
 def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
-    """Prints the first step at which two runs differ; returns True if there is none.
-
-    Of each run it takes the branch that leads to the newest entry, and prints which entries cannot be read.
-    """
+    """Prints the first step at which the newest branches of two runs differ; True if there is none."""
     chains = first, second
     branches = [_newest_branch(chain) for chain in chains]
     steps = [step for step in branches[0] if step in branches[1]]

@@ -35,10 +35,7 @@ _BAR_WIDTH = 32
 
 
 def inspect_checkpoint(path: Path, verify: bool, picture: Path | None = None) -> None:
-    """Prints the tables of a checkpoint or a delta; without `verify` only what is printed is read.
-
-    With `picture` also draws their histograms.
-    """
+    """Prints, and draws, the tables of a checkpoint or a delta; without `verify` it reads no more."""
     checkpoint = open_checkpoint(path)
     print("\n".join(headline(checkpoint)), flush=True)
     rows: dict[str, list[Histogram]] = {}

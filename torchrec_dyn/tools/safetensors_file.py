@@ -13,12 +13,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format import sync_to_disk, write_beside
+from torchrec_dyn.checkpoint_format import write_beside
 from torchrec_dyn.storage import to_host
 
 _DTYPES = {
@@ -34,17 +34,8 @@ _LONGEST_HEADER = 100_000_000  # the limit of the format
 DAMAGED = "The file is damaged, or it is no .safetensors file."
 
 
-class SavedEntry(NamedTuple):
-    """One tensor of a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int  # of its numbers, in bytes from the begin of the file
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row; of one number, if the tensor has one dimension."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+# Of a tensor in a file: dtype, shape and the first byte of its numbers.
+_Entry = tuple[torch.dtype, tuple[int, ...], int]
 
 
 class SafetensorsReader:
@@ -69,11 +60,10 @@ class SafetensorsReader:
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Reads the rows [first, last) of a tensor."""
-        entry = self.entries[name]
-        shape = last - first, *entry.shape[1:]
-        values = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        dtype, shape, begin = self.entries[name]
+        values = torch.empty(last - first, *shape[1:], dtype=dtype, device="cpu")
         data = values.flatten().view(torch.uint8)
-        self._file.seek(entry.begin + first * entry.row_bytes)
+        self._file.seek(begin + first * math.prod(shape[1:]) * dtype.itemsize)
         if self._file.readinto(data.numpy().data) != data.numel():
             raise self._fault(f"{data.numel()} bytes of '{name}'", "the end of the file")
         return values
@@ -82,7 +72,7 @@ class SafetensorsReader:
         """Closes the file."""
         self._file.close()
 
-    def _read_header(self) -> tuple[dict[str, SavedEntry], dict[str, str]]:
+    def _read_header(self) -> tuple[dict[str, _Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         longest = min(size - _LENGTH_BYTES, _LONGEST_HEADER)
@@ -90,20 +80,17 @@ class SafetensorsReader:
             raise self._fault(
                 "the length of a header that fits", f"{length} in a file of {size} bytes"
             )
-        try:
-            header = json.loads(self._file.read(length), object_pairs_hook=_without_repeats)
-        except (ValueError, RecursionError) as error:
-            raise self._fault("a header in JSON", f"{error}") from error
-        if not isinstance(header, dict):
-            raise self._fault("a header that names tensors", type(header).__name__)
-        metadata = header.pop(_METADATA, {})
-        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-            raise self._fault(f"{_METADATA} of strings by name", f"{metadata!r:.100}")
+        metadata, tensors = self._parsed(self._file.read(length))
         begin = end = _LENGTH_BYTES + length  # of the numbers
-        described = [self._described(name, given) for name, given in header.items()]
         entries = {}
-        for span, name, dtype, shape in sorted(described, key=lambda tensor: tensor[0]):
-            entries[name] = SavedEntry(dtype, tuple(shape), end)
+        for name, kind, shape, span in tensors:
+            dtype = _DTYPES.get(str(kind))
+            if dtype is None:
+                raise ValueError(
+                    f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
+                    f"{kind!r:.60}. Convert it."
+                )
+            entries[name] = dtype, tuple(shape), end
             expected = [end - begin, end - begin + math.prod(shape) * dtype.itemsize]
             if span != expected:
                 raise self._fault(f"data_offsets {expected} of '{name}' {shape}", f"{span}")
@@ -112,32 +99,29 @@ class SafetensorsReader:
             raise self._fault(f"a file of {end} bytes, as its header says", f"{size}")
         return entries, metadata
 
-    def _described(self, name: str, given: Any) -> tuple[list[int], str, torch.dtype, list[int]]:
-        """Returns the bytes of a tensor's numbers after the header, its name, dtype and shape."""
-        if not isinstance(given, dict) or given.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._fault(f"dtype, shape and data_offsets of '{name}'", f"{given!r:.100}")
-        span, shape = given["data_offsets"], given["shape"]
-        if not _are_sizes(span) or len(span) != 2 or not _are_sizes(shape):
-            raise self._fault(
-                f"a shape and two data_offsets of '{name}'", f"{shape!r:.60} and {span!r:.60}"
-            )
-        dtype = _DTYPES.get(given["dtype"]) if isinstance(given["dtype"], str) else None
-        if dtype is None:
-            raise ValueError(
-                f"{self._where}: expected tensors of {', '.join(_DTYPES)}, got '{name}' of "
-                f"{given['dtype']!r:.60}. Convert it."
-            )
-        return span, name, dtype, shape
+    def _parsed(self, text: bytes) -> tuple[dict[str, str], list[Any]]:
+        """Returns the metadata of a header, and in order name, dtype, shape and data_offsets of tensors."""
+        try:
+            header = json.loads(text)
+            metadata = header.pop(_METADATA, {})
+            fields = ("dtype", "shape", "data_offsets")
+            tensors = [
+                [name, *(given[field] for field in fields)] for name, given in header.items()
+            ]
+            sizes = [size for *_, shape, span in tensors for size in (*shape, *span)]
+            kinds = {*map(type, sizes)}, {*map(type, metadata.values())}
+            if kinds[0] - {int} or kinds[1] - {str} or min(sizes, default=0) < 0:
+                raise ValueError("a size that is no size, or metadata that are no strings")
+            return metadata, sorted(tensors, key=lambda tensor: tensor[3])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise self._fault("a header that describes tensors", repr(error)) from error
 
     def _fault(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
 
 
 class SafetensorsWriter:
-    """A writer of a file. The file has a temporary name until it is complete and on the disk.
-
-    Then it replaces an existing file at PATH. If the process is killed before, the file at PATH is unchanged,
-    and the temporary file remains until the next export to PATH.
+    """A writer of a file, which has a temporary name until it is complete and on the disk.
 
     `tensors` has dtype and shape by name. Wider numbers are first, so that all are aligned.
     """
@@ -162,7 +146,6 @@ class SafetensorsWriter:
         self._path = Path(path)
         self._file = write_beside(self._path)
         try:
-            self._file.resize(0)
             self._numbers = self._write_header()
         except BaseException:
             self.drop()
@@ -182,29 +165,13 @@ class SafetensorsWriter:
         self._left[name] = left[numbers.numel() :]
 
     def finish(self, **metadata: str) -> None:
-        """Replaces metadata by others of the same length, and renames the file to its path.
-
-        All tensors must have been written.
-        """
+        """Replaces metadata by others of the same length, and renames the file, when all is written."""
         left = sum(map(len, self._left.values()))
         assert not left, f"{left} bytes of {self._path} were not written"
         self._header[_METADATA] |= metadata
         assert self._write_header() == self._numbers
-        self._file.sync()
-        os.replace(self._file.path, self._path)  # while it is locked
-        self._file.close()
-        sync_to_disk(self._path.parent)  # so that the name is on the disk too
+        self._file.publish(self._path)
 
     def drop(self) -> None:
         """Removes the temporary file; does nothing after `finish`."""
         self._file.drop()
-
-
-def _are_sizes(given: Any) -> bool:
-    return isinstance(given, list) and all(type(size) is int and size >= 0 for size in given)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name twice")
-    return dict(pairs)

@@ -60,17 +60,15 @@ class FileRows(RowSource):
                 f"{self.where}: expected tensors 'ids' and 'rows' (or 'weight'), got {sorted(entries)}. "
                 "Optimizer state and scores are saved in checkpoints only."
             )
-        ids, rows = entries["ids"], entries[names[0]]
-        if ids.dtype != torch.int64 or len(ids.shape) != 1:
+        (kind, ids, _), (self.dtype, rows, _) = entries["ids"], entries[names[0]]
+        if kind != torch.int64 or len(ids) != 1:
+            raise ValueError(f"{self.where}: expected ids [R] of I64, got {list(ids)} of {kind}.")
+        if self.dtype not in ROW_DTYPES or rows[:1] != ids or len(rows) != 2:
             raise ValueError(
-                f"{self.where}: expected ids [R] of I64, got {list(ids.shape)} of {ids.dtype}."
+                f"{self.where}: expected {names[0]} [{ids[0]}, D] of F32, F16 or BF16 for {ids[0]} ids, got "
+                f"{list(rows)} of {self.dtype}."
             )
-        if rows.dtype not in ROW_DTYPES or rows.shape[:1] != ids.shape or len(rows.shape) != 2:
-            raise ValueError(
-                f"{self.where}: expected {names[0]} [{ids.shape[0]}, D] of F32, F16 or BF16 for "
-                f"{ids.shape[0]} ids, got {list(rows.shape)} of {rows.dtype}."
-            )
-        self.count, self.embedding_dim, self.dtype = *rows.shape, rows.dtype
+        self.count, self.embedding_dim = rows
         self.cuts, self.name = (0, self.embedding_dim), metadata.get("table", "")
         self._entries = {"ids": "ids", "weight": names[0]}
         if (text := metadata.get(_SUMS)) is not None:

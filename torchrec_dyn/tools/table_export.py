@@ -131,7 +131,7 @@ def export_table(
 
     def write(batch: dict[str, Tensor]) -> None:
         if file is not None:
-            file.write(arrow.batch(batch))
+            file.add(arrow.batch(batch))
 
     def finish() -> int:
         if file is None:

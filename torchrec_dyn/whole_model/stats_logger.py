@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -38,19 +38,8 @@ _CHARTS = {
 }
 
 
-class ScalarWriter(Protocol):
-    """A writer of numbers, such as TensorBoard's `SummaryWriter`."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Writes one number under its name."""
-        ...
-
-
-StatsLogger = ScalarWriter | MutableMapping[str, int | float]
-
-
 @not_compiled
-def log_stats(model: nn.Module, to: StatsLogger | None, step: int, *, totals: bool = False) -> None:
+def log_stats(model: nn.Module, to: Any, step: int, *, totals: bool = False) -> None:
     """Writes the stats of every dynamic table of a model.
 
     Names have the form "collection/table/stat", e.g. "model.ebc/user/hits". The collection is given by its
@@ -76,7 +65,7 @@ def log_stats(model: nn.Module, to: StatsLogger | None, step: int, *, totals: bo
 
 
 def add_stats_hook(
-    model: nn.Module, to: StatsLogger | None, every: int = 100, *, totals: bool = False
+    model: nn.Module, to: Any, every: int = 100, *, totals: bool = False
 ) -> StatsHook:
     """Registers a hook that writes a model's stats after every `every` training forwards.
 
@@ -114,7 +103,7 @@ class StatsHook(RemovableHandle):
     writes steps and counts as if the job had not ended. `dcp.save` and `dcp.load` take the hook itself, too.
     """
 
-    def __init__(self, model: nn.Module, to: StatsLogger | None, every: int, totals: bool) -> None:
+    def __init__(self, model: nn.Module, to: Any, every: int, totals: bool) -> None:
         self._model = weakref.ref(model)  # a handle keeps no tables in memory
         self._totals = totals
         self._forwards = 0
@@ -232,7 +221,7 @@ def _name(path: str, table: str) -> str:
     return f"{path}/{table}" if path else table
 
 
-def _write(scalars: Mapping[str, int | float], to: StatsLogger | None, step: int) -> None:
+def _write(scalars: Mapping[str, int | float], to: Any, step: int) -> None:
     if to is None:
         return
     for name, value in scalars.items():
