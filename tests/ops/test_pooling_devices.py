@@ -11,8 +11,10 @@ from op_cases import FLOATS
 from table_cases import bits, ids_of, random_bags
 
 from torchrec_dyn import ops
+from torchrec_dyn.optimizers import RULES, OptimizerKind
 
 CPU = torch.ops.torchrec_dyn
+SGD = RULES[OptimizerKind.EXACT_SGD].number
 
 
 def shifted(tensor, elements):
@@ -36,6 +38,18 @@ def assert_same(got, expected):
     assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
 
 
+def pool_into(
+    library, out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean
+):
+    """Pools into an output by the op of prepared tables, which have no ids here."""
+    nothing, tables = rows.new_empty(0, 2), len(layout)
+    moved = torch.tensor([[-1, 0]] * tables).view(-1, 2)
+    handle = library.prepare_tables(
+        [nothing] * tables, moved, weights, [], layout, SGD, [], []
+    )
+    library.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
+
+
 def check_call(
     widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False, count=3
 ):
@@ -55,7 +69,7 @@ def check_call(
     for new_index in (None, fresh):
         outs = [shifted(torch.full_like(all_bags, 7.0), grad_offset) for _ in range(2)]
         for library, out in zip((ops, CPU), outs, strict=True):
-            library.pool_into_(out, new_index, *given[:-2])
+            pool_into(library, out, new_index, *given[:-2])
         assert_same(*outs)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
@@ -214,14 +228,14 @@ def test_bags_of_new_ids_are_pooled_into_an_output():
     for new in range(8):
         out, new_index = torch.full((12,), 5.0), torch.full((8,), -1)
         new_index[new] = 2**40 * (new % 2)
-        ops.pool_into_(out=out, new_index=new_index, **given)
+        pool_into(ops, out=out, new_index=new_index, **given)
         first = [0, 6, 3, 9][new // 2]  # of the output of bag new // 2
         expected = torch.full((12,), 5.0)
         expected[first : first + 3] = alone[first : first + 3]
         assert torch.equal(out, expected), new
     given |= {"rows": ids_of(), "offsets": ids_of(0, 0, 0, 0, 0)}
     for new_index, number in ((ids_of(), 5.0), (None, 0.0)):
-        ops.pool_into_(out=out.fill_(5.0), new_index=new_index, **given)
+        pool_into(ops, out=out.fill_(5.0), new_index=new_index, **given)
         assert (out == number).all()
 
 
@@ -234,16 +248,16 @@ def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offset
     """Their bags count as empty. A row outside its table is reported if the offsets are right."""
     own = {"out": torch.zeros(12), "new_index": None, "bag_weights": None}
     wrong = second_of_two(rows=ids_of(11, 0, -1, 3, 8, 0, 90, 2))
-    with pytest.raises(RuntimeError, match=r"pool_into_: expected rows in \[-1, 8\)"):
-        ops.pool_into_(**wrong, **own)
+    with pytest.raises(RuntimeError, match=r"pool_prepared_: expected rows in \[-1, 8\)"):
+        pool_into(ops, **wrong, **own)
     wrong["offsets"] = ids_of(*offsets)
     if device == "cpu":
         with pytest.raises(
-            RuntimeError, match=r"pool_into_: expected (ascending offsets|offsets in)"
+            RuntimeError, match=r"pool_prepared_: expected (ascending offsets|offsets in)"
         ):
-            ops.pool_into_(**wrong, **own)
+            pool_into(ops, **wrong, **own)
     else:
-        ops.pool_into_(**wrong, **own)
+        pool_into(ops, **wrong, **own)
 
 
 def test_where_the_host_waits_for_pooling():
@@ -256,6 +270,6 @@ def test_where_the_host_waits_for_pooling():
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
         ops.bag_weights_grad(grad=out, **given)
-        ops.pool_into_(out=out, new_index=None, bag_weights=None, **given)
+        pool_into(ops, out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import random
 from typing import NamedTuple
@@ -121,13 +122,6 @@ def draw_gather_pool(rng: random.Random) -> Arguments:
     }
 
 
-def draw_pool_into_(rng: random.Random) -> Arguments:
-    given = draw_gather_pool(rng)
-    out = numbers_of(rng, (given.pop("elements"),), torch.float32).to(given.pop("dtype"))
-    few = [rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in given["rows"]]
-    return {"out": out, "new_index": rng.choice((None, whole(*few))), **given}
-
-
 def draw_bag_weights_grad(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
     return {"grad": numbers_of(rng, (batch.elements,), torch.float32), **batch.given}
@@ -187,3 +181,84 @@ def draw_marks(rng: random.Random, batch: Batch) -> Arguments:
         marks += [torch.tensor(list(rng.randbytes(1 << shift))).byte() for _ in range(count)]
     mark_layout = torch.tensor(layout, dtype=I64).reshape(-1, 4)
     return {"marks": marks, "mark_layout": rng.choice((None, mark_layout))}
+
+
+# Handles of the tables of the last calls: a handle in arguments is a copy, which does not keep its tables.
+_handles: collections.deque[Tensor] = collections.deque(maxlen=64)
+
+
+def draw_tables(rng: random.Random, given: Arguments) -> tuple[Arguments, list[list[int]]]:
+    """Returns the arguments of prepare_tables for rows of some update, and the ids of each map."""
+    maps, ids = draw_maps(rng, len(given["layout"]))
+    names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
+    return {**maps, **{name: given[name] for name in names}}, ids
+
+
+def draw_handle(rng: random.Random, given: Arguments) -> tuple[Tensor, list[list[int]]]:
+    tables, ids = draw_tables(rng, given)
+    _handles.append(torch.ops.torchrec_dyn.prepare_tables(**tables))
+    return _handles[-1].clone(), ids
+
+
+def draw_prepare_tables(rng: random.Random) -> Arguments:
+    return draw_tables(rng, draw_update_rows_(rng))[0]
+
+
+def draw_find_and_pool(rng: random.Random) -> Arguments:
+    columns = a_width(rng)
+    tables = [Layout(t, 1, 4, columns) for t in range(rng.randint(1, 3))]
+    given = {
+        "weights": [numbers_of(rng, (16, columns), torch.float32) for _ in tables],
+        "layout": torch.tensor(tables, dtype=I64),
+        **{"states": [], "optimizer": 0, "on_nonfinite": [], "nonfinite": []},
+    }
+    maps = [a_map(whole(*range(16)), whole(*range(16)), False, 1.7, draw_key(rng)) for _ in tables]
+    given["slots"] = [one[0][0] for one in maps]
+    given["moved"] = torch.cat([one[1] for one in maps])
+    _handles.append(torch.ops.torchrec_dyn.prepare_tables(**given))
+    batch, most = rng.randrange(5), 4
+    lengths = [rng.randrange(most) for _ in range(batch * len(tables))]
+    offsets = [0, *itertools.accumulate(lengths)]
+    dtype, width = rng.choice((torch.int32, I64)), columns * len(tables)
+    segments = [[t, t * batch, batch, t * columns, width] for t in range(len(tables))]
+    forms = rng.choice(((True, False), (False, True), (True, True)))
+    return {
+        "ids": whole(*(rng.randrange(18) for _ in range(offsets[-1]))),
+        "lengths": torch.tensor(lengths, dtype=dtype) if forms[0] else None,
+        "offsets": torch.tensor(offsets, dtype=dtype) if forms[1] else None,
+        "bag_weights": rng.choice((None, numbers_of(rng, (offsets[-1],), torch.float32))),
+        "first_bags": torch.arange(len(tables) + 1) * batch,
+        "first_features": torch.arange(len(tables) + 1),
+        "segments": rng.choice((None, torch.tensor(segments, dtype=I64))),
+        "tables": _handles[-1].clone(),
+        "mean": rng.random() < 0.5,
+        "pools": rng.choice((0, 2)),
+        "elements": batch * width,
+        "dtype": rng.choice(FLOATS),
+    }
+
+
+def draw_pool_prepared_(rng: random.Random) -> Arguments:
+    update, given = draw_update_rows_(rng), {}
+    given["tables"], _ = draw_handle(rng, update)
+    few = [rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in update["rows"]]
+    names = ("rows", "offsets", "bag_weights", "segments", "mean")
+    return {
+        "out": update["grad"].to(rng.choice(FLOATS)),
+        "new_index": rng.choice((None, whole(*few))),
+        **{name: update[name] for name in names},
+        **given,
+    }
+
+
+def draw_weights_grad_prepared(rng: random.Random) -> Arguments:
+    update = draw_update_rows_(rng)
+    names = ("grad", "rows", "offsets", "segments", "mean")
+    return {**{name: update[name] for name in names}, "tables": draw_handle(rng, update)[0]}
+
+
+def draw_update_prepared_(rng: random.Random) -> Arguments:
+    update = draw_update_rows_(rng)
+    tables, left_out = draw_handle(rng, update)[0], ("weights", "states", "layout", "optimizer")
+    left_out += ("on_nonfinite", "nonfinite")
+    return {**{k: v for k, v in update.items() if k not in left_out}, "tables": tables}

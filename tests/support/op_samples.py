@@ -99,10 +99,42 @@ def pool_sample(given, elements=10, dtype=torch.float32):
     return {**given, "elements": elements, "dtype": dtype}
 
 
-def pool_into_sample(given, elements=10, dtype=torch.float32, new_index=None):
-    """Returns an output of ones, and new ids: by default the first and the last id of five."""
-    fresh = whole(0, -1, -1, -1, 3) if new_index is None else new_index
-    return {"out": torch.ones(elements, dtype=dtype), "new_index": fresh, **given}
+HANDLES = []  # a handle in the arguments of a call is a copy, which does not keep its tables
+
+
+def tables_sample(given):
+    """Returns maps without slots, and the rows and states of an update."""
+    nothing = torch.empty(0, 2, dtype=I64)
+    names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
+    own = {name: given[name] for name in names}
+    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own}
+
+
+def prepared(given, *names, **more):
+    """Returns the arguments of an op of prepared tables: some of an update, and others."""
+    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables_sample(given)))
+    return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
+
+
+def pool_prepared_sample(new_index, dtype=torch.float32, **options):
+    names = ("rows", "offsets", "bag_weights", "segments", "mean")
+    out = torch.ones(10, dtype=dtype)
+    return prepared(update(0, **options), *names, out=out, new_index=new_index)
+
+
+def find_sample(**changed):
+    """Returns two features of bags of five absent ids."""
+    own = {
+        "ids": whole(7, 8, 9, 7, 7), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
+        "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
+        "dtype": torch.float32,
+    }  # fmt: skip
+    return prepared(update(0), "segments", "mean", **{**own, **changed})
+
+
+def update_prepared_sample(given):
+    left_out = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
+    return prepared(given, *(name for name in given if name not in left_out))
 
 
 def grad_sample(given, elements=10):
@@ -258,11 +290,24 @@ SAMPLES = {
         lambda: pool_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),
         lambda: pool_sample(sequence(), elements=15),
     ],
-    "pool_into_": [
-        lambda: pool_into_sample(pooled()),
-        lambda: pool_into_sample(pooled(torch.bfloat16, weighted=True), dtype=torch.float16),
-        lambda: pool_into_sample(sequence(), elements=15),
-        lambda: pool_into_sample(pooled()) | {"new_index": None},
+    "prepare_tables": [
+        lambda: tables_sample(update(2)),
+        lambda: tables_sample(update_with_refusals(2, 1, 2)),
+    ],
+    "find_and_pool": [
+        find_sample,
+        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), pools=0),
+    ],
+    "pool_prepared_": [
+        lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
+        lambda: pool_prepared_sample(None, torch.float16, dtype=torch.bfloat16, weighted=True),
+    ],
+    "weights_grad_prepared": [
+        lambda: prepared(update(0), "grad", "rows", "offsets", "segments", "mean"),
+    ],
+    "update_prepared_": [
+        *(lambda number=number: update_prepared_sample(update(number)) for number in NUMBERS),
+        lambda: update_prepared_sample(update_with_marks()),
     ],
     "bag_weights_grad": [
         lambda: grad_sample(pooled()),
