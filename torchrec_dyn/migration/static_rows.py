@@ -8,18 +8,18 @@ Legend: N rows, D columns of the static table, M rows of a chunk, C columns of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import mixed_ranges
-from torchrec_dyn.table import TableShard, named_states
+from torchrec_dyn.table import TableShard, append
 
 ReadRows = Callable[[int, int], Tensor]  # returns rows [first, last)
 
@@ -79,28 +79,10 @@ class StaticRows(RowSource):
         for shard in shards:
             shard.step = self.trained_steps  # first: policies count the rows' age from this step
             shard.reserve(self._count // ranks)
-        for chunk in self.chunks(self.names, knobs.CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
-            for shard in shards:
-                span = slice(shard.first_column, shard.first_column + shard.columns)
-                rows = {name: self.in_columns(name, chunk[name], span) for name in self._tensors}
-                _insert(shard, chunk["ids"], rows)
-
-
-def _insert(table: TableShard, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Inserts distinct ids [M], "weight" and states [M, C], into a new shard, which has no log of changes."""
-    assert table.changes is None
-    table.reserve(ids.numel())
-    rows = table.row_numbers.take(ids.numel())
-    ids = ids.to(table.device)
-    table.id_map.insert(ids, rows)
-    table.weights.write(rows, values["weight"].to(table.device))
-    for state in named_states(table):
-        if state.name in values:
-            state.store.write(rows, values[state.name].to(table.device))
-        else:
-            state.store.fill(rows, state.initial)
-    if table.life is not None:
-        table.life.prepare_rows(ids, rows, table.step, None)()
+        columns = [(shard.first_column, shard.first_column + shard.columns) for shard in shards]
+        chunks = self.chunks(self.names, mixed=mixed_ranges(part, ranks), columns=columns)
+        for shard, chunk in zip(cycle(shards), chunks, strict=False):
+            append(shard, chunk)
 
 
 # FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.

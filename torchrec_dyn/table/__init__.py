@@ -27,7 +27,15 @@ from torchrec_dyn.table.insertion import (
     read_absent,
     rows_of_new,
 )
-from torchrec_dyn.table.row_writes import Commit, beside, merge, replace, with_same_contents
+from torchrec_dyn.table.row_writes import (
+    Commit,
+    append,
+    beside,
+    complete,
+    merge,
+    replace,
+    with_same_contents,
+)
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 from torchrec_dyn.table.shard import TableShard, set_clocks
 from torchrec_dyn.table.table_step import (

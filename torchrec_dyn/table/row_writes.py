@@ -1,23 +1,25 @@
 """The two writes of many rows: `replace` everything that a table holds, or `merge` rows and remove others.
 
-The rows to write lie in a shard beside the table, which `beside` makes and the caller fills. Both calls
-prepare: they take all memory, change no row that anyone reads, and return a function that commits, which is
-called with the table's lock and allocates nothing.
+The rows to write lie in a shard beside the table: `beside` makes it, `append` adds rows, and `complete` ends
+it. Then `replace` or `merge` prepares: it takes all memory, changes no row that anyone reads, and returns a
+function that commits, which is called with the table's lock and allocates nothing.
+
+Legend: M ids, C columns of the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import RowLife
+from torchrec_dyn.life import Clock, RowLife
 from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, read
 from torchrec_dyn.table.arrays import TableArrays
-from torchrec_dyn.table.contents import stamp_of
+from torchrec_dyn.table.contents import named_states, stamp_of
 from torchrec_dyn.table.insertion import Addition, Removal, insert_rows
 
 Commit = Callable[[], None]
@@ -43,6 +45,39 @@ def with_same_contents(table: _Shard) -> _Shard:
     same = object.__new__(type(table))
     vars(same).update({**vars(table), "changes": None})
     return same
+
+
+def append(rows: TableArrays, chunk: Mapping[str, Tensor]) -> None:
+    """Appends distinct "ids" [M] with their tensors, [M, C] or [M]; missing ones are those of a new row."""
+    ids, first = chunk["ids"].to(rows.device), rows.row_numbers.high_water_mark
+    if not len(ids):
+        return
+    rows.reserve(len(ids))
+    places = torch.arange(first, first + len(ids), device=rows.device)
+    rows.row_numbers.high_water_mark = first + len(ids)
+    rows.id_map.insert(ids.contiguous(), places)
+    rows.weights.put(first, 0, chunk["weight"])
+    for state in named_states(rows):
+        if state.name in chunk:
+            state.store.put(first, 0, chunk[state.name].view(len(ids), -1))
+        else:
+            state.store.fill(places, state.initial)
+    if rows.life is not None:
+        last_seen = chunk.get("last_seen", torch.full_like(places, rows.step))
+        counts = chunk.get("count", torch.zeros_like(places))
+        rows.life.scores.write(places, last_seen.to(rows.device), counts.to(rows.device))
+
+
+def complete(rows: TableArrays, step: int, clock: Tensor, is_unscored: bool = False) -> None:
+    """Sets step and clock [2, K] int64, as saved, of a shard that has all its rows."""
+    rows.step, life = step, rows.life
+    if life is None:
+        return
+    if life.is_timed:
+        life.clock = Clock.load(clock)
+    rows.step = max(step, life.clock.present_step - 1)
+    life.is_unscored = is_unscored
+    rows.life = life.caught_up(rows.step, rows.row_numbers.high_water_mark)
 
 
 def replace(table: TableArrays, rows: TableArrays) -> Commit:
