@@ -18,9 +18,9 @@ from torchrec_dyn.checkpoint_format import MergedTable, RowSource, content_sum
 from torchrec_dyn.migration.static_rows import StaticRows
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import mixed_ranges, owners
+from torchrec_dyn.state_dict import LiveRows
 from torchrec_dyn.storage import canonical_keys
 from torchrec_dyn.tools.safetensors_rows import FileRows
-from torchrec_dyn.whole_model import LiveRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -231,7 +231,7 @@ class TestLiveRows(RowSourceTests):
     @staticmethod
     def make(folder: Path, dtype: str, is_empty: bool = False) -> Case:
         model = trained(dtype, is_empty)
-        return model.case(LiveRows(model.collection, "t", "contract"))
+        return model.case(LiveRows(model.collection.table("t"), "contract"))
 
 
 class TestMergedTable(RowSourceTests):

@@ -59,13 +59,14 @@ def append(rows: TableArrays, chunk: Mapping[str, Tensor]) -> None:
     rows.weights.put(first, 0, chunk["weight"])
     for state in named_states(rows):
         if state.name in chunk:
-            state.store.put(first, 0, chunk[state.name].view(len(ids), -1))
+            state.store.put(first, 0, chunk[state.name].reshape(len(ids), -1))
         else:
             state.store.fill(places, state.initial)
     if rows.life is not None:
         last_seen = chunk.get("last_seen", torch.full_like(places, rows.step))
         counts = chunk.get("count", torch.zeros_like(places))
-        rows.life.scores.write(places, last_seen.to(rows.device), counts.to(rows.device))
+        scores = (numbers.flatten().to(rows.device) for numbers in (last_seen, counts))
+        rows.life.scores.write(places, *scores)
 
 
 def complete(rows: TableArrays, step: int, clock: Tensor, is_unscored: bool = False) -> None:

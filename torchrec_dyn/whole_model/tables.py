@@ -21,7 +21,7 @@ from torchrec_dyn.modules import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Table
+from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.state_dict import drop_awaited
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
@@ -101,6 +101,22 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
     else:
         tables = collection._shards.tables()
     return {table.name: replace(table, key=prefix + table.name) for table in tables}
+
+
+def table_in(module: nn.Module, name: str | None, call: str) -> Table:
+    """Returns a table of a collection; None: the only one. An unknown name is an error of all ranks."""
+    tables = tables_in(module, call=call)
+    (group,) = {table.group for table in tables.values()}
+
+    def named() -> Table:
+        only = next(iter(tables)) if len(tables) == 1 else None
+        if (name or only) not in tables:
+            raise ValueError(
+                f"{call}: expected a table among {listed(sorted(tables))}, got {name!r}."
+            )
+        return tables[name or only]
+
+    return run_together(group, call, named)
 
 
 def table_names(collection: Collection) -> list[str]:
