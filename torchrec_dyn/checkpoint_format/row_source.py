@@ -146,8 +146,6 @@ class RowSource(ABC):
         sums: dict[str, int] | None,
     ) -> Iterator[dict[str, Tensor]]:
         spans = [slice(*span) for span in columns or [(0, self.embedding_dim)]]
-        # Each shard has what is not cut into columns: it is read once.
-        cut = [name for name in names if name not in SCORES and not self.is_rowwise(name)]
         total = {} if sums is None else sums
 
         def add(row_ids: Tensor, numbers: Mapping[str, Tensor], first_column: int) -> None:
@@ -162,23 +160,33 @@ class RowSource(ABC):
                 row_ids, places = _inside([ids], row_ids, row_ids, places)
             if self.group is None and not len(row_ids):
                 continue
-            whole: dict[str, Tensor] = {}
-            for span in spans:
-                chunk = whole | self._read(cut if whole else names, row_ids, places, span, waiting)
-                whole = {name: chunk[name] for name in names if name not in cut}
-                if ids is None:
-                    numbers = (
-                        {"waiting": torch.stack([row_ids, *chunk.values()], 1)}
-                        if waiting
-                        else chunk
-                    )
-                    add(row_ids, numbers, span.start)
-                if columns is not None:
-                    chunk |= self._means(chunk, span)
-                yield {"ids": row_ids, **chunk}
+            for span, chunk in self._of_spans(spans, names, row_ids, places, waiting):
+                if waiting:
+                    numbers = torch.stack([row_ids, *chunk.values()], 1)
+                    add(row_ids, {"waiting": numbers}, span.start)
+                elif ids is None:
+                    add(row_ids, chunk, span.start)
+                means = {} if columns is None else self._means(chunk, span)
+                yield {"ids": row_ids, **chunk, **means}
         if mixed is None and columns is None:
             compared = ["ids", *(names if ids is None else ())]
             self.check_sums(["waiting"] if waiting else compared, total)
+
+    def _of_spans(
+        self,
+        spans: Sequence[slice],
+        names: Sequence[str],
+        ids: Tensor,
+        places: Tensor,
+        waiting: bool,
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yields rows of each range of columns; what is not cut into columns is read once."""
+        cut = [name for name in names if name not in SCORES and not self.is_rowwise(name)]
+        whole: dict[str, Tensor] = {}
+        for span in spans:
+            chunk = whole | self._read(cut if whole else names, ids, places, span, waiting)
+            whole = {name: chunk[name] for name in names if name not in cut}
+            yield span, chunk
 
     def _places_in(
         self, mixed: Sequence[range] | None, rows: int, waiting: bool

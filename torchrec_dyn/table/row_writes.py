@@ -9,15 +9,15 @@ Legend: M ids, C columns of the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import Clock, RowLife
-from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, read
+from torchrec_dyn.life import Clock, RowLife, last_step
+from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import named_states, stamp_of
 from torchrec_dyn.table.insertion import Addition, Removal, insert_rows
@@ -56,10 +56,11 @@ def append(rows: TableArrays, chunk: Mapping[str, Tensor]) -> None:
     places = torch.arange(first, first + len(ids), device=rows.device)
     rows.row_numbers.high_water_mark = first + len(ids)
     rows.id_map.insert(ids.contiguous(), places)
-    rows.weights.put(first, 0, chunk["weight"])
+    rows.weights.put(first, 0, on_device(chunk["weight"], rows.device))
     for state in named_states(rows):
         if state.name in chunk:
-            state.store.put(first, 0, chunk[state.name].reshape(len(ids), -1))
+            values = on_device(chunk[state.name], rows.device)
+            state.store.put(first, 0, values.reshape(len(ids), -1))
         else:
             state.store.fill(places, state.initial)
     if rows.life is not None:
@@ -67,6 +68,22 @@ def append(rows: TableArrays, chunk: Mapping[str, Tensor]) -> None:
         counts = chunk.get("count", torch.zeros_like(places))
         scores = (numbers.flatten().to(rows.device) for numbers in (last_seen, counts))
         rows.life.scores.write(places, *scores)
+
+
+def write_state(
+    rows: TableArrays,
+    chunks: Iterable[Mapping[str, Tensor]],
+    count: int,
+    step: int,
+    life: Mapping[str, Tensor],
+) -> None:
+    """Fills an empty table with `count` rows and parts of a life, as `RowLife.export` returns it."""
+    rows.step = max(step, last_step(life))
+    rows.reserve(count)
+    for chunk in chunks:
+        append(rows, chunk)
+    if rows.life is not None:
+        rows.life.load(life, torch.arange(count, device=rows.device), rows.step)
 
 
 def complete(rows: TableArrays, step: int, clock: Tensor, is_unscored: bool = False) -> None:
