@@ -152,14 +152,17 @@ class RowSource(ABC):
             if sums is not None or self.sums:
                 total.update(add_sums(total, self._sums_of(row_ids, numbers, first_column)))
 
+        def places_inside(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for row_ids, places in self._places_in(mixed, rows, waiting):
+                if not waiting:
+                    add(row_ids, {"ids": row_ids}, spans[0].start)
+                if ids is not None:
+                    row_ids, places = _inside([ids], row_ids, row_ids, places)
+                if self.group is not None or len(row_ids):
+                    yield row_ids, places
+
         rows = max(1, chunk_bytes // self.row_bytes_of(["ids", *names]))
-        for row_ids, places in self._places_in(mixed, rows, waiting):
-            if not waiting:
-                add(row_ids, {"ids": row_ids}, spans[0].start)
-            if ids is not None:
-                row_ids, places = _inside([ids], row_ids, row_ids, places)
-            if self.group is None and not len(row_ids):
-                continue
+        for row_ids, places in places_inside(rows):
             for span, chunk in self._of_spans(spans, names, row_ids, places, waiting):
                 if waiting:
                     numbers = torch.stack([row_ids, *chunk.values()], 1)

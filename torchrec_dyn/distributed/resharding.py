@@ -32,7 +32,7 @@ from torchrec_dyn.ranks import (
     gather_results,
     run_together,
 )
-from torchrec_dyn.state_dict import LiveRows, for_each_chunk
+from torchrec_dyn.state_dict import LiveRows, append_waiting, for_each_chunk
 from torchrec_dyn.table import append, complete
 
 # Attributes that the first collection keeps: hooks, training mode, objects that users hold, and attributes
@@ -227,10 +227,8 @@ def move_table(before: Table, after: Table, call: str) -> None:
             append(shard, {name: by_shard[number] for name, by_shard in chunk.items()})
 
     def add_waiting(chunk: dict[str, list[Tensor]]) -> None:
-        for number, shard in enumerate(after.shards):
-            if shard.life is not None and shard.life.waiting is not None:
-                counters = (chunk[name][number].flatten() for name in ("ids", *SCORES))
-                shard.life.waiting.write(*(numbers.to(shard.device) for numbers in counters))
+        numbers = {name: by_shard[0].flatten() for name, by_shard in chunk.items() if by_shard}
+        append_waiting(after.shards, numbers)
 
     for_each_chunk(source, arriving(source.names, False), append_rows)
     if after.options.counts_waiting:

@@ -8,7 +8,6 @@ Legend: N rows, D columns of the static table, M rows of a chunk, C columns of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, Optim
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.ranks import mixed_ranges
-from torchrec_dyn.table import TableShard, append
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.state_dict import append_rows
+from torchrec_dyn.table import TableShard
 
 ReadRows = Callable[[int, int], Tensor]  # returns rows [first, last)
 
@@ -74,15 +74,12 @@ class StaticRows(RowSource):
             for name, values in rows.items()
         }
 
-    def fill(self, shards: Sequence[TableShard], part: int = 0, ranks: int = 1) -> None:
-        """Fills empty shards with the ids of one of `ranks` ranks; their scores start at the last step."""
+    def fill(self, table: Table, shards: Sequence[TableShard]) -> None:
+        """Fills empty shards, a table's or those beside them; their scores start at the last step."""
         for shard in shards:
             shard.step = self.trained_steps  # first: policies count the rows' age from this step
-            shard.reserve(self._count // ranks)
-        columns = [(shard.first_column, shard.first_column + shard.columns) for shard in shards]
-        chunks = self.chunks(self.names, mixed=mixed_ranges(part, ranks), columns=columns)
-        for shard, chunk in zip(cycle(shards), chunks, strict=False):
-            append(shard, chunk)
+            shard.reserve(self._count // table.layout.row_ranks)
+        append_rows(self, table, shards, self.names)
 
 
 # FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.

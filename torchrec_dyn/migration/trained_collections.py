@@ -112,14 +112,14 @@ def from_static(
     converted = empty_counterpart(collection, configs, device, dynamic, fused_params)
     tables: dict[str, UnshardedTable] = tables_by_name(converted)
     whole_rule = "optimizer" in (fused_params or {})
-    filled: list[tuple[TableShard, StaticRows]] = []
+    filled: list[tuple[UnshardedTable, StaticRows]] = []
     for name, weight in weights.items():
         tables[name].weight.requires_grad_(weight.requires_grad)
         moments = _moments_of(tables[name], weight, optimizer, whole_rule)
-        shard = tables[name].rows()
-        filled.append((shard, _static_rows(shard, weight.detach(), moments)))
-    for shard, rows in filled:  # rows are copied only after all checks
-        rows.fill([shard])
+        rows = _static_rows(tables[name].rows(), weight.detach(), moments)
+        filled.append((tables[name], rows))
+    for table, rows in filled:  # rows are copied only after all checks
+        rows.fill(table.as_table(), [table.rows()])
     return converted.train(collection.training)
 
 

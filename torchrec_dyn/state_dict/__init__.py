@@ -45,4 +45,4 @@ from torchrec_dyn.state_dict.saving import (
     saved_tensors,
     sums_here,
 )
-from torchrec_dyn.state_dict.staged_table import StagedTable
+from torchrec_dyn.state_dict.staged_table import StagedTable, append_rows, append_waiting

@@ -6,12 +6,15 @@ Once the content sums over all ranks are compared, `replace` or `merge` of the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
+
+from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     SCORES,
     MergedTable,
+    RowSource,
     add_sums,
     saved_initializer,
 )
@@ -41,31 +44,11 @@ class StagedTable:
         self._names = [name for name in known if name in source.names]
         self.is_unscored = life and bool(source.most_rows) and "last_seen" not in self._names
         self.shards = [beside(shard) for shard in table.shards]
-        if self.shards:
-            self._read()
-
-    def _read(self) -> None:
-        table, source = self.table, self.source
-        assert table.part is not None
-        mixed = mixed_ranges(table.part, table.layout.row_ranks)
-        for rows in self.shards:
-            rows.reserve(source.most_in_a_save(mixed))
-        columns = [(first, first + width) for first, width in table.columns]
-        chunks = source.chunks(
-            self._names, _CHUNK_BYTES, mixed=mixed, columns=columns, sums=self.sums
-        )
-        for rows, chunk in zip(cycle(self.shards), chunks, strict=False):
-            append(rows, chunk)
-        if not table.options.counts_waiting:
-            return
-        waiting = source.chunks(
-            SCORES, _CHUNK_BYTES, mixed=mixed, columns=columns[:1], sums=self.sums, waiting=True
-        )
-        for chunk in waiting:
-            counters = [chunk[name].contiguous().to(table.device) for name in ("ids", *SCORES)]
+        if table.part is not None:
+            most = source.most_in_a_save(mixed_ranges(table.part, table.layout.row_ranks))
             for rows in self.shards:
-                if rows.life is not None and rows.life.waiting is not None:
-                    rows.life.waiting.write(*counters)
+                rows.reserve(most)
+        append_rows(source, table, self.shards, self._names, _CHUNK_BYTES, self.sums)
 
     def check_sums(self, *ranks: Mapping[str, int]) -> None:
         """Raises ValueError if the rows of all ranks have other content sums than the saved ones."""
@@ -94,3 +77,34 @@ class StagedTable:
             note_taken(table.lock, table.name)
 
         return take
+
+
+def append_rows(
+    source: RowSource,
+    table: Table,
+    shards: Sequence[TableShard],
+    names: Sequence[str],
+    chunk_bytes: int | None = None,
+    sums: dict[str, int] | None = None,
+) -> None:
+    """Appends this rank's part of the rows of a source to its shards of a table, or to those beside them."""
+    if table.part is None:
+        return
+    mixed = mixed_ranges(table.part, table.layout.row_ranks)
+    columns = [(first, first + width) for first, width in table.columns]
+    chunks = source.chunks(names, chunk_bytes, mixed=mixed, columns=columns, sums=sums)
+    for rows, chunk in zip(cycle(shards), chunks, strict=False):
+        append(rows, chunk)
+    if table.options.counts_waiting:
+        for chunk in source.chunks(
+            SCORES, chunk_bytes, mixed=mixed, columns=columns[:1], sums=sums, waiting=True
+        ):
+            append_waiting(shards, chunk)
+
+
+def append_waiting(shards: Sequence[TableShard], chunk: Mapping[str, Tensor]) -> None:
+    """Adds the counters of ids that wait, "ids" and scores [M], to each of some shards."""
+    for rows in shards:
+        if rows.life is not None and rows.life.waiting is not None:
+            counters = (chunk[name].contiguous().to(rows.device) for name in ("ids", *SCORES))
+            rows.life.waiting.write(*counters)
