@@ -13,8 +13,6 @@ from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,
     stamp_of,
-    state_for_copy,
-    without_optimizer,
 )
 from torchrec_dyn.table.counters import Counted, on_shared_counters
 from torchrec_dyn.table.insertion import (
@@ -32,6 +30,7 @@ from torchrec_dyn.table.row_writes import (
     append,
     beside,
     complete,
+    copy_rows,
     merge,
     replace,
     with_same_contents,

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchrec_dyn import knobs
 from torchrec_dyn.life import BY_ROW, LIFE
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import RowStore, locked, to_host
+from torchrec_dyn.storage import RowStore, locked
 from torchrec_dyn.table.arrays import TableArrays
 
 
@@ -68,45 +67,29 @@ def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool
     return read(store, rows)
 
 
-def read_state(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
-    """Returns a copy of the contents in canonical order: on the CPU, or on the device of the table.
-
-    A GPU perhaps lacks the memory for a copy.
+def read_state(table: TableArrays) -> dict[str, Tensor]:
+    """Returns a copy of the contents in canonical order, on the device of the table.
 
     Returns:
         "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
         the tensors of `RowLife.export` for a table with a life.
     """
     ids, rows = table.id_map.contents()
-    read = _read_to_host if on_host else RowStore.read
-    state = {"ids": ids, "weight": read(table.weights, rows)}
+    state = {"ids": ids, "weight": table.weights.read(rows)}
     for named in named_states(table):
-        values = read(named.store, rows)
+        values = named.store.read(rows)
         state[named.name] = values.flatten() if named.is_rowwise else values
     state["step"] = torch.tensor(table.step, device="cpu")
-    if table.life is not None:
-        state |= table.life.export(rows)
-    return {name: to_host(values) for name, values in state.items()} if on_host else state
-
-
-def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
-    """Returns copies of rows on the CPU, read some at a time on a GPU."""
-    if rows.is_cpu:
-        return store.read(rows)
-    values = torch.empty(rows.numel(), store.columns, dtype=store.dtype, device="cpu")
-    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
-    for some, into in zip(rows.split(most), values.split(most), strict=True):
-        into.copy_(to_host(store.read(some)))
-    return values
+    return state if table.life is None else state | table.life.export(rows)
 
 
 @locked
-def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
+def state_for_copy(table: TableArrays) -> dict[str, Tensor]:
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
     """
-    return _loaded_parts(table, read_state(table, on_host))
+    return _loaded_parts(table, read_state(table))
 
 
 def _loaded_parts(table: TableArrays, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -124,9 +107,11 @@ def given_rows(state: Mapping[str, Tensor], row_bytes: int) -> Iterator[dict[str
         yield {name: state[name][start : start + most] for name in names}
 
 
-def stored_rows(table: TableArrays) -> Iterator[dict[str, Tensor]]:
+def stored_rows(table: TableArrays, with_optimizer: bool) -> Iterator[dict[str, Tensor]]:
     """Yields the rows of a table in canonical order, as `given_rows`; they are read when asked for."""
-    stores = {"weight": table.weights} | {named.name: named.store for named in named_states(table)}
+    stores = {"weight": table.weights}
+    if with_optimizer:
+        stores |= {named.name: named.store for named in named_states(table)}
     most = max(1, knobs.CROSSING_BYTES // sum(store.row_bytes for store in stores.values()))
     ids, rows = table.id_map.contents()
     for some_ids, some in zip(ids.split(most), rows.split(most), strict=True):
@@ -138,16 +123,6 @@ def stored_life(table: TableArrays) -> dict[str, Tensor]:
     if table.life is None:
         return {}
     return _loaded_parts(table, table.life.export(table.id_map.contents()[1]))
-
-
-def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:
-    """Returns the parts of a saved form that fit another kind of optimizer.
-
-    The new optimizer would count steps from 0, but scores refer to steps: with scores, "step" is kept.
-    state: as `read_state` returns it. optimizer: that of the saved table.
-    """
-    left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
-    return {name: saved for name, saved in state.items() if name not in left_out}
 
 
 def is_spawning() -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torchrec_dyn.life import Clock, RowLife, last_step
 from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
 from torchrec_dyn.table.arrays import TableArrays
-from torchrec_dyn.table.contents import named_states, stamp_of
+from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
 from torchrec_dyn.table.insertion import Addition, Removal, insert_rows
 
 Commit = Callable[[], None]
@@ -84,6 +84,16 @@ def write_state(
         append(rows, chunk)
     if rows.life is not None:
         rows.life.load(life, torch.arange(count, device=rows.device), rows.step)
+
+
+def copy_rows(table: TableArrays, rows: TableArrays, with_optimizer: bool = True) -> None:
+    """Fills an empty table with the contents of another, of any dtype and device.
+
+    A new optimizer counts steps from 0, but scores refer to steps.
+    """
+    life = stored_life(table)
+    step = table.step if with_optimizer or "last_seen" in life else 0
+    write_state(rows, stored_rows(table, with_optimizer), table.id_map.num_ids, step, life)
 
 
 def complete(rows: TableArrays, step: int, clock: Tensor, is_unscored: bool = False) -> None:

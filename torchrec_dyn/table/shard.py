@@ -41,8 +41,6 @@ from torchrec_dyn.table.contents import (
     read_state,
     state_for_copy,
     state_shapes,
-    stored_life,
-    stored_rows,
     to_saved_bytes,
 )
 from torchrec_dyn.table.counters import SharedCounters
@@ -53,7 +51,7 @@ from torchrec_dyn.table.insertion import (
     insert_unseen,
     prepare_unseen,
 )
-from torchrec_dyn.table.row_writes import beside, replace, write_state
+from torchrec_dyn.table.row_writes import beside, copy_rows, replace, write_state
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 
 
@@ -279,8 +277,7 @@ class TableShard(TableArrays):
         device = checked_device(self.where, dtype, device or self.device)
         if dtype != self.dtype or device != self.device:
             rows = beside(self, dtype, device)
-            num_ids = self.id_map.num_ids
-            write_state(rows, stored_rows(self), num_ids, self.step, stored_life(self))
+            copy_rows(self, rows)
             self._replace(rows)
 
     def _fill(self, state: Mapping[str, Tensor]) -> None:
