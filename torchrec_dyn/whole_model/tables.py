@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -105,18 +106,15 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
 
 def table_in(module: nn.Module, name: str | None, call: str) -> Table:
     """Returns a table of a collection; None: the only one. An unknown name is an error of all ranks."""
-    tables = tables_in(module, call=call)
-    (group,) = {table.group for table in tables.values()}
-
-    def named() -> Table:
-        only = next(iter(tables)) if len(tables) == 1 else None
-        if (name or only) not in tables:
-            raise ValueError(
-                f"{call}: expected a table among {listed(sorted(tables))}, got {name!r}."
-            )
-        return tables[name or only]
-
-    return run_together(group, call, named)
+    collection = checked_collection(module, call)
+    names = table_names(collection)
+    wanted: Any = names[0] if name is None and len(names) == 1 else name
+    try:
+        return collection.table(wanted)
+    except ValueError:
+        if isinstance(collection, ShardedCollection):
+            run_together(collection._env.process_group, call, lambda: collection.table(wanted))
+        raise
 
 
 def table_names(collection: Collection) -> list[str]:
