@@ -40,7 +40,8 @@ class LiveRows(RowSource):
                 self._rows, self._waiting = self._canonical(False), self._canonical(True)
                 life = table.shards[0].life if table.shards else None
                 clock = None if life is None else life.clock.export().tolist()
-            return *(rows.count if rows else 0 for rows in (self._rows, self._waiting)), clock
+            rows, waiting = (held.count if held else 0 for held in (self._rows, self._waiting))
+            return rows, waiting, clock
 
         rows, waiting, clocks = zip(*gather_results(self.group, call, begin), strict=True)
         self._most_rows, self._most_waiting = max(rows), max(waiting)  # of any rank
@@ -196,11 +197,7 @@ class LiveRows(RowSource):
             raise self._fault
 
 
-def for_each_chunk(
-    source: RowSource,
-    chunks: Iterable[dict[str, Tensor]],
-    work: Callable[[dict[str, Tensor]], None],
-) -> None:
+def for_each_chunk(source: RowSource, chunks: Iterable[_T], work: Callable[[_T], None]) -> None:
     """Runs `work` on this rank's chunks. A fault is raised on all ranks, after all of them have read on."""
     fault: Exception | None = None
     for chunk in chunks:
