@@ -63,8 +63,8 @@ def writer_of(
     path: str | os.PathLike[str], write_beside: Callable[[], Path] | None = None
 ) -> TableWriter:
     """Returns a writer whose errors are OSErrors that name the file; `write_beside` is as of TableWriter."""
-    writer = TableWriter(path)
-    writer.fs, writer._write_beside = _Files(), write_beside
+    writer = TableWriter(path, write_beside=write_beside)
+    writer.fs = _Files()
     return writer
 
 
@@ -212,8 +212,18 @@ class TableWriter(FileSystemWriter):
 
     files: Sequence[Path] = ()  # that the ranks have written; on rank 0
     digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
-    # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to all.
-    _write_beside: Callable[[], Path] | None = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        write_beside: Callable[[], Path] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, *args, **options)
+        # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to
+        # all.
+        self._write_beside = write_beside
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Writes the files of this rank; called by DCP."""
