@@ -111,14 +111,6 @@ class Trainer(NamedTuple):
         return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
 
 
-class SavedMoments(NamedTuple):
-    """The optimizer state of one table's rows."""
-
-    # By FBGEMM's name: [N, D], [N, 1] or [N] each; empty before the first step.
-    states: Mapping[str, Tensor]
-    step: int  # training steps so far
-
-
 def trainer_of(
     weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
 ) -> Trainer | None:
@@ -196,8 +188,10 @@ def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
 
 def saved_moments(
     trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
-) -> SavedMoments:
-    """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
+) -> tuple[dict[str, Tensor], int]:
+    """Returns the optimizer state of a table and its training steps, checked against the rule and the rows.
+
+    The state is by FBGEMM's name, [N, D], [N, 1] or [N] each; it is empty before the first step.
 
     weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
     """
@@ -211,7 +205,7 @@ def saved_moments(
             f"{sorted(states)}."
         )
     _check_shapes(states, tuple(weight.shape), optimizer, where)
-    return SavedMoments(states, max(steps, default=0))
+    return states, max(steps, default=0)
 
 
 def _check_shapes(

@@ -17,7 +17,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.migration.static_rows import (
     ReadRows,
-    SavedMoments,
     StaticRows,
     Trainer,
     check_kind,
@@ -115,8 +114,8 @@ def from_static(
     filled: list[tuple[UnshardedTable, StaticRows]] = []
     for name, weight in weights.items():
         tables[name].weight.requires_grad_(weight.requires_grad)
-        moments = _moments_of(tables[name], weight, optimizer, whole_rule)
-        rows = _static_rows(tables[name].rows(), weight.detach(), moments)
+        states, step = _moments_of(tables[name], weight, optimizer, whole_rule)
+        rows = _static_rows(tables[name].rows(), weight.detach(), states, step)
         filled.append((tables[name], rows))
     for table, rows in filled:  # rows are copied only after all checks
         rows.fill(table.as_table(), [table.rows()])
@@ -174,13 +173,13 @@ def _moments_of(
     weight: Tensor,
     optimizer: torch.optim.Optimizer | None,
     whole_rule: bool,
-) -> SavedMoments:
-    """Returns the optimizer state of a static table; its rule becomes that of the new table."""
+) -> tuple[dict[str, Tensor], int]:
+    """Returns optimizer state and steps of a static table; its rule becomes that of the new table."""
     name = table.config.name
     where = f"from_static(table='{name}')"
     trainer = trainer_of(weight, optimizer, where)
     if trainer is None:
-        return SavedMoments({}, 0)
+        return {}, 0
     if not whole_rule:
         _mark(table, trainer, weight, where)
     rule = table.rows().optimizer
@@ -197,14 +196,16 @@ def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> N
         table.mark_optimizer([type(trainer.optimizer)], [rule])
 
 
-def _static_rows(table: TableShard, weight: Tensor, moments: SavedMoments) -> StaticRows:
+def _static_rows(
+    table: TableShard, weight: Tensor, states: Mapping[str, Tensor], step: int
+) -> StaticRows:
     """Returns the rows of a static module: weight [N, D], and the state of its optimizer."""
 
     def reader(values: Tensor) -> ReadRows:
         return lambda first, last: values[first:last].reshape(last - first, -1)
 
-    states = {name: reader(state.detach()) for name, state in moments.states.items()}
+    tensors = {name: reader(state.detach()) for name, state in states.items()}
     return StaticRows(
-        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **states},
-        table.optimizer, moments.step,
+        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **tensors},
+        table.optimizer, step,
     )  # fmt: skip

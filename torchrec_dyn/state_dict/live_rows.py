@@ -94,7 +94,7 @@ class LiveRows(RowSource):
         self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
     ) -> dict[str, Tensor]:
         def unread() -> dict[str, Tensor]:
-            return {name: self.nothing(name, len(places)) for name in names}
+            return {name: self.nothing(name, len(places)).zero_() for name in names}
 
         if waiting:
             return self._read_here(partial(self._read_waiting, places), unread)
@@ -127,7 +127,7 @@ class LiveRows(RowSource):
         width, arrived = sum(shard.columns for shard in self._table.shards), exchange.arrived
 
         def unread() -> dict[str, Tensor]:
-            empty = {name: self.nothing(name, len(arrived)) for name in names}
+            empty = {name: self.nothing(name, len(arrived)).zero_() for name in names}
             return {
                 name: values if name in SCORES else values[:, :1].expand(-1, width)
                 for name, values in empty.items()
