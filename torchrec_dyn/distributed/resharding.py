@@ -60,18 +60,11 @@ def reshard(
     tables that move; it may contain others. A device of None leaves the rows where they are. `wrapped` checks
     the plan for the feature processors around the collection; None: there are none. `follow`
     changes them with the collection.
-
-    Raises:
-        ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
-            another type than the collection's, if the sharder changes
-            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of any table of
-            the collection is open; nothing has changed then.
-        RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = gather_results(group, call, lambda: _described(collection, changed, env, wrapped))
+    plans = gather_results(group, call, lambda: _described(collection, changed, wrapped))
     for rank, other in enumerate(plans):
         if other != plans[0]:
             raise ValueError(
@@ -95,14 +88,9 @@ def reshard(
 def _described(
     collection: Any,
     changed: Mapping[str, ParameterSharding],
-    env: ShardingEnv,
     wrapped: Callable[[], None] | None,
 ) -> list[Any]:
-    """Returns a plan in plain values, so that ranks can compare their plans.
-
-    Raises:
-        ValueError: if the collection cannot be moved without its feature processors, or `wrapped` raises it.
-    """
+    """Returns a checked plan in plain values, so that ranks can compare their plans."""
     if wrapped is not None:
         wrapped()
     elif not collection._check_batch.needs_weights:

@@ -18,7 +18,6 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.migration.static_rows import (
     ReadRows,
     StaticRows,
-    Trainer,
     check_kind,
     row_rule,
     saved_moments,
@@ -177,23 +176,29 @@ def _moments_of(
     """Returns optimizer state and steps of a static table; its rule becomes that of the new table."""
     name = table.config.name
     where = f"from_static(table='{name}')"
-    trainer = trainer_of(weight, optimizer, where)
-    if trainer is None:
+    trained = trainer_of(weight, optimizer, where)
+    if trained is None:
         return {}, 0
+    trainer, group = trained
     if not whole_rule:
-        _mark(table, trainer, weight, where)
+        _mark(table, trainer, group, weight, where)
     rule = table.rows().optimizer
     check_kind(trainer, rule, where)
     return saved_moments(trainer, weight, rule, name, where)
 
 
-def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> None:
+def _mark(
+    table: UnshardedTable,
+    trainer: torch.optim.Optimizer,
+    group: Mapping[str, Any] | None,
+    weight: Any,
+    where: str,
+) -> None:
     """Marks the placeholder parameter of a table with the optimizer of its rows."""
-    if trainer.group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
+    if group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
         table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
     else:
-        rule = row_rule(trainer, trainer.group, where)
-        table.mark_optimizer([type(trainer.optimizer)], [rule])
+        table.mark_optimizer([type(trainer)], [row_rule(trainer, group, where)])
 
 
 def _static_rows(

@@ -79,11 +79,7 @@ class Merging:
         self._sides, self._place, self._parts = sides, place, replicas
 
     def run(self) -> Sends[list[Merged]]:
-        """Appends the merged rows to the sides, and returns what else was merged of each.
-
-        Raises:
-            RuntimeError: if the union of rows is over the limit of a table.
-        """
+        """Appends the merged rows to the sides, and returns what else was merged of each."""
         unions, clocks = yield from self._unions()
         own_states = [
             [side.states_of(side_ids) for side, side_ids in zip(self._sides, ids, strict=True)]

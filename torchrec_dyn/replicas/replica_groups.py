@@ -27,11 +27,7 @@ Described = tuple[tuple[int, ...], int, dict[str, str]]
 
 
 def describe(model: nn.Module, group: dist.ProcessGroup) -> tuple[list[Table], Described]:
-    """Returns the dynamic tables of a model, and this rank's description for the job, `group`.
-
-    Raises:
-        ValueError: if the model has no dynamic tables, or has tables that nobody would merge.
-    """
+    """Returns the dynamic tables of a model, and this rank's description for the job, `group`."""
     tables = tables_of(model, CALL)
     _check_no_static_tables(model)
     groups = {_ranks_of(table, group) for table in tables}
@@ -91,9 +87,6 @@ def replica_groups(described: Sequence[Described]) -> list[list[int]]:
     """Returns the replica groups, by place; each has the ranks of the replicas in their order.
 
     The order of replicas is that of their lowest ranks. described: of all ranks of the job.
-
-    Raises:
-        ValueError: if the sharding groups are not alike, or some rank is in none.
     """
     groups = sorted({ranks for ranks, _, _ in described}, key=min)
     places = [(rank, ranks, place) for ranks in groups for place, rank in enumerate(ranks)]

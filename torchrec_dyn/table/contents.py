@@ -70,9 +70,8 @@ def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool
 def read_state(table: TableArrays) -> dict[str, Tensor]:
     """Returns a copy of the contents in canonical order, on the device of the table.
 
-    Returns:
-        "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
-        the tensors of `RowLife.export` for a table with a life.
+    "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and the tensors
+    of `RowLife.export` for a table with a life.
     """
     ids, rows = table.id_map.contents()
     state = {"ids": ids, "weight": table.weights.read(rows)}
