@@ -1,7 +1,7 @@
 """RowSource: the rows of one table, read in chunks, wherever they are.
 
 The sources are `MergedTable` (a full save and deltas, saved_table.py), `LiveRows` (a table of a model,
-whole_model/live_rows.py), `FileRows` (a .safetensors file, tools/safetensors_rows.py) and `StaticRows` (a
+state_dict/live_rows.py), `FileRows` (a .safetensors file, tools/safetensors_rows.py) and `StaticRows` (a
 table of TorchRec's, migration/static_rows.py). Each gives ids, the places of their rows, and the rows at some
 places; `RowSource.chunks` is the one loop over them.
 

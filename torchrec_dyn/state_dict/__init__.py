@@ -32,7 +32,6 @@ from torchrec_dyn.state_dict.collection_state import (
     save_optimizer_states,
     save_tables,
     stage_table,
-    verify_and_commit,
 )
 from torchrec_dyn.state_dict.live_rows import LiveRows, for_each_chunk
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
