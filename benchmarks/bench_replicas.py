@@ -16,8 +16,8 @@ import torch
 from bench_delta import FED, collection, one_a_bag
 from interleaved import finish, measure, options, quartiles, ratio, result, spread
 
-from torchrec_dyn.replicas.merging import Merging
-from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.replicas.merging import Merged, Merging
+from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.whole_model import tables_of
 
 ROWS, DIM = 200_000, 64
@@ -62,10 +62,9 @@ class Replicated:
             own = sum(parts[place].numel() for place, parts in enumerate(sent))
             self.sent += sum(part.numel() for parts in sent for part in parts) - own
         for side, contents in zip(self.sides, merged, strict=True):
-            side.reserve(contents)
-            side.write(contents, None)
+            side.prepare(*contents)()
         self._has_changed = False
-        self.sent, self.ids = self.sent // count, merged[0].ids.numel()
+        self.sent, self.ids = self.sent // count, merged[0][0].numel()
 
 
 def run_syncs(rows: int, replicas: int, rounds: int, clock: str) -> Iterator[dict[str, Any]]:

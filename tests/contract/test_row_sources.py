@@ -18,9 +18,9 @@ from torchrec_dyn.checkpoint_format import MergedTable, RowSource, content_sum
 from torchrec_dyn.migration.static_rows import StaticRows
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.ranks import mixed_ranges, owners
+from torchrec_dyn.state_dict import LiveRows
 from torchrec_dyn.storage import canonical_keys
 from torchrec_dyn.tools.safetensors_rows import FileRows
-from torchrec_dyn.whole_model import LiveRows
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -157,8 +157,12 @@ class RowSourceTests:
     def test_the_columns_of_shards_are_the_whole(self, case: Case) -> None:
         source, tensors, _ = case
         sums: dict[str, int] = {}
-        for first, last in ((0, 4), (4, 6)):
-            rows = joined(source, source.names, 200, columns=(first, last), sums=sums)
+        columns = [(0, 4), (4, 6)]
+        chunks = [*source.chunks(source.names, 200, columns=columns, sums=sums)]
+        for number, (first, last) in enumerate(columns):  # a chunk for each, in turn
+            rows = {
+                name: torch.cat([chunk[name] for chunk in chunks[number::2]]) for name in chunks[0]
+            }
             for name, values in rows.items():
                 if source.is_rowwise(name):
                     widths = torch.tensor(source.cuts).diff().double()
@@ -180,7 +184,7 @@ class RowSourceTests:
     def test_an_empty_table(self, tmp_path: Path) -> None:
         source, _, _ = self.make(tmp_path, "FP32", is_empty=True)
         assert joined(source, ("ids", "weight")) == {}
-        assert joined(source, ("weight",), mixed=mixed_ranges(1, 3), columns=(0, 2)) == {}
+        assert joined(source, ("weight",), mixed=mixed_ranges(1, 3), columns=[(0, 2)]) == {}
 
     def test_ids_that_wait(self, case: Case) -> None:
         rows = joined(case.source, (), 50, waiting=True)
@@ -227,7 +231,7 @@ class TestLiveRows(RowSourceTests):
     @staticmethod
     def make(folder: Path, dtype: str, is_empty: bool = False) -> Case:
         model = trained(dtype, is_empty)
-        return model.case(LiveRows(model.collection, "t", "contract"))
+        return model.case(LiveRows(model.collection.table("t"), "contract"))
 
 
 class TestMergedTable(RowSourceTests):

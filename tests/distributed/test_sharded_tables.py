@@ -84,9 +84,9 @@ def test_a_rank_without_a_shard_reads_no_rows_that_were_trained_before() -> None
     trained = make_table()
     trained.assign(ids_of(1, 2), torch.ones(2, 4))
     config = table_config("t", 4, 5, trained.dtype, trained.initializer)
-    elsewhere = replace(ranks.Table.of_one(trained, "here", config), shards=[])
-    with mock.patch.object(local_shards, "state_for_copy", side_effect=MemoryError):
-        local_shards.copy_trained_rows(trained, elsewhere)
+    here = ranks.Table.of_one(trained, "here", config)
+    with mock.patch.object(local_shards, "LiveRows", side_effect=MemoryError):
+        local_shards.copy_trained_rows(here, replace(here, shards=[]))
 
 
 def check_state_dict_round_trip(case: Case) -> None:

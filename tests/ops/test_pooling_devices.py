@@ -38,15 +38,11 @@ def assert_same(got, expected):
     assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
 
 
-def pool_into(
-    library, out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean
-):
+def pool_into(library, out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean):
     """Pools into an output by the op of prepared tables, which have no ids here."""
     nothing, tables = rows.new_empty(0, 2), len(layout)
     moved = torch.tensor([[-1, 0]] * tables).view(-1, 2)
-    handle = library.prepare_tables(
-        [nothing] * tables, moved, weights, [], layout, SGD, [], []
-    )
+    handle = library.prepare_tables([nothing] * tables, moved, weights, [], layout, SGD, [], [])
     library.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
 
 

@@ -37,7 +37,7 @@ MEETINGS = {
     "Replicas.sync": 7,
     "state_dict": 1,
     "load_state_dict": 2,
-    "reshard": 11,
+    "reshard": 7,
     "export_delta": 2,
     "apply_delta": 2,
     "Checkpoints.save": 2,

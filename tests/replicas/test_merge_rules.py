@@ -11,7 +11,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.optimizers import OptimizerKind
 from torchrec_dyn.replicas.merge import packed, unpacked
-from torchrec_dyn.replicas.merging import SideRows, part_of, rounds_of
+from torchrec_dyn.replicas.merging import part_of, rounds_of
 from torchrec_dyn.replicas.side import Side
 
 
@@ -59,7 +59,7 @@ def test_equal_rows_stay_as_they_are(count):
         stream.steps([1, 2, 2], [2, 3])
         assign(stream, 9, -0.0)
     before = streams[0].table.export_state()
-    assert len(sync(sides)[0].ids) == 4
+    assert len(sync(sides)[0][0]) == 4
     assert same_state(equal_states(streams), before)
 
 
@@ -147,7 +147,7 @@ def test_an_erased_id_goes_everywhere_and_what_came_after_stays():
     assert third.ids() == {2, 3}
     mean = (trained + 2 * initial) / 3
     torch.testing.assert_close(rows_of(third, 2).double(), mean, rtol=1e-6, atol=1e-7)
-    assert sync(sides)[0].ids.numel() == 0
+    assert sync(sides)[0][0].numel() == 0
     other.step(1)  # it may come again
     one.step()
     third.step()
@@ -255,10 +255,10 @@ def test_rows_are_sent_in_rounds(monkeypatch):
 
 def test_rounds_have_all_rows_once_and_at_most_so_many_bytes():
     assert rounds_of([3, 0, 2], [40, 9, 10], 100) == [
-        [SideRows(0, 0, 2), ],
-        [SideRows(0, 2, 3), SideRows(2, 0, 2)],
+        [(0, slice(0, 2)), ],
+        [(0, slice(2, 3)), (2, slice(0, 2))],
     ]  # fmt: skip
-    assert rounds_of([2], [500], 100) == [[SideRows(0, 0, 1)], [SideRows(0, 1, 2)]]
+    assert rounds_of([2], [500], 100) == [[(0, slice(0, 1))], [(0, slice(1, 2))]]
     assert rounds_of([0], [8], 100) == []
 
 

@@ -118,6 +118,7 @@ class DeviceTwins:
 def small_chunks(monkeypatch, size):
     """Makes chunks of `size` bytes. Returns the list of bytes of rows that are read at once on a device."""
     monkeypatch.setattr(knobs, "SAVED_CHUNK_BYTES", size)
+    monkeypatch.setattr(knobs, "CHUNK_BYTES", size)
     monkeypatch.setattr(knobs, "CROSSING_BYTES", size)
     sizes, read = [], RowStore.read
 

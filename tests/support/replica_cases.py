@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import table_config
-from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.replicas.merging import Merging
-from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.replicas.merging import Merged, Merging
+from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.table.shard import TableShard
 
 
@@ -22,8 +21,8 @@ def side_of(shard: TableShard) -> Side:
     return Side(Table.of_one(shard, f"table '{shard.name}'", config))
 
 
-def merged_of(sides: Sequence[Side]) -> list[tuple[Merged, Clock | None]]:
-    """Returns what each side is to write, and its clock, of the sides of one table, one of each replica."""
+def merged_of(sides: Sequence[Side]) -> list[Merged]:
+    """Returns what each side is to write, of the sides of one table, one of each replica."""
     mergings = [Merging([side], place, len(sides)) for place, side in enumerate(sides)]
     runs = [merging.run() for merging in mergings]
     arrived: list[list[Tensor] | None] = [None for _ in sides]
@@ -37,13 +36,12 @@ def merged_of(sides: Sequence[Side]) -> list[tuple[Merged, Clock | None]]:
                 merged += end.value
         assert len(sent) in (0, len(sides)), "replicas send equally often"
         arrived = [list(parts) for parts in zip(*sent, strict=True)]
-    return [(one, merging.clocks[0]) for one, merging in zip(merged, mergings, strict=True)]
+    return merged
 
 
 def sync(sides: Sequence[Side]) -> list[Merged]:
     """Merges the sides of one table, one of each replica, and returns what each of them has written."""
     merged = merged_of(sides)
-    for side, (contents, clock) in zip(sides, merged, strict=True):
-        side.reserve(contents)
-        side.write(contents, clock)
-    return [contents for contents, _ in merged]
+    for write in [side.prepare(*contents) for side, contents in zip(sides, merged, strict=True)]:
+        write()
+    return merged

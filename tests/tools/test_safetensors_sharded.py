@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,12 +47,11 @@ def filled(case: Case) -> Any:
     return one
 
 
-def set_chunks() -> None:
-    knobs.CHUNK_BYTES = 10 * 2 * 8  # 10 rows of 8 numbers of 16 bits
+small_chunks = mock.patch.object(knobs, "CHUNK_BYTES", 10 * 2 * 8)  # 10 rows of 8 half floats
 
 
+@small_chunks
 def out_and_in(case: Case, folder: str) -> None:
-    set_chunks()
     rank, path = dist.get_rank(), Path(folder) / "sharded"
     # Other ranks need not see the file.
     mine = path if rank == 0 else Path("/nowhere/f")
@@ -86,8 +86,8 @@ def fault_of(call: Any, *args: Any) -> Exception:
     return caught.value
 
 
+@small_chunks
 def errors(case: Case) -> list[str]:
-    set_chunks()
     rank, faults = dist.get_rank(), []
     module = importlib.import_module("torchrec_dyn.tools.safetensors_rows")
     one = shard(case, filled(case)).module.collection

@@ -152,9 +152,7 @@ def test_a_live_table_is_as_its_checkpoint(tmp_path: Path) -> None:
             for one, row, is_there in zip(POOL, rows.tolist(), found, strict=True)
             if is_there
         }
-    with pytest.raises(
-        ValueError, match=r"read_batches: expected a table among \['lru', 'old', 'plain'\]"
-    ):
+    with pytest.raises(ValueError, match=r"expected a name among \['plain', 'lru', 'old'\]"):
         read_batches(run.model.pooled)
     assert read_batches(run.model.sequence).schema.names == ["id", "row", "last_seen", "count"]
 

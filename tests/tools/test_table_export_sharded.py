@@ -147,7 +147,7 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     both = workers.run(faults, setup, str(tmp_path), world_size=2)
     assert both[0] == both[1]
     name, taken, columns, place = both[0]
-    assert "expected a table among ['plain', 'sixteen'], got 'x'" in name
+    assert "expected a name among ['plain', 'sixteen'], got 'x'" in name
     assert "expected nothing at" in taken and "expected distinct columns" in columns
     assert "expected the files of 2 ranks" in place
     left = [str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")]

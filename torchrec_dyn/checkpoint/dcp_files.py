@@ -65,8 +65,8 @@ def writer_of(
     before: Callable[[], object] | None = None,
 ) -> TableWriter:
     """Returns a writer whose errors are OSErrors that name the file; the others are as of TableWriter."""
-    writer = TableWriter(path)
-    writer.fs, writer._write_beside, writer._before = _Files(), write_beside, before
+    writer = TableWriter(path, write_beside=write_beside, before=before)
+    writer.fs = _Files()
     return writer
 
 
@@ -214,9 +214,20 @@ class TableWriter(FileSystemWriter):
 
     files: Sequence[Path] = ()  # that the ranks have written; on rank 0
     digests: Mapping[str, str] = {}  # of them, by path in the folder above; on rank 0
-    # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to all.
-    _write_beside: Callable[[], Path] | None = None
-    _before: Callable[[], object] | None = None  # called before any file is written
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *args: Any,
+        write_beside: Callable[[], Path] | None = None,
+        before: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, *args, **options)
+        # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to
+        # all.
+        self._write_beside = write_beside
+        self._before = before  # called before any file is written
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the directory; called by DCP, which brings an error to all ranks."""

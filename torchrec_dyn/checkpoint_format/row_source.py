@@ -1,7 +1,7 @@
 """RowSource: the rows of one table, read in chunks, wherever they are.
 
 The sources are `MergedTable` (a full save and deltas, saved_table.py), `LiveRows` (a table of a model,
-whole_model/live_rows.py), `FileRows` (a .safetensors file, tools/safetensors_rows.py) and `StaticRows` (a
+state_dict/live_rows.py), `FileRows` (a .safetensors file, tools/safetensors_rows.py) and `StaticRows` (a
 table of TorchRec's, migration/static_rows.py). Each gives ids, the places of their rows, and the rows at some
 places; `RowSource.chunks` is the one loop over them.
 
@@ -111,7 +111,7 @@ class RowSource(ABC):
         *,
         ids: range | None = None,
         mixed: Sequence[range] | None = None,
-        columns: tuple[int, int] | None = None,
+        columns: Sequence[tuple[int, int]] | None = None,
         waiting: bool = False,
         sums: dict[str, int] | None = None,
     ) -> Iterator[dict[str, Tensor]]:
@@ -121,9 +121,10 @@ class RowSource(ABC):
         content sums of all rows are compared: do not rely on a chunk before that.
 
         `ids` is a range of ids: all ids are read and compared, but no rows of other ids. `mixed` are ranges
-        of mixed ids (`ranks.mixed_ranges`), `columns` the first column and the end: then `sums` gets the
-        content sums of what was read, and the caller compares their total by `check_sums`. Row-wise state
-        becomes its mean over `columns`. With `waiting` the ids are those that wait, which have scores only.
+        of mixed ids (`ranks.mixed_ranges`), `columns` the first column and the end of column shards, each of
+        which gets a chunk in turn: then `sums` gets the content sums of what was read, and the caller
+        compares their total by `check_sums`. Row-wise state becomes its mean over the columns of the shard.
+        With `waiting` the ids are those that wait, which have scores only.
         """
         known = ("ids", *SCORES) if waiting else self.names
         if unknown := [name for name in names if name not in known]:
@@ -140,37 +141,55 @@ class RowSource(ABC):
         chunk_bytes: int,
         ids: range | None,
         mixed: Sequence[range] | None,
-        columns: tuple[int, int] | None,
+        columns: Sequence[tuple[int, int]] | None,
         waiting: bool,
         sums: dict[str, int] | None,
     ) -> Iterator[dict[str, Tensor]]:
-        span = slice(*(columns or (0, self.embedding_dim)))
+        spans = [slice(*span) for span in columns or [(0, self.embedding_dim)]]
         total = {} if sums is None else sums
 
-        def add(row_ids: Tensor, numbers: Mapping[str, Tensor]) -> None:
+        def add(row_ids: Tensor, numbers: Mapping[str, Tensor], first_column: int) -> None:
             if sums is not None or self.sums:
-                total.update(add_sums(total, self._sums_of(row_ids, numbers, span.start)))
+                total.update(add_sums(total, self._sums_of(row_ids, numbers, first_column)))
+
+        def places_inside(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for row_ids, places in self._places_in(mixed, rows, waiting):
+                if not waiting:
+                    add(row_ids, {"ids": row_ids}, spans[0].start)
+                if ids is not None:
+                    row_ids, places = _inside([ids], row_ids, row_ids, places)
+                if self.group is not None or len(row_ids):
+                    yield row_ids, places
 
         rows = max(1, chunk_bytes // self.row_bytes_of(["ids", *names]))
-        for row_ids, places in self._places_in(mixed, rows, waiting):
-            if not waiting:
-                add(row_ids, {"ids": row_ids})
-            if ids is not None:
-                row_ids, places = _inside([ids], row_ids, row_ids, places)
-            if self.group is None and not len(row_ids):
-                continue
-            chunk = self._read(names, row_ids, places, span, waiting)
-            if ids is None:
-                numbers = (
-                    {"waiting": torch.stack([row_ids, *chunk.values()], 1)} if waiting else chunk
-                )
-                add(row_ids, numbers)
-            if columns is not None:
-                chunk |= self._means(chunk, span)
-            yield {"ids": row_ids, **chunk}
+        for row_ids, places in places_inside(rows):
+            for span, chunk in self._of_spans(spans, names, row_ids, places, waiting):
+                if waiting:
+                    numbers = torch.stack([row_ids, *chunk.values()], 1)
+                    add(row_ids, {"waiting": numbers}, span.start)
+                elif ids is None:
+                    add(row_ids, chunk, span.start)
+                means = {} if columns is None else self._means(chunk, span)
+                yield {"ids": row_ids, **chunk, **means}
         if mixed is None and columns is None:
             compared = ["ids", *(names if ids is None else ())]
             self.check_sums(["waiting"] if waiting else compared, total)
+
+    def _of_spans(
+        self,
+        spans: Sequence[slice],
+        names: Sequence[str],
+        ids: Tensor,
+        places: Tensor,
+        waiting: bool,
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Yields rows of each range of columns; what is not cut into columns is read once."""
+        cut = [name for name in names if name not in SCORES and not self.is_rowwise(name)]
+        whole: dict[str, Tensor] = {}
+        for span in spans:
+            chunk = whole | self._read(cut if whole else names, ids, places, span, waiting)
+            whole = {name: chunk[name] for name in names if name not in cut}
+            yield span, chunk
 
     def _places_in(
         self, mixed: Sequence[range] | None, rows: int, waiting: bool

@@ -5,7 +5,7 @@ The room is named after `torchrec.distributed`.
 Imports `sharding`, `modules`, `state_dict`, `ranks`, `checkpoint_format`, `lookup`, `table`, `life`,
 `storage` and the ground. Start with `sharders`, then `embeddingbag_collection`: `sharding_setup` checks
 the plan, `local_shards` holds the tables of this rank. Read as needed: `resharding` and
-`chunk_exchange` (moves of tables to another plan); `feature_processors`.
+`feature_processors`.
 
 An invalid argument of a collective call is an error on every rank, and nothing has changed then.
 """

@@ -116,7 +116,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
             self._prepare_to_send_once(setup)
         self._check_batch = BatchCheck(setup.features, False, False, setup.where, setup.is_scored)
         self._shards = LocalShards(setup, self, env, "embeddings")
-        self._shards.fill_from(module.local_tables())
+        self._shards.fill_from(module)
         configs = module.embedding_configs()
         by_table = list(zip(configs, module.embedding_names_by_table(), strict=True))
         self._feature_of_output = {  # a feature's own name may have an "@"

@@ -96,7 +96,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
             setup.features, module.is_weighted(), True, setup.where, setup.is_scored
         )
         self._shards = LocalShards(setup, self, env, "embedding_bags")
-        self._shards.fill_from(module.local_tables())
+        self._shards.fill_from(module)
         self._output_names = list(self._embedding_names)
 
     @classmethod

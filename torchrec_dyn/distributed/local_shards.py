@@ -16,27 +16,30 @@ from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.initializers import Initializer
-from torchrec_dyn.life import NOT_BY_ROW, time_fault
+from torchrec_dyn.life import time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
     LearningRateGroup,
+    UnshardedCollection,
     check_not_gathered,
     initializer_of,
     row_dtype,
     saved_states,
     write_updates,
 )
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import STATE_NAMES, RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
 from torchrec_dyn.sharding import kernels_of
 from torchrec_dyn.state_dict import (
+    LiveRows,
+    append_rows,
     load_optimizer_state,
     load_tables,
     save_optimizer_states,
     save_tables,
 )
 from torchrec_dyn.storage import OpenForwards, TableLock, commit, locked
-from torchrec_dyn.table import TableShard, set_clocks, state_for_copy, without_optimizer
+from torchrec_dyn.table import TableShard, complete, set_clocks
 
 ShardedTableHandle = TableHandle  # the name in the documentation of a sharded collection's handle
 
@@ -171,11 +174,13 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
-    def fill_from(self, trained: Mapping[str, TableShard]) -> None:
-        """Copies this rank's part of the rows that were trained before sharding, of each table by name."""
-        for name, source in trained.items():
-            self._initializers[name] = source.initializer
-            copy_trained_rows(source, self.table(name))
+    def fill_from(self, collection: UnshardedCollection) -> None:
+        """Copies this rank's part of the rows that were trained before sharding."""
+        for name, shard in collection.local_tables().items():
+            self._initializers[name] = shard.initializer
+        for trained in collection.unsharded_lookup.tables:
+            if trained.shard is not None:
+                copy_trained_rows(trained.as_table(), self.table(trained.config.name))
 
     def copy_settings(self, other: LocalShards) -> None:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
@@ -238,7 +243,7 @@ class LocalShards:
         return shards
 
 
-def copy_trained_rows(source: TableShard, table: Table) -> None:
+def copy_trained_rows(trained: Table, table: Table) -> None:
     """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
 
     Every rank has the whole unsharded collection, so nothing is sent. Optimizer state is copied if the shards
@@ -246,33 +251,17 @@ def copy_trained_rows(source: TableShard, table: Table) -> None:
     """
     if not table.shards:
         return
+    (source,), rows = trained.shards, LiveRows(trained, table.where)
+    has_state = trained.optimizer.saved_name == table.optimizer.saved_name
+    names = [name for name in rows.names if has_state or name not in STATE_NAMES]
+    # A new optimizer counts steps from 0, but scores refer to steps.
+    step = source.step if has_state or source.life is not None else 0
     for shard in table.shards:
         shard.start_as(source.initializer)  # a loaded checkpoint may have set it
-    state = state_for_copy(source, on_host=True)
-    if not state["ids"].numel() and not int(state["step"]) and source.time is None:
-        return
-    if source.optimizer.saved_name != table.optimizer.saved_name:
-        state = without_optimizer(state, source.optimizer)
-    owned: Tensor | slice = slice(None)
-    if table.layout.rows_are_spread:
-        owned = table.owns(state["ids"])
-        if "waiting" in state:
-            state["waiting"] = state["waiting"][:, table.owns(state["waiting"][0])]
-    for shard in table.shards:
-        columns = slice(shard.first_column, shard.first_column + shard.columns)
-        shard.load_state(
-            {
-                name: values if name in NOT_BY_ROW else _part(values, owned, columns)
-                for name, values in state.items()
-            }
-        )
-
-
-def _part(values: Tensor, owned: Tensor | slice, columns: slice) -> Tensor:
-    """Returns the rows and columns of one shard from values [R, columns], [R] or []."""
-    if values.dim():
-        values = values[owned]
-    return (values[:, columns] if values.dim() == 2 else values).contiguous()
+        complete(shard, step, rows.clock)
+        if shard.life is not None:
+            shard.life.is_unscored = source.life is None or source.life.is_unscored
+    append_rows(rows, table, table.shards, names)
 
 
 class ShardedOptimizer(KeyedOptimizer):

@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
-from torchrec_dyn.distributed.chunk_exchange import exchange_chunks
+from torchrec_dyn.checkpoint_format import SCORES, RowSource
 from torchrec_dyn.distributed.local_shards import LocalShards
-from torchrec_dyn.ranks import OF_EVERY_SHARD, Table, gather_results, run_together
-from torchrec_dyn.state_dict import (
-    TableLoad,
-    TableSource,
-    saved_tensors,
-    verify_and_commit,
+from torchrec_dyn.ranks import (
+    OF_EVERY_SHARD,
+    IdExchange,
+    Piece,
+    Table,
+    gather_results,
+    run_together,
 )
+from torchrec_dyn.state_dict import LiveRows, append_waiting, for_each_chunk
+from torchrec_dyn.table import append, complete
 
 # Attributes that the first collection keeps: hooks, training mode, objects that users hold, and attributes
 # that trackers and pipelines have set.
@@ -56,18 +60,11 @@ def reshard(
     tables that move; it may contain others. A device of None leaves the rows where they are. `wrapped` checks
     the plan for the feature processors around the collection; None: there are none. `follow`
     changes them with the collection.
-
-    Raises:
-        ValueError: on every rank, if the plan is not valid or differs between ranks, if the device is of
-            another type than the collection's, if the sharder changes
-            a table's optimizer, if a batch was sent and not looked up yet, or if a forward of any table of
-            the collection is open; nothing has changed then.
-        RuntimeError: on every rank, if some rank could not move its rows; nothing has changed then.
     """
     shards: LocalShards = collection._shards
     call, group = f"{shards.where}.reshard", collection._env.process_group
     assert isinstance(group, dist.ProcessGroup)
-    plans = gather_results(group, call, lambda: _described(collection, changed, env, wrapped))
+    plans = gather_results(group, call, lambda: _described(collection, changed, wrapped))
     for rank, other in enumerate(plans):
         if other != plans[0]:
             raise ValueError(
@@ -80,7 +77,6 @@ def reshard(
     made = run_together(group, call, lambda: _shard_again(sharder, collection, plan, env, device))
     new: LocalShards = made._shards
     moved = [name for name in new.layouts if new.layouts[name] != shards.layouts[name]]
-    run_together(group, call, lambda: _check_at_rest(shards))
     new.copy_settings(shards)
     for name in new.layouts.keys() - set(moved):
         new.reuse(shards, name)
@@ -92,14 +88,9 @@ def reshard(
 def _described(
     collection: Any,
     changed: Mapping[str, ParameterSharding],
-    env: ShardingEnv,
     wrapped: Callable[[], None] | None,
 ) -> list[Any]:
-    """Returns a plan in plain values, so that ranks can compare their plans.
-
-    Raises:
-        ValueError: if the collection cannot be moved without its feature processors, or `wrapped` raises it.
-    """
+    """Returns a checked plan in plain values, so that ranks can compare their plans."""
     if wrapped is not None:
         wrapped()
     elif not collection._check_batch.needs_weights:
@@ -122,6 +113,7 @@ def _shard_again(
     env: ShardingEnv,
     device: torch.device | None,
 ) -> Any:
+    """Returns a collection without rows under another plan, with no forward of the present one open."""
     present = collection._shards.device
     if device is not None and device.type != present.type:
         raise ValueError(
@@ -147,6 +139,7 @@ def _shard_again(
             f"expected the optimizers that the collection was sharded with, got {', '.join(changed)}. Use "
             "the same fused_params. To change a learning rate, set it in the optimizer's param_groups."
         )
+    _check_at_rest(collection._shards)
     return made.train(collection.training)
 
 
@@ -198,42 +191,68 @@ def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] |
 def move_table(before: Table, after: Table, call: str) -> None:
     """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
 
-    `before` has the old shards of this rank, `after` the new shards, without rows. The content sums of the
-    copy are compared with the sums of the old shards, which do not change.
-
-    Raises:
-        ValueError, RuntimeError: on every rank, if some rank fails.
+    `before` has the old shards of this rank, `after` the new shards, without rows. Each chunk of the old rows
+    goes to the ranks that own its ids now. An error is one of all ranks.
     """
-    group = before.group
+    source, group, pieces = LiveRows(before, call), after.group, after.layout.pieces
+    _copy_counters(before, after, source.clock, call)
     assert group is not None
-    ((rows, state),) = saved_tensors([before], call, TableSource)
-    load = TableLoad(after, has_state=True)
-    exchange_chunks(before, {**rows, **state}, load, call)
-    verify_and_commit(group, call, lambda: [load])
-    _copy_counters(before, after, call)
+
+    def arriving(names: Sequence[str], waiting: bool) -> Iterator[dict[str, list[Tensor]]]:
+        """Yields the rows of this rank's shards by tensor, [K, C] for each shard."""
+        for chunk in source.chunks(names, waiting=waiting):
+            sent = IdExchange(
+                call, partial(chunk.pop, "ids"), after.layout, group, torch.device("cpu")
+            )
+            rows = {
+                name: sent.send([_in_piece(source, name, values, piece) for piece in pieces])
+                for name, values in chunk.items()
+            }
+            yield {"ids": [sent.arrived] * len(after.shards), **rows}
+
+    def append_rows(chunk: dict[str, list[Tensor]]) -> None:
+        for number, shard in enumerate(after.shards):
+            append(shard, {name: by_shard[number] for name, by_shard in chunk.items()})
+
+    def add_waiting(chunk: dict[str, list[Tensor]]) -> None:
+        numbers = {name: by_shard[0].flatten() for name, by_shard in chunk.items() if by_shard}
+        append_waiting(after.shards, numbers)
+
+    for_each_chunk(source, arriving(source.names, False), append_rows)
+    if after.options.counts_waiting:
+        for_each_chunk(source, arriving(SCORES, True), add_waiting)
 
 
-def _copy_counters(before: Table, after: Table, call: str) -> None:
-    """Copies the counters of the table to the new shards. Collective.
+def _in_piece(source: RowSource, name: str, values: Tensor, piece: Piece) -> Tensor:
+    """Returns what a piece has of values of all columns, [M, C]."""
+    own = source.in_columns(name, values, piece.span)
+    return own if own.dim() == 2 else own.unsqueeze(1)
+
+
+def _copy_counters(before: Table, after: Table, clock: Tensor, call: str) -> None:
+    """Copies step, clock, counters and initializer of a table to the new shards. Collective.
 
     Counters of `OF_EVERY_SHARD` are copied to every shard. Other counters are summed over the old shards that
     share the rows, and the sums are put on the first of the new ranks that share the rows.
     """
 
-    def counters_here() -> tuple[dict[str, int], bool] | None:
+    def counters_here() -> tuple[int, dict[str, int], bool] | None:
         if not before.has_first_column:
             return None
         first = before.shards[0]
-        return first.own.total_counters(), first.life is not None and first.life.is_unscored
+        is_unscored = first.life is not None and first.life.is_unscored
+        return first.step, first.own.total_counters(), is_unscored
 
     gathered = gather_results(before.group, call, counters_here)
-    held = [counted for counted in gathered if counted is not None]
+    steps, held, unscored = zip(*filter(None, gathered), strict=True)
     for shard in after.shards:
+        shard.start_as(after.initializers.get(after.name, shard.initializer))
+        complete(shard, max(steps), clock)
         for name in shard.counters:
-            counts = [counters[name] for counters, _ in held]
+            counts = [counters[name] for counters in held]
             if name in OF_EVERY_SHARD:
                 shard.counters[name] = max(counts)
             elif after.part == 0:
                 shard.counters[name] = sum(counts)
         if shard.life is not None:
-            shard.life.is_unscored = any(is_unscored for _, is_unscored in held)
+            shard.life.is_unscored = any(unscored)

@@ -66,8 +66,7 @@ def load_static(
             for table in tables.values():
                 rows = files.table(table, with_optimizer, step)
                 filled = [beside(shard) for shard in table.shards]
-                if table.part is not None:
-                    rows.fill(filled, table.part, table.layout.row_ranks)
+                rows.fill(table, filled)
                 commits.extend(map(replace, table.shards, filled))
 
     run_together(first.group, "load_static", prepare)

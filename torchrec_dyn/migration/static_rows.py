@@ -8,18 +8,18 @@ Legend: N rows, D columns of the static table, M rows of a chunk, C columns of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.modules import matching_optimizer
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.ranks import mixed_ranges
-from torchrec_dyn.table import TableShard, named_states
+from torchrec_dyn.ranks import Table
+from torchrec_dyn.state_dict import append_rows
+from torchrec_dyn.table import TableShard
 
 ReadRows = Callable[[int, int], Tensor]  # returns rows [first, last)
 
@@ -74,33 +74,12 @@ class StaticRows(RowSource):
             for name, values in rows.items()
         }
 
-    def fill(self, shards: Sequence[TableShard], part: int = 0, ranks: int = 1) -> None:
-        """Fills empty shards with the ids of one of `ranks` ranks; their scores start at the last step."""
+    def fill(self, table: Table, shards: Sequence[TableShard]) -> None:
+        """Fills empty shards, a table's or those beside them; their scores start at the last step."""
         for shard in shards:
             shard.step = self.trained_steps  # first: policies count the rows' age from this step
-            shard.reserve(self._count // ranks)
-        for chunk in self.chunks(self.names, knobs.CHUNK_BYTES, mixed=mixed_ranges(part, ranks)):
-            for shard in shards:
-                span = slice(shard.first_column, shard.first_column + shard.columns)
-                rows = {name: self.in_columns(name, chunk[name], span) for name in self._tensors}
-                _insert(shard, chunk["ids"], rows)
-
-
-def _insert(table: TableShard, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Inserts distinct ids [M], "weight" and states [M, C], into a new shard, which has no log of changes."""
-    assert table.changes is None
-    table.reserve(ids.numel())
-    rows = table.row_numbers.take(ids.numel())
-    ids = ids.to(table.device)
-    table.id_map.insert(ids, rows)
-    table.weights.write(rows, values["weight"].to(table.device))
-    for state in named_states(table):
-        if state.name in values:
-            state.store.write(rows, values[state.name].to(table.device))
-        else:
-            state.store.fill(rows, state.initial)
-    if table.life is not None:
-        table.life.prepare_rows(ids, rows, table.step, None)()
+            shard.reserve(self._count // table.layout.row_ranks)
+        append_rows(self, table, shards, self.names)
 
 
 # FBGEMM's names of the states, by the names of torch.optim and of TorchRec's own classes.
@@ -115,36 +94,21 @@ STEPS = ("step", "iter")
 _WITHOUT_COUNTERPART = ("momentum", "nesterov", "weight_decay", "lr_decay", "amsgrad", "maximize")
 
 
-class Trainer(NamedTuple):
-    """The optimizer that trained one parameter."""
-
-    optimizer: torch.optim.Optimizer  # without its wrappers
-    # The parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
-    group: Mapping[str, Any] | None
-
-    @property
-    def kind(self) -> OptimizerKind | None:
-        """The row rule for the optimizer's class; None: there is no such rule."""
-        try:
-            matching = matching_optimizer(type(self.optimizer))
-        except ValueError:
-            return None
-        return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
-
-
-class SavedMoments(NamedTuple):
-    """The optimizer state of one table's rows."""
-
-    # By FBGEMM's name: [N, D], [N, 1] or [N] each; empty before the first step.
-    states: Mapping[str, Tensor]
-    step: int  # training steps so far
+def _kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
+    """Returns the row rule for the class of an optimizer; None: there is no such rule."""
+    try:
+        matching = matching_optimizer(type(optimizer))
+    except ValueError:
+        return None
+    return OptimizerKind.__members__.get(getattr(matching, "name", str(matching)))
 
 
 def trainer_of(
     weight: Tensor, optimizer: torch.optim.Optimizer | None, where: str
-) -> Trainer | None:
-    """Returns the optimizer that trained a parameter: the optimizer in its backward, else `optimizer`.
+) -> tuple[torch.optim.Optimizer, Mapping[str, Any] | None] | None:
+    """Returns the optimizer that trained a parameter: the one in its backward, else `optimizer`, unwrapped.
 
+    Also the parameter's group; None for TorchRec's placeholder optimizers, which never trained a row.
     weight: [N, D], the parameter. `optimizer` may be plain, keyed, wrapped or combined, or None.
     """
     in_backward = getattr(weight, "_in_backward_optimizers", [])
@@ -154,9 +118,9 @@ def trainer_of(
     for plain in in_backward or _unwrapped(optimizer):
         for group in getattr(plain, "param_groups", ()):
             if any(parameter is weight for parameter in group["params"]):
-                return Trainer(plain, group)
+                return plain, group
     if in_backward:
-        return Trainer(in_backward[0], None)
+        return in_backward[0], None
     if optimizer is None or not weight.requires_grad:
         return None
     raise ValueError(
@@ -176,14 +140,16 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
         yield optimizer
 
 
-def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str, Any]:
+def row_rule(
+    trainer: torch.optim.Optimizer, group: Mapping[str, Any], where: str
+) -> dict[str, Any]:
     """Returns the hyper-parameters for further training of the rows by the same rule.
 
     `group` is the optimizer's parameter group, with the present learning rate.
     """
-    name = type(trainer.optimizer).__name__
+    name, kind = type(trainer).__name__, _kind_of(trainer)
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
-    if trainer.kind is None:
+    if kind is None:
         known = ", ".join(kind.name for kind in OptimizerKind)
         raise ValueError(f"{where}: expected an optimizer like {known}, got {name}. {advice}")
     for option in _WITHOUT_COUNTERPART:
@@ -193,7 +159,7 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
                 f"option, got {group[option]}. {advice}"
             )
     rule = {"lr": float(group["lr"])}
-    if trainer.kind == OptimizerKind.ADAMW:
+    if kind == OptimizerKind.ADAMW:
         rule["weight_decay"] = 0.0  # the default of ADAMW is not 0
     if group.get("initial_accumulator_value"):
         rule["initial_accumulator_value"] = float(group["initial_accumulator_value"])
@@ -204,25 +170,28 @@ def row_rule(trainer: Trainer, group: Mapping[str, Any], where: str) -> dict[str
     return rule
 
 
-def check_kind(trainer: Trainer, optimizer: RowOptimizer, where: str) -> None:
+def check_kind(trainer: torch.optim.Optimizer, optimizer: RowOptimizer, where: str) -> None:
     """Raises ValueError if the chosen rule differs from the rule that trained the rows."""
     chosen = optimizer.kind.name if optimizer.own is None else optimizer.saved_name
-    if trainer.kind is not None and trainer.kind.name != chosen:
+    kind = _kind_of(trainer)
+    if kind is not None and kind.name != chosen:
         raise ValueError(
             f"{where}: expected fused_params with the optimizer that trained the rows, "
-            f"{trainer.kind.name}, got {chosen}. Choose the same optimizer, or do not "
+            f"{kind.name}, got {chosen}. Choose the same optimizer, or do not "
             "pass the old optimizer to start with fresh state."
         )
 
 
 def saved_moments(
-    trainer: Trainer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
-) -> SavedMoments:
-    """Returns the optimizer state of a table, after checking that it fits the rule and the rows.
+    trainer: torch.optim.Optimizer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
+) -> tuple[dict[str, Tensor], int]:
+    """Returns the optimizer state of a table and its training steps, checked against the rule and the rows.
+
+    The state is by FBGEMM's name, [N, D], [N, 1] or [N] each; it is empty before the first step.
 
     weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
     """
-    saved = getattr(trainer.optimizer, "state", {}).get(weight, {})
+    saved = getattr(trainer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): state for name, state in saved.items()}
     states = {MOMENTS.get(name, name): state for name, state in plain.items() if state is not None}
     steps = [int(states.pop(name)) for name in STEPS if name in states]
@@ -232,7 +201,7 @@ def saved_moments(
             f"{sorted(states)}."
         )
     _check_shapes(states, tuple(weight.shape), optimizer, where)
-    return SavedMoments(states, max(steps, default=0))
+    return states, max(steps, default=0)
 
 
 def _check_shapes(

@@ -17,9 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.migration.static_rows import (
     ReadRows,
-    SavedMoments,
     StaticRows,
-    Trainer,
     check_kind,
     row_rule,
     saved_moments,
@@ -89,14 +87,14 @@ def from_static(
     converted = empty_counterpart(collection, configs, device, dynamic, fused_params)
     tables: dict[str, UnshardedTable] = tables_by_name(converted)
     whole_rule = "optimizer" in (fused_params or {})
-    filled: list[tuple[TableShard, StaticRows]] = []
+    filled: list[tuple[UnshardedTable, StaticRows]] = []
     for name, weight in weights.items():
         tables[name].weight.requires_grad_(weight.requires_grad)
-        moments = _moments_of(tables[name], weight, optimizer, whole_rule)
-        shard = tables[name].rows()
-        filled.append((shard, _static_rows(shard, weight.detach(), moments)))
-    for shard, rows in filled:  # rows are copied only after all checks
-        rows.fill([shard])
+        states, step = _moments_of(tables[name], weight, optimizer, whole_rule)
+        rows = _static_rows(tables[name].rows(), weight.detach(), states, step)
+        filled.append((tables[name], rows))
+    for table, rows in filled:  # rows are copied only after all checks
+        rows.fill(table.as_table(), [table.rows()])
     return converted.train(collection.training)
 
 
@@ -151,37 +149,45 @@ def _moments_of(
     weight: Tensor,
     optimizer: torch.optim.Optimizer | None,
     whole_rule: bool,
-) -> SavedMoments:
-    """Returns the optimizer state of a static table; its rule becomes that of the new table."""
+) -> tuple[dict[str, Tensor], int]:
+    """Returns optimizer state and steps of a static table; its rule becomes that of the new table."""
     name = table.config.name
     where = f"from_static(table='{name}')"
-    trainer = trainer_of(weight, optimizer, where)
-    if trainer is None:
-        return SavedMoments({}, 0)
+    trained = trainer_of(weight, optimizer, where)
+    if trained is None:
+        return {}, 0
+    trainer, group = trained
     if not whole_rule:
-        _mark(table, trainer, weight, where)
+        _mark(table, trainer, group, weight, where)
     rule = table.rows().optimizer
     check_kind(trainer, rule, where)
     return saved_moments(trainer, weight, rule, name, where)
 
 
-def _mark(table: UnshardedTable, trainer: Trainer, weight: Any, where: str) -> None:
+def _mark(
+    table: UnshardedTable,
+    trainer: torch.optim.Optimizer,
+    group: Mapping[str, Any] | None,
+    weight: Any,
+    where: str,
+) -> None:
     """Marks the placeholder parameter of a table with the optimizer of its rows."""
-    if trainer.group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
+    if group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
         table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
     else:
-        rule = row_rule(trainer, trainer.group, where)
-        table.mark_optimizer([type(trainer.optimizer)], [rule])
+        table.mark_optimizer([type(trainer)], [row_rule(trainer, group, where)])
 
 
-def _static_rows(table: TableShard, weight: Tensor, moments: SavedMoments) -> StaticRows:
+def _static_rows(
+    table: TableShard, weight: Tensor, states: Mapping[str, Tensor], step: int
+) -> StaticRows:
     """Returns the rows of a static module: weight [N, D], and the state of its optimizer."""
 
     def reader(values: Tensor) -> ReadRows:
         return lambda first, last: values[first:last].reshape(last - first, -1)
 
-    states = {name: reader(state.detach()) for name, state in moments.states.items()}
+    tensors = {name: reader(state.detach()) for name, state in states.items()}
     return StaticRows(
-        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **states},
-        table.optimizer, moments.step,
+        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **tensors},
+        table.optimizer, step,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from torchrec_dyn.state_dict import (
     stage_table,
 )
 from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
-from torchrec_dyn.table import ROW_DTYPES, TableShard, state_for_copy, without_optimizer
+from torchrec_dyn.table import ROW_DTYPES, TableShard, copy_rows
 
 _META = torch.device("meta")
 _NO_CHOICE: list[Any] = []
@@ -327,9 +327,8 @@ class _PresentRows(Sequence[TableShard]):
 def _copy_contents(before: TableShard, table: TableShard) -> None:
     """Gives a new table the contents of one with another kind of optimizer, without optimizer state."""
     table.start_as(before.initializer)  # a loaded checkpoint may have set it
-    if before.num_rows or before.life is not None:
-        state = state_for_copy(before, on_host=True)
-        table.load_state(without_optimizer(state, before.optimizer))
+    with turn_of(table):
+        copy_rows(before, table, with_optimizer=False)
     if before.changes is not None:
         table.changes = before.changes  # earlier markers stay valid
         table.note_replaced(before.id_map)

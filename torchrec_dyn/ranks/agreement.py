@@ -17,7 +17,7 @@ import hashlib
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,42 +92,34 @@ def exchange(
     return received
 
 
-class _Report(NamedTuple):
-    """The call of a rank, and the error that all ranks raise for it; without a kind it has none."""
-
-    call: str
-    kind: type[Exception] | None = None
-    text: str = ""
-    number: int = 0  # of an OSError, with its file
-    file: Any = None
-
-
-def _report_of(call: str, error: Exception | None) -> _Report:
+def _report_of(call: str, error: Exception | None) -> tuple[Any, ...]:
+    """Returns the call of a rank, and the kind, text, number and file of the error that all ranks raise."""
     if error is None:
-        return _Report(call)
+        return call, None, "", 0, None
     if isinstance(error, OSError) and error.errno is not None:
         # A full disk must look so on all ranks: who saves tries again.
-        return _Report(call, OSError, str(error.strerror), error.errno, error.filename)
+        return call, OSError, str(error.strerror), error.errno, error.filename
     kind: type[Exception] = ValueError if isinstance(error, ValueError) else RuntimeError
     if lacks_memory(error):
         kind = torch.OutOfMemoryError
-    return _Report(call, kind, str(error) or type(error).__name__)
+    return call, kind, str(error) or type(error).__name__, 0, None
 
 
 def _error_of_ranks(group: dist.ProcessGroup, call: str, error: Exception | None) -> Exception:
     """Returns the error that all ranks raise, some with an error or in another call. Collective."""
     sent = pickle.dumps(_report_of(call, error))
     sizes = [size for (size,) in _gather_numbers(group, [len(sent)])]
-    reports: list[_Report] = [pickle.loads(words) for words in _gather_bytes(group, sent, sizes)]
+    reports = [pickle.loads(words) for words in _gather_bytes(group, sent, sizes)]
     for rank, (other, kind, text, number, file) in enumerate(reports):
         if kind is not None:
             text = f"{other}(rank={rank}): {text}"
             agreed: Any = OSError(number, text, file) if kind is OSError else kind(text)
             agreed.agreed_by = group
             return cast(Exception, agreed)
-    rank = next(rank for rank, report in enumerate(reports) if report.call != reports[0].call)
+    calls = [report[0] for report in reports]
+    rank = next(rank for rank, other in enumerate(calls) if other != calls[0])
     return ValueError(
-        f"{reports[0].call}: expected the same call on every rank, got {reports[rank].call} on rank {rank}."
+        f"{calls[0]}: expected the same call on every rank, got {calls[rank]} on rank {rank}."
     )
 
 

@@ -73,6 +73,11 @@ class Piece:
     columns: int
     ranks: tuple[int, ...]
 
+    @property
+    def span(self) -> slice:
+        """The columns, in whole rows."""
+        return slice(self.first_column, self.first_column + self.columns)
+
 
 @dataclass(frozen=True)
 class TableLayout:

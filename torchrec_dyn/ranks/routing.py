@@ -111,22 +111,28 @@ class IdExchange:
         by_rank = self._ids[torch.cat(self._positions)]
         self.arrived = exchange(group, by_rank, self._sent, self._received)
 
-    def send_rows(self, rows: Tensor) -> Tensor:
-        """Sends the rows of this rank's ids, [M, D], to each rank its columns; returns those of `arrived`.
+    def send(self, by_piece: Sequence[Tensor]) -> list[Tensor]:
+        """Sends numbers of this rank's ids, [M, C] for each chosen piece, to the ranks of the pieces.
 
-        [K, C] in column order.
+        Returns those of `arrived`, [K, C] for each piece of this rank.
         """
+        widths = {
+            piece: values.shape[1] for piece, values in zip(self._chosen, by_piece, strict=True)
+        }
+        rows = dict(zip(self._chosen, by_piece, strict=True))
+        by_rank = [[widths[piece] for piece in held] for held in self._pieces]
         messages = torch.cat(
             [
-                torch.cat([rows[positions, _columns(piece)] for piece in held], 1).flatten()
+                torch.cat([rows[piece][positions] for piece in held], 1).flatten()
                 for positions, held in zip(self._positions, self._pieces, strict=True)
                 if held
             ]
         )
-        width = self._widths[self._rank]
-        sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
-        received = exchange(self._group, messages, sizes, [k * width for k in self._received])
-        return received.view(sum(self._received), width)
+        sizes = [m * sum(columns) for m, columns in zip(self._sent, by_rank, strict=True)]
+        own = by_rank[self._rank]
+        received = exchange(self._group, messages, sizes, [k * sum(own) for k in self._received])
+        parts = received.view(sum(self._received), sum(own)).split(own, 1)
+        return [part.contiguous() for part in parts]
 
     def return_rows(self, rows: Tensor) -> Tensor:
         """Sends the rows of `arrived`, [K, C] on the CPU, back to the senders; returns theirs, [M, D]."""
@@ -142,7 +148,7 @@ class IdExchange:
                 [piece.columns for piece in held], 1
             )
             for piece, values in zip(held, by_piece, strict=True):
-                stitched[positions, _columns(piece)] = values
+                stitched[positions, piece.span] = values
         return stitched.to(self._device)
 
     def return_numbers(self, numbers: Tensor) -> Tensor:
@@ -167,7 +173,3 @@ def _positions_by_part(ids: Tensor, layout: TableLayout) -> Sequence[Tensor]:
     parts = owners(ids, layout.row_ranks)
     sizes = torch.bincount(parts, minlength=layout.row_ranks)
     return torch.argsort(parts, stable=True).split(sizes.tolist())
-
-
-def _columns(piece: Piece) -> slice:
-    return slice(piece.first_column, piece.first_column + piece.columns)

@@ -232,12 +232,12 @@ class Table:
             ids,
             lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim)),
         )
-        arrived = exchange.send_rows(to_host(rows.detach().to(self.dtype)))
-        parts = arrived.split([shard.columns for shard in self.shards], 1)
+        whole = to_host(rows.detach().to(self.dtype))
+        parts = exchange.send([whole[:, piece.span] for piece in self.layout.pieces])
 
         def prepare() -> tuple[None, list[Callable[[], None]]]:
             return None, [
-                shard.prepare_assign(exchange.arrived, part.contiguous())
+                shard.prepare_assign(exchange.arrived, part)
                 for shard, part in zip(self.shards, parts, strict=True)
             ]
 

@@ -28,16 +28,11 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 def run_over(
     group: dist.ProcessGroup, ranks: Sequence[int], call: str, work: Sends[_T]
 ) -> tuple[_T, int]:
-    """Runs a generator on every rank of the job, and returns its result. Collective.
+    """Runs a generator on every rank of the job; returns its result, and the bytes sent to other replicas.
 
     Generators of one replica group send equally often; those of other groups may send more or less often.
-    Errors are those of `ranks.agree`: an error on one rank is raised on all.
-
     `group` are all ranks of the job; it sends tensors of the CPU. `ranks` are those of this replica group in
-    it, in the order of the replicas.
-
-    Returns:
-        The result, and the number of bytes that this rank has sent to other replicas.
+    it, in the order of the replicas. An error of one rank is one of all.
     """
     place, total = ranks.index(dist.get_rank(group)), 0
     arrived: list[Tensor] = []

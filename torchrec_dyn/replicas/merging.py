@@ -1,4 +1,4 @@
-"""One sync on one rank, from what has changed here to the merged contents of all tables here. Writes nothing.
+"""One sync on one rank, from what has changed here to the merged rows of all tables, beside their shards.
 
 Every replica sends the ids that have changed. Ids are cut into parts, one a replica. The replica of a part
 decides on its ids by their states on all replicas. Then the rows of ids that stay are sent to it, and their
@@ -10,7 +10,6 @@ Legend: K ids, M rows, R replicas, P parts (as many), S sides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,21 +25,22 @@ from torchrec_dyn.replicas.exchange import (
     lists_joined,
 )
 from torchrec_dyn.replicas.merge import HAS_ROW, ROW, IdStates, Verdict
-from torchrec_dyn.replicas.side import Changes, Merged, Side
+from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.storage import canonical_order
 
-
-class SideRows(NamedTuple):
-    """Rows of one side in one part: those with places [begin, end)."""
-
-    side: int
-    begin: int
-    end: int
+# Of the ids of a side that changed on some side, the same on all: ids [K] int64, verdicts [K] uint8, and
+# scores [K] int64; and the merged clock.
+Merged = tuple[Tensor, Tensor, Tensor, Clock | None]
 
 
-def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[list[SideRows]]:
-    """Returns the rows of S sides in rounds of at most `most` bytes, and at least one row, each."""
-    rounds: list[list[SideRows]] = []
+def rounds_of(
+    rows: Sequence[int], row_bytes: Sequence[int], most: int
+) -> list[list[tuple[int, slice]]]:
+    """Returns the rows of S sides in rounds of at most `most` bytes, and at least one row, each.
+
+    A round has sides, and the range of rows of each.
+    """
+    rounds: list[list[tuple[int, slice]]] = []
     left = 0
     for side, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
         begin = 0
@@ -49,7 +49,7 @@ def rounds_of(rows: Sequence[int], row_bytes: Sequence[int], most: int) -> list[
                 rounds.append([])
                 left = max(most, size)
             end = min(count, begin + left // size)
-            rounds[-1].append(SideRows(side, begin, end))
+            rounds[-1].append((side, slice(begin, end)))
             left -= (end - begin) * size
             begin = end
     return rounds
@@ -73,62 +73,59 @@ class Merging:
     """One sync of the sides of this rank.
 
     `sides` are the tables that this rank has shards of, `place` is the number of its replica among R.
-
-    Attributes:
-        clocks: the merged clock of each side; None where all replicas have the same.
     """
 
     def __init__(self, sides: Sequence[Side], place: int, replicas: int) -> None:
         self._sides, self._place, self._parts = sides, place, replicas
-        self.clocks: list[Clock | None] = [None for _ in sides]
 
     def run(self) -> Sends[list[Merged]]:
-        """Returns the merged contents of each side.
-
-        Raises:
-            RuntimeError: if the union of rows is over the limit of a table.
-        """
-        changes = [side.find_changes() for side in self._sides]
-        unions = yield from self._unions(changes)
+        """Appends the merged rows to the sides, and returns what else was merged of each."""
+        unions, clocks = yield from self._unions()
         own_states = [
-            [
-                side.states_of(side_ids, change)
-                for side, side_ids, change in zip(self._sides, ids, changes, strict=True)
-            ]
+            [side.states_of(side_ids) for side, side_ids in zip(self._sides, ids, strict=True)]
             for ids in unions
         ]
         id_states = yield from self._gather_states(unions[self._place], own_states)
         verdicts = [
             side.decide(side_states, clock)
-            for side, clock, *side_states in zip(self._sides, self.clocks, *id_states, strict=True)
+            for side, clock, *side_states in zip(self._sides, clocks, *id_states, strict=True)
         ]
         kinds, words = yield from self._decided(unions, verdicts)
         whole = [_joined_parts(parts) for parts in (unions, kinds, words)]
         for side, ids, kinds_of_ids, _ in zip(self._sides, *whole, strict=True):
             side.check_limit(ids, kinds_of_ids)
-        rows = _Rows(self._sides, self._place, unions, kinds, own_states, id_states, verdicts)
-        return [
-            Merged(*fields) for fields in zip(*whole, (yield from rows.exchange()), strict=True)
+        # The ids with a row, their scores, and which of them have a row here, [P][S].
+        chosen = [
+            [
+                (ids[kind == ROW], scores[kind == ROW], _has_row(states)[kind == ROW])
+                for ids, kind, scores, states in zip(*part, strict=True)
+            ]
+            for part in zip(unions, kinds, words, own_states, strict=True)
         ]
+        yield from self._exchange_rows(chosen, id_states, verdicts)
+        return list(zip(*whole, clocks, strict=True))
 
-    def _unions(self, changes: Sequence[Changes]) -> Sends[list[list[Tensor]]]:
+    def _unions(self) -> Sends[tuple[list[list[Tensor]], list[Clock | None]]]:
         """Returns the ids that changed on some replica, by part and side, in canonical order, [P][S].
 
-        Sets `clocks`.
+        Also the merged clock of each side; None where all replicas have the same.
         """
-        clocks = [side.clock for side in self._sides]
-        digest = digest_of(clocks)
-        by_part = zip(*(_cut(change.ids, self._parts) for change in changes), strict=True)
+        own_clocks = [side.clock for side in self._sides]
+        digest = digest_of(own_clocks)
+        by_part = zip(
+            *(_cut(side.find_changes(), self._parts) for side in self._sides), strict=True
+        )
         arrived = yield [joined([digest, lists_joined(ids)]) for ids in by_part]
         cursors = [Cursor(sent) for sent in arrived]
         digests = [cursor.take(torch.uint8, DIGEST_BYTES) for cursor in cursors]
         by_replica = [cursor.lists(len(self._sides)) for cursor in cursors]
+        clocks: list[Clock | None] = [None for _ in self._sides]
         if any(not other.equal(digest) for other in digests):
-            self.clocks = yield from self._merged_clocks(clocks)
+            clocks = yield from self._merged_clocks(own_clocks)
         unions = [torch.unique(torch.cat(ids)) for ids in zip(*by_replica, strict=True)]
         union = lists_joined([ids[canonical_order(ids)] for ids in unions])
         arrived = yield [union] * self._parts
-        return [Cursor(sent).lists(len(self._sides)) for sent in arrived]
+        return [Cursor(sent).lists(len(self._sides)) for sent in arrived], clocks
 
     def _merged_clocks(self, clocks: Sequence[Tensor]) -> Sends[list[Clock | None]]:
         """Returns the merged clock of each side, from clocks [2, K] int64 of all replicas."""
@@ -185,87 +182,64 @@ class Merging:
                 words[-1].append(_words(cursor, side, side_ids.numel()))
         return kinds, words
 
-
-class _Rows:
-    """The rows of the ids that get one, which are merged by the replicas of their parts.
-
-    `unions` are the ids, with `kinds` and the states on this rank, all [P][S]; `id_states` [R][S] are the
-    states of the ids of this rank's part on the replicas, with the `verdicts` on these, [S].
-    """
-
-    def __init__(
+    def _exchange_rows(
         self,
-        sides: Sequence[Side],
-        place: int,
-        unions: Sequence[Sequence[Tensor]],
-        kinds: Sequence[Sequence[Tensor]],
-        own_states: Sequence[Sequence[IdStates]],
+        chosen: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
         id_states: Sequence[Sequence[IdStates]],
         verdicts: Sequence[Verdict],
-    ) -> None:
-        self._sides, self._place = sides, place
-        self._id_states, self._verdicts = id_states, verdicts
-        self._sizes = [side.record_bytes for side in sides]
-        # The ids with a row, and which of them have one here, [P][S].
-        self._chosen = [
-            [
-                (ids[kind == ROW], (states.flags[kind == ROW] & HAS_ROW) != 0)
-                for ids, kind, states in zip(*part, strict=True)
-            ]
-            for part in zip(unions, kinds, own_states, strict=True)
+    ) -> Sends[None]:
+        """Sends the rows of the chosen ids to the replicas of their parts, and appends their means here.
+
+        `id_states` [R][S] are the states of the ids of this rank's part on the replicas, with the `verdicts`
+        on these, [S].
+        """
+        sizes = [side.record_bytes for side in self._sides]
+        rounds = [
+            rounds_of([ids.numel() for ids, _, _ in part], sizes, knobs.ROUND_BYTES)
+            for part in chosen
         ]
-        # Their places in the part of this rank, [S].
-        self._places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
-        self._rounds = [
-            rounds_of([ids.numel() for ids, _ in part], self._sizes, knobs.ROUND_BYTES)
-            for part in self._chosen
-        ]
+        places = [(verdict.kinds == ROW).nonzero().flatten() for verdict in verdicts]
 
-    def exchange(self) -> Sends[list[list[Tensor]]]:
-        """Returns the merged records by side, part after part, each in pieces."""
-        parts = range(len(self._chosen))
-        records: list[list[list[Tensor]]] = [[[] for _ in self._sides] for _ in parts]  # [P][S]
-        for number in range(max(map(len, self._rounds))):
-            arrived = yield [self._read(part, number) for part in parts]
-            means = yield [self._merge(arrived, number)] * len(parts)
-            for part, cursor in enumerate(map(Cursor, means)):
-                for run in self._runs(part, number):
-                    shape = run.end - run.begin, self._sizes[run.side]
-                    records[part][run.side].append(cursor.take(torch.uint8, *shape))
-        return [
-            [piece for part_records in records for piece in part_records[side]]
-            for side in range(len(self._sides))
-        ]
+        def runs(part: int, number: int) -> list[tuple[int, slice]]:
+            return rounds[part][number] if number < len(rounds[part]) else []
 
-    def _runs(self, part: int, number: int) -> list[SideRows]:
-        rounds = self._rounds[part]
-        return rounds[number] if number < len(rounds) else []
+        def records(part: int, number: int) -> Tensor:
+            """Returns the records of a round of a part that are here."""
+            read = []
+            for side, span in runs(part, number):
+                ids, _, is_here = chosen[part][side]
+                read.append(self._sides[side].records(ids[span][is_here[span]]))
+            return joined(read)
 
-    def _read(self, part: int, number: int) -> Tensor:
-        """Returns the records of a round of a part that are here."""
-        records = []
-        for run in self._runs(part, number):
-            ids, is_here = (values[run.begin : run.end] for values in self._chosen[part][run.side])
-            records.append(self._sides[run.side].records(ids[is_here]))
-        return joined(records)
+        def means(arrived: Sequence[Tensor], number: int) -> Tensor:
+            """Returns the means of a round of this rank's part, of the records of the replicas."""
+            cursors, merged = [Cursor(sent) for sent in arrived], []
+            for side, span in runs(self._place, number):
+                at, size = places[side][span], sizes[side]
+                side_records = []
+                for cursor, states in zip(cursors, id_states, strict=True):
+                    has_row = _has_row(states[side])[at]
+                    side_records.append(
+                        torch.zeros(at.numel(), size, dtype=torch.uint8, device="cpu")
+                    )
+                    side_records[-1][has_row] = cursor.take(torch.uint8, int(has_row.sum()), size)
+                ids, verdict = chosen[self._place][side][0][span], verdicts[side]
+                gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
+                merged.append(self._sides[side].mean(ids, side_records, gives, takes_part))
+            return joined(merged)
 
-    def _merge(self, arrived: Sequence[Tensor], number: int) -> Tensor:
-        """Returns the means of a round of this rank's part, of the records of the replicas."""
-        cursors, means = [Cursor(sent) for sent in arrived], []
-        for run in self._runs(self._place, number):
-            side, size = self._sides[run.side], self._sizes[run.side]
-            at = self._places[run.side][run.begin : run.end]
-            records = []
-            for cursor, id_states in zip(cursors, self._id_states, strict=True):
-                has_row = (id_states[run.side].flags[at] & HAS_ROW) != 0
-                arrived_records = torch.zeros(at.numel(), size, dtype=torch.uint8, device="cpu")
-                arrived_records[has_row] = cursor.take(torch.uint8, int(has_row.sum()), size)
-                records.append(arrived_records)
-            ids = self._chosen[self._place][run.side][0][run.begin : run.end]
-            verdict = self._verdicts[run.side]
-            gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
-            means.append(side.mean(ids, records, gives, takes_part))
-        return joined(means)
+        for number in range(max(map(len, rounds))):
+            arrived = yield [records(part, number) for part in range(self._parts)]
+            merged = yield [means(arrived, number)] * self._parts
+            for part, cursor in enumerate(map(Cursor, merged)):
+                for side, span in runs(part, number):
+                    ids, words, _ = chosen[part][side]
+                    rows = cursor.take(torch.uint8, span.stop - span.start, sizes[side])
+                    self._sides[side].append(ids[span], words[span], rows)
+
+
+def _has_row(states: IdStates) -> Tensor:
+    return (states.flags & HAS_ROW) != 0
 
 
 def _joined_parts(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:

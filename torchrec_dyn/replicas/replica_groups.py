@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -22,20 +21,13 @@ from torchrec_dyn.whole_model import collections_of, tables_of
 CALL = "Replicas"
 
 
-class Described(NamedTuple):
-    """A rank as it describes itself to the others."""
-
-    ranks: tuple[int, ...]  # of its sharding group, as ranks of the job
-    place: int  # its place there
-    tables: dict[str, str]  # a description of each table, the same on the ranks of a replica group
+# A rank as it describes itself to the others: the ranks of its sharding group, as ranks of the job, its place
+# there, and a description of each table, the same on the ranks of a replica group.
+Described = tuple[tuple[int, ...], int, dict[str, str]]
 
 
 def describe(model: nn.Module, group: dist.ProcessGroup) -> tuple[list[Table], Described]:
-    """Returns the dynamic tables of a model, and this rank's description for the job, `group`.
-
-    Raises:
-        ValueError: if the model has no dynamic tables, or has tables that nobody would merge.
-    """
+    """Returns the dynamic tables of a model, and this rank's description for the job, `group`."""
     tables = tables_of(model, CALL)
     _check_no_static_tables(model)
     groups = {_ranks_of(table, group) for table in tables}
@@ -45,7 +37,7 @@ def describe(model: nn.Module, group: dist.ProcessGroup) -> tuple[list[Table], D
             "Make one Replicas for each collection."
         )
     described = {table.name: _described(table) for table in tables}
-    return tables, Described(groups.pop(), tables[0].rank, described)
+    return tables, (groups.pop(), tables[0].rank, described)
 
 
 def _ranks_of(table: Table, group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -95,15 +87,10 @@ def replica_groups(described: Sequence[Described]) -> list[list[int]]:
     """Returns the replica groups, by place; each has the ranks of the replicas in their order.
 
     The order of replicas is that of their lowest ranks. described: of all ranks of the job.
-
-    Raises:
-        ValueError: if the sharding groups are not alike, or some rank is in none.
     """
-    groups = sorted({rank.ranks for rank in described}, key=min)
+    groups = sorted({ranks for ranks, _, _ in described}, key=min)
     places = [(rank, ranks, place) for ranks in groups for place, rank in enumerate(ranks)]
-    expected = [
-        (rank, described[rank].ranks, described[rank].place) for rank in range(len(described))
-    ]
+    expected = [(rank, ranks, place) for rank, (ranks, place, _) in enumerate(described)]
     if sorted(places) != expected:
         raise ValueError(
             f"{CALL}: expected sharding groups that have each rank of the job once, got {groups} of "
@@ -119,7 +106,7 @@ def replica_groups(described: Sequence[Described]) -> list[list[int]]:
 
 
 def _check_alike(described: Sequence[Described], first: int, other: int) -> None:
-    tables, others = described[first].tables, described[other].tables
+    (_, _, tables), (_, _, others) = described[first], described[other]
     if list(tables) != list(others):
         raise ValueError(
             f"{CALL}: expected the same tables in the same order in all replicas, got "

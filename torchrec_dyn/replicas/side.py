@@ -8,13 +8,12 @@ Legend: K ids, M ids with a row, R sides, B bytes of a record.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import Clock, RowLife, Scores
+from torchrec_dyn.life import BY_ROW, Clock, RowLife, Scores
 from torchrec_dyn.policies import making_room
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.replicas.merge import (
@@ -22,7 +21,6 @@ from torchrec_dyn.replicas.merge import (
     ERASED,
     HAS_ROW,
     LOST,
-    NOTHING,
     ROW,
     WAITS,
     IdStates,
@@ -32,30 +30,10 @@ from torchrec_dyn.replicas.merge import (
     packed,
     unpacked,
 )
-from torchrec_dyn.storage import RowStore, TableLock, locked, note_changed, read, to_host
-from torchrec_dyn.table import Addition, TableShard, insert_rows
+from torchrec_dyn.storage import RowStore, TableLock, locked, read, to_host, turn_of
+from torchrec_dyn.table import TableShard, append, beside, merge
 
-_WRITTEN_AT_ONCE = 1 << 16
 _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
-
-
-class Changes(NamedTuple):
-    """The changes of a side since the last sync, as ids on the device of the table."""
-
-    ids: Tensor  # [K] int64 on the CPU, all ids that changed in any way
-    removed: Tensor  # those that had a row and have none now
-    erased: Tensor  # those that the user erased
-
-
-class Merged(NamedTuple):
-    """The merged contents of the ids that changed on some side, the same on all sides."""
-
-    ids: Tensor  # [K] int64
-    kinds: Tensor  # [K] uint8, the verdicts
-    words: Tensor  # [K] int64, the scores
-    records: Sequence[
-        Tensor
-    ]  # [M, B] uint8, of the ids with the verdict ROW, in their order, in parts
 
 
 class Side:
@@ -68,6 +46,8 @@ class Side:
         self.table = table
         self._scores: Scores | None = None
         self._begin_with_all()
+        self._removed = self._erased = self._counters[0]  # ids, since the last sync
+        self._rows: list[TableShard] = []  # the merged rows, beside the shards
 
     @locked
     def _begin_with_all(self) -> None:
@@ -155,14 +135,15 @@ class Side:
     # Reads for a sync.
 
     @locked
-    def find_changes(self) -> Changes:
-        """Returns what has changed since the last sync."""
+    def find_changes(self) -> Tensor:
+        """Returns the ids that have changed in any way since the last sync, [K] int64 on the CPU."""
         first, log = self._first, self._version.log
         changed, _ = log.changed_rows(self._version, first.id_map)
-        removed = log.removed_ids(self._version, first.id_map)
-        erased = log.erased_ids(self._version)
-        ids = torch.unique(torch.cat([changed, removed, erased, self._changed_counters()]))
-        return Changes(to_host(ids), removed, erased)
+        self._removed = log.removed_ids(self._version, first.id_map)  # have no row now
+        self._erased = log.erased_ids(self._version)
+        self._rows = [beside(shard) for shard in self.table.shards]
+        parts = [changed, self._removed, self._erased, self._changed_counters()]
+        return to_host(torch.unique(torch.cat(parts)))
 
     def _changed_counters(self) -> Tensor:
         """Returns the ids whose counter is not as it was, or is gone, [K] int64."""
@@ -185,13 +166,13 @@ class Side:
         return torch.where(is_known, last_seen[places], 0), torch.where(is_known, counts[places], 0)
 
     @locked
-    def states_of(self, ids: Tensor, changes: Changes) -> IdStates:
-        """Returns the states of ids [K] int64 on this side, tensors [K]."""
+    def states_of(self, ids: Tensor) -> IdStates:
+        """Returns the states of ids [K] int64 on this side, tensors [K]; after `find_changes`."""
         first = self._first
         ids = ids.to(first.device)
         rows = first.id_map.lookup(ids)
-        has_row, is_erased = rows >= 0, torch.isin(ids, changes.erased)
-        is_lost = torch.isin(ids, changes.removed) & ~is_erased
+        has_row, is_erased = rows >= 0, torch.isin(ids, self._erased)
+        is_lost = torch.isin(ids, self._removed) & ~is_erased
         flags = HAS_ROW * has_row + ERASED * is_erased + LOST * is_lost
         words = earlier = torch.zeros_like(ids)
         if first.life is not None and self._scores is not None:
@@ -296,26 +277,55 @@ class Side:
             )
 
     @locked
-    def reserve(self, merged: Merged) -> None:
-        """Reserves memory for merged contents."""
-        with_row = merged.ids[merged.kinds == ROW]
-        counters = int((merged.kinds == COUNTER).sum())
-        for shard in self.table.shards:
-            is_new = shard.id_map.lookup(with_row.to(shard.device)) < 0
-            shard.reserve(int(is_new.sum()), counters=counters)
+    def append(self, ids: Tensor, words: Tensor, records: Tensor) -> None:
+        """Adds merged rows to those beside the shards: ids and scores [M] int64, records [M, B] uint8."""
+        scores = dict(zip(BY_ROW, unpacked(words), strict=True))
+        begin = 0
+        for shard, rows in zip(self.table.shards, self._rows, strict=True):
+            chunk = {"ids": ids, **scores}
+            names = ("weight", *shard.optimizer.state_names)
+            for name, store in zip(names, shard.stores, strict=True):
+                end = begin + store.row_bytes
+                chunk[name] = records[:, begin:end].contiguous().view(store.dtype)
+                begin = end
+            append(rows, chunk)
 
     @locked
-    def write(self, merged: Merged, clock: Clock | None) -> None:
-        """Writes merged contents, with room reserved; `clock` is None if all replicas have the same."""
-        begin = 0
-        for shard in self.table.shards:
-            _write(shard, merged, begin, clock)
-            begin += sum(store.row_bytes for store in (shard.weights, *shard.states))
-        first = self._first
-        if first.life is not None:
-            rows = first.id_map.lookup(merged.ids.to(first.device))
-            self._note_scores(first.life, rows[rows >= 0])
-        self._begin()
+    def prepare(
+        self, ids: Tensor, kinds: Tensor, words: Tensor, clock: Clock | None
+    ) -> Callable[[], None]:
+        """Prepares to write the rows that were appended, and the counters of the verdicts on ids [K].
+
+        `clock` is None if all replicas have the same.
+        """
+        ids, kinds = ids.to(self.device), kinds.to(self.device)
+        waits, removed = kinds == COUNTER, ids[kinds != ROW]
+        counters = torch.stack([ids[waits], *unpacked(words.to(self.device)[waits])])
+        changes = []
+        for shard, rows in zip(self.table.shards, self._rows, strict=True):
+            rows.step, life = shard.step, shard.life
+            if life is not None and rows.life is not None:
+                rows.life.is_unscored = life.is_unscored
+                rows.life.clock = Clock.load((clock or life.clock).export())
+                if life.waiting is not None and rows.life.waiting is not None:
+                    present = life.waiting.export()
+                    present = present[:, ~torch.isin(present[0], ids)]
+                    rows.life.waiting.write(*torch.cat([present, counters], 1))
+            changes.append(merge(shard, rows, removed))
+
+        def write() -> None:
+            first = self._first
+            with turn_of(self):
+                for shard, change in zip(self.table.shards, changes, strict=True):
+                    change()
+                    _cut(shard)
+                if first.life is not None:
+                    places = first.id_map.lookup(ids)
+                    self._note_scores(first.life, places[places >= 0])
+                self._rows = []
+                self._begin()
+
+        return write
 
 
 def _initial(shard: TableShard, store: RowStore, number: float | None, ids: Tensor) -> Tensor:
@@ -329,47 +339,6 @@ def _initial(shard: TableShard, store: RowStore, number: float | None, ids: Tens
     if len(ids):
         shard.initial_rows.write(ids.to(store.device), rows, initial)
     return to_host(initial.read(rows)).reshape(shape)
-
-
-def _write(shard: TableShard, merged: Merged, first_byte: int, clock: Clock | None) -> None:
-    """Writes merged contents into a shard, whose part of a record begins at byte `first_byte`."""
-    life, kinds = shard.life, merged.kinds.to(shard.device)
-    ids, words = merged.ids.to(shard.device), merged.words.to(shard.device)
-    shard.count_edit()
-    if life is not None:
-        life.forget_listed()
-        if clock is not None and life.is_timed:
-            life.clock = Clock.load(clock.export())
-    shard.remove(*shard.id_map.find(ids[kinds != ROW]), "erased")
-    if life is not None and life.waiting is not None:
-        life.waiting.forget(ids[kinds == NOTHING])
-        waits = kinds == COUNTER
-        life.waiting.write(ids[waits], *unpacked(words[waits]))
-    with_row, row_words = ids[kinds == ROW], words[kinds == ROW]
-    is_new = shard.id_map.lookup(with_row) < 0
-    insert_rows([Addition(shard, with_row[is_new])])
-    begin = 0
-    for part in merged.records:
-        for records in part.split(_WRITTEN_AT_ONCE):
-            chunk = slice(begin, begin + len(records))
-            _write_rows(shard, with_row[chunk], row_words[chunk], records, first_byte)
-            begin = chunk.stop
-    _cut(shard)
-
-
-def _write_rows(
-    shard: TableShard, ids: Tensor, words: Tensor, records: Tensor, first_byte: int
-) -> None:
-    """Writes records [M, B] uint8 and scores, words [M], to the rows of ids [M] int64."""
-    rows = shard.id_map.lookup(ids)
-    note_changed([shard.change_log], ids, rows, torch.tensor([0, rows.numel()], device="cpu"))
-    for store in (shard.weights, *shard.states):
-        end = first_byte + store.row_bytes
-        values = records[:, first_byte:end].contiguous().view(store.dtype)
-        store.write(rows, values.to(store.device))
-        first_byte = end
-    if shard.life is not None:
-        shard.life.scores.write(rows, *unpacked(words))
 
 
 def _cut(shard: TableShard) -> None:

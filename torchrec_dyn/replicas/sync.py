@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -12,9 +12,9 @@ from torchrec_dyn.checkpoint_format import as_words
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
 from torchrec_dyn.replicas.exchange import digest_of, run_over
 from torchrec_dyn.replicas.merge import ROW
-from torchrec_dyn.replicas.merging import Merging
+from torchrec_dyn.replicas.merging import Merged, Merging
 from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
-from torchrec_dyn.replicas.side import Merged, Side
+from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import commit
 from torchrec_dyn.table import stamp_of
@@ -117,13 +117,12 @@ class Replicas:
         merging = Merging(self._sides, place, len(self._ranks))
         stamps = self._stamps()
         merged, sent_bytes = run_over(self._group, self._ranks, _SYNC, merging.run())
-        run_together(self._group, _SYNC, lambda: self._reserve(stamps, merged))
+        commits = run_together(self._group, _SYNC, lambda: self._prepare(stamps, merged))
         with commit(*(side.table for side in self._sides)):
-            for side, contents, clock in zip(self._sides, merged, merging.clocks, strict=True):
-                if contents.ids.numel() or clock is not None:
-                    side.write(contents, clock)
-        rows = sum(int((contents.kinds == ROW).sum()) for contents in merged)
-        return Synced(sum(contents.ids.numel() for contents in merged), rows, sent_bytes)
+            for write in commits:
+                write()
+        rows = sum(int((kinds == ROW).sum()) for _, kinds, _, _ in merged)
+        return Synced(sum(ids.numel() for ids, _, _, _ in merged), rows, sent_bytes)
 
     # Checks. All ranks see the same inputs, so either all raise or none does.
 
@@ -168,12 +167,17 @@ class Replicas:
 
     # Writing.
 
-    def _reserve(self, stamps: list[list[tuple[int, ...]]], merged: Sequence[Merged]) -> None:
-        """Checks that no table has changed since its stamps were read, and reserves memory."""
+    def _prepare(
+        self, stamps: list[list[tuple[int, ...]]], merged: Sequence[Merged]
+    ) -> list[Callable[[], None]]:
+        """Checks that no table has changed since its stamps were read, and prepares to write."""
         if self._stamps() != stamps:
             raise RuntimeError(
                 f"{_SYNC}: expected tables that do not change during the call, got changes. Call sync "
                 "between two steps, in the thread that trains."
             )
-        for side, contents in zip(self._sides, merged, strict=True):
-            side.reserve(contents)
+        return [
+            side.prepare(*contents)
+            for side, contents in zip(self._sides, merged, strict=True)
+            if contents[0].numel() or contents[3] is not None
+        ]

@@ -18,9 +18,9 @@ the table has. A load runs in this order; each file checks its part and may refu
     no load_state_dict  loading           makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
-before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills. A move to another
-plan (distributed/resharding.py) is a load whose rows come from other shards. `Checkpoints.restore` and
-`apply_delta` need no state dict: a `StagedTable` (staged_table.py) reads a saved chain beside the table.
+before. A plain state dict, as of an unsharded table, is a load that `whole_tensors` fills.
+`Checkpoints.restore` and `apply_delta` need no state dict: a `StagedTable` (staged_table.py) reads a saved
+chain beside the table. Exports and moves to another plan read `LiveRows` (live_rows.py).
 """
 
 from torchrec_dyn.state_dict.collection_state import (
@@ -32,8 +32,8 @@ from torchrec_dyn.state_dict.collection_state import (
     save_optimizer_states,
     save_tables,
     stage_table,
-    verify_and_commit,
 )
+from torchrec_dyn.state_dict.live_rows import LiveRows, for_each_chunk
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
 from torchrec_dyn.state_dict.loading import TableLoad, check_taken, drop_awaited
 from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
@@ -44,4 +44,4 @@ from torchrec_dyn.state_dict.saving import (
     saved_tensors,
     sums_here,
 )
-from torchrec_dyn.state_dict.staged_table import StagedTable
+from torchrec_dyn.state_dict.staged_table import StagedTable, append_rows, append_waiting

@@ -6,23 +6,22 @@ Once the content sums over all ranks are compared, `replace` or `merge` of the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
-import torch
 from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     SCORES,
     MergedTable,
+    RowSource,
     add_sums,
     saved_initializer,
 )
-from torchrec_dyn.life import Clock
 from torchrec_dyn.ranks import Table, mixed_ranges
 from torchrec_dyn.state_dict.loading import note_taken
 from torchrec_dyn.storage import commit, turn_of
-from torchrec_dyn.table import Commit, TableShard, beside, named_states, replace
+from torchrec_dyn.table import Commit, TableShard, append, beside, complete, replace
 
 _CHUNK_BYTES = 8 << 20  # stays in the caches until it is summed and copied
 
@@ -45,27 +44,11 @@ class StagedTable:
         self._names = [name for name in known if name in source.names]
         self.is_unscored = life and bool(source.most_rows) and "last_seen" not in self._names
         self.shards = [beside(shard) for shard in table.shards]
-        for rows in self.shards:
-            self._read(rows)
-
-    def _read(self, rows: TableShard) -> None:
-        """Reads the rows of one shard."""
-        assert self.table.part is not None
-        mixed = mixed_ranges(self.table.part, self.table.layout.row_ranks)
-        chunks = partial(
-            self.source.chunks,
-            chunk_bytes=_CHUNK_BYTES,
-            mixed=mixed,
-            columns=(rows.first_column, rows.first_column + rows.columns),
-            sums=self.sums,
-        )
-        rows.reserve(self.source.most_in_a_save(mixed))
-        for chunk in chunks(self._names):
-            _append(rows, chunk)
-        if rows.life is not None and rows.life.waiting is not None:
-            for chunk in chunks(SCORES, waiting=True):
-                counters = (chunk[name].contiguous() for name in ("ids", *SCORES))
-                rows.life.waiting.write(*(numbers.to(rows.device) for numbers in counters))
+        if table.part is not None:
+            most = source.most_in_a_save(mixed_ranges(table.part, table.layout.row_ranks))
+            for rows in self.shards:
+                rows.reserve(most)
+        append_rows(source, table, self.shards, self._names, _CHUNK_BYTES, self.sums)
 
     def check_sums(self, *ranks: Mapping[str, int]) -> None:
         """Raises ValueError if the rows of all ranks have other content sums than the saved ones."""
@@ -77,13 +60,7 @@ class StagedTable:
         step = int(self.source.last.read("step"))
         for rows in self.shards:
             rows.start_as(self._initializer)
-            rows.step = step
-            if (life := rows.life) is not None:
-                if life.is_timed:
-                    life.clock = Clock.load(self.source.clock)
-                rows.step = max(step, life.clock.present_step - 1)
-                life.is_unscored = self.is_unscored
-                rows.life = life.caught_up(rows.step, rows.row_numbers.high_water_mark)
+            complete(rows, step, self.source.clock, self.is_unscored)
         return self.shards
 
     def replacing(self) -> Commit:
@@ -102,16 +79,32 @@ class StagedTable:
         return take
 
 
-def _append(rows: TableShard, chunk: Mapping[str, Tensor]) -> None:
-    """Appends a chunk of rows to a shard beside a table; missing scores are 0."""
-    ids, first = chunk["ids"].to(rows.device), rows.row_numbers.high_water_mark
-    rows.reserve(len(ids))
-    places = torch.arange(first, first + len(ids), device=rows.device)
-    rows.row_numbers.high_water_mark = first + len(ids)
-    rows.id_map.insert(ids, places)
-    stores = {"weight": rows.weights} | {state.name: state.store for state in named_states(rows)}
-    for name in stores.keys() & chunk.keys():
-        stores[name].put(first, 0, chunk[name])
-    if rows.life is not None:
-        scores = (chunk.get(name, torch.zeros_like(places)) for name in SCORES)
-        rows.life.scores.write(places, *(numbers.to(rows.device) for numbers in scores))
+def append_rows(
+    source: RowSource,
+    table: Table,
+    shards: Sequence[TableShard],
+    names: Sequence[str],
+    chunk_bytes: int | None = None,
+    sums: dict[str, int] | None = None,
+) -> None:
+    """Appends this rank's part of the rows of a source to its shards of a table, or to those beside them."""
+    if table.part is None:
+        return
+    mixed = mixed_ranges(table.part, table.layout.row_ranks)
+    columns = [(first, first + width) for first, width in table.columns]
+    chunks = source.chunks(names, chunk_bytes, mixed=mixed, columns=columns, sums=sums)
+    for rows, chunk in zip(cycle(shards), chunks, strict=False):
+        append(rows, chunk)
+    if table.options.counts_waiting:
+        for chunk in source.chunks(
+            SCORES, chunk_bytes, mixed=mixed, columns=columns[:1], sums=sums, waiting=True
+        ):
+            append_waiting(shards, chunk)
+
+
+def append_waiting(shards: Sequence[TableShard], chunk: Mapping[str, Tensor]) -> None:
+    """Adds the counters of ids that wait, "ids" and scores [M], to each of some shards."""
+    for rows in shards:
+        if rows.life is not None and rows.life.waiting is not None:
+            counters = (chunk[name].contiguous().to(rows.device) for name in ("ids", *SCORES))
+            rows.life.waiting.write(*counters)

@@ -13,8 +13,6 @@ from torchrec_dyn.table.contents import (
     named_states,
     read_tensor,
     stamp_of,
-    state_for_copy,
-    without_optimizer,
 )
 from torchrec_dyn.table.counters import Counted, on_shared_counters
 from torchrec_dyn.table.insertion import (
@@ -27,7 +25,16 @@ from torchrec_dyn.table.insertion import (
     read_absent,
     rows_of_new,
 )
-from torchrec_dyn.table.row_writes import Commit, beside, merge, replace, with_same_contents
+from torchrec_dyn.table.row_writes import (
+    Commit,
+    append,
+    beside,
+    complete,
+    copy_rows,
+    merge,
+    replace,
+    with_same_contents,
+)
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 from torchrec_dyn.table.shard import TableShard, set_clocks
 from torchrec_dyn.table.table_step import (

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import io
 import multiprocessing.context
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import knobs
-from torchrec_dyn.life import BY_ROW, LIFE, last_step
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.storage import RowStore, locked, on_device, to_host
+from torchrec_dyn.life import BY_ROW, LIFE
+from torchrec_dyn.storage import RowStore, locked
 from torchrec_dyn.table.arrays import TableArrays
 
 
@@ -68,45 +67,28 @@ def read_tensor(table: TableArrays, name: str, rows: Tensor, are_ascending: bool
     return read(store, rows)
 
 
-def read_state(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
-    """Returns a copy of the contents in canonical order: on the CPU, or on the device of the table.
+def read_state(table: TableArrays) -> dict[str, Tensor]:
+    """Returns a copy of the contents in canonical order, on the device of the table.
 
-    A GPU perhaps lacks the memory for a copy.
-
-    Returns:
-        "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and
-        the tensors of `RowLife.export` for a table with a life.
+    "ids" [R] int64, "weight" [R, D], each optimizer state [R, D] or [R] float32, "step" [], and the tensors
+    of `RowLife.export` for a table with a life.
     """
     ids, rows = table.id_map.contents()
-    read = _read_to_host if on_host else RowStore.read
-    state = {"ids": ids, "weight": read(table.weights, rows)}
+    state = {"ids": ids, "weight": table.weights.read(rows)}
     for named in named_states(table):
-        values = read(named.store, rows)
+        values = named.store.read(rows)
         state[named.name] = values.flatten() if named.is_rowwise else values
     state["step"] = torch.tensor(table.step, device="cpu")
-    if table.life is not None:
-        state |= table.life.export(rows)
-    return {name: to_host(values) for name, values in state.items()} if on_host else state
-
-
-def _read_to_host(store: RowStore, rows: Tensor) -> Tensor:
-    """Returns copies of rows on the CPU, read some at a time on a GPU."""
-    if rows.is_cpu:
-        return store.read(rows)
-    values = torch.empty(rows.numel(), store.columns, dtype=store.dtype, device="cpu")
-    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
-    for some, into in zip(rows.split(most), values.split(most), strict=True):
-        into.copy_(to_host(store.read(some)))
-    return values
+    return state if table.life is None else state | table.life.export(rows)
 
 
 @locked
-def state_for_copy(table: TableArrays, on_host: bool = False) -> dict[str, Tensor]:
+def state_for_copy(table: TableArrays) -> dict[str, Tensor]:
     """Returns `read_state`; if the rows were loaded without scores, without their scores.
 
     So the copy treats these scores as missing, as this table does.
     """
-    return _loaded_parts(table, read_state(table, on_host))
+    return _loaded_parts(table, read_state(table))
 
 
 def _loaded_parts(table: TableArrays, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,83 +98,30 @@ def _loaded_parts(table: TableArrays, state: dict[str, Tensor]) -> dict[str, Ten
     return {name: tensor for name, tensor in state.items() if name not in BY_ROW}
 
 
-class Contents(NamedTuple):
-    """The contents of a table, on any device, to be written into a table of another device or dtype."""
-
-    ids: Tensor  # [R] int64
-    step: int  # number of training forwards
-    # Functions that return rows [start, stop), by tensor: "weight" and the optimizer states.
-    rows: dict[str, Callable[[int, int], Tensor]]
-    life: dict[str, Tensor]  # of `RowLife.export`; each may be missing
+def given_rows(state: Mapping[str, Tensor], row_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yields the rows of a saved form in chunks, by tensor; scores are not among them."""
+    names = [name for name in state if name not in ("step", *LIFE)]
+    most = max(1, knobs.CROSSING_BYTES // row_bytes)
+    for start in range(0, len(state["ids"]), most):
+        yield {name: state[name][start : start + most] for name in names}
 
 
-def given_state(state: Mapping[str, Tensor]) -> Contents:
-    """Returns the contents of state: a saved form in any order of ids, with "ids" and "weight" at least."""
-    by_row = {
-        name: _reader_of(values)
-        for name, values in state.items()
-        if name not in ("ids", "step", *LIFE)
-    }
-    life = {name: values for name, values in state.items() if name in LIFE}
-    step = int(state["step"]) if "step" in state else 0
-    return Contents(state["ids"], step, by_row, life)
-
-
-def _reader_of(values: Tensor) -> Callable[[int, int], Tensor]:
-    """Returns a function that returns rows [start, stop) of a tensor."""
-    return lambda start, stop: values[start:stop]
-
-
-def stored_state(table: TableArrays) -> Contents:
-    """Returns the contents of a table in canonical order; its rows are read when they are asked for.
-
-    Without the scores of rows that were loaded without scores, as in `state_for_copy`.
-    """
+def stored_rows(table: TableArrays, with_optimizer: bool) -> Iterator[dict[str, Tensor]]:
+    """Yields the rows of a table in canonical order, as `given_rows`; they are read when asked for."""
+    stores = {"weight": table.weights}
+    if with_optimizer:
+        stores |= {named.name: named.store for named in named_states(table)}
+    most = max(1, knobs.CROSSING_BYTES // sum(store.row_bytes for store in stores.values()))
     ids, rows = table.id_map.contents()
-
-    def reader(store: RowStore) -> Callable[[int, int], Tensor]:
-        return lambda start, stop: store.read(rows[start:stop])
-
-    by_row = {"weight": reader(table.weights)}
-    by_row |= {named.name: reader(named.store) for named in named_states(table)}
-    life = {} if table.life is None else _loaded_parts(table, table.life.export(rows))
-    return Contents(ids, table.step, by_row, life)
+    for some_ids, some in zip(ids.split(most), rows.split(most), strict=True):
+        yield {"ids": some_ids, **{name: store.read(some) for name, store in stores.items()}}
 
 
-def write_state(table: TableArrays, contents: Contents) -> None:
-    """Fills an empty table; missing parts of the contents get the values of a new table."""
-    ids = contents.ids.to(table.device).contiguous()
-    table.step = max(contents.step, last_step(contents.life))
-    table.reserve(ids.numel())
-    rows = table.row_numbers.take(ids.numel())
-    table.id_map.insert(ids, rows)
-    _write_rows(table.weights, rows, contents.rows["weight"])
-    for named in named_states(table):
-        if named.name in contents.rows:
-            _write_rows(named.store, rows, contents.rows[named.name])
-        else:
-            named.store.fill(rows, named.initial)
-    if table.life is not None:
-        table.life.load(contents.life, rows, table.step)
-
-
-def _write_rows(store: RowStore, rows: Tensor, read: Callable[[int, int], Tensor]) -> None:
-    """Writes numbers of rows into a store, some at a time: they may be on another device."""
-    most = max(1, knobs.CROSSING_BYTES // store.row_bytes)
-    for start in range(0, rows.numel(), most):
-        some = rows[start : start + most]
-        values = read(start, start + some.numel()).reshape(some.numel(), store.columns)
-        store.write(some, on_device(values, store.device))
-
-
-def without_optimizer(state: Mapping[str, Tensor], optimizer: RowOptimizer) -> dict[str, Tensor]:
-    """Returns the parts of a saved form that fit another kind of optimizer.
-
-    The new optimizer would count steps from 0, but scores refer to steps: with scores, "step" is kept.
-    state: as `read_state` returns it. optimizer: that of the saved table.
-    """
-    left_out = {*optimizer.state_names, *(() if "last_seen" in state else ("step",))}
-    return {name: saved for name, saved in state.items() if name not in left_out}
+def stored_life(table: TableArrays) -> dict[str, Tensor]:
+    """Returns the life of a table as `state_for_copy` has it."""
+    if table.life is None:
+        return {}
+    return _loaded_parts(table, table.life.export(table.id_map.contents()[1]))
 
 
 def is_spawning() -> bool:

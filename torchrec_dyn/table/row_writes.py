@@ -1,23 +1,25 @@
 """The two writes of many rows: `replace` everything that a table holds, or `merge` rows and remove others.
 
-The rows to write lie in a shard beside the table, which `beside` makes and the caller fills. Both calls
-prepare: they take all memory, change no row that anyone reads, and return a function that commits, which is
-called with the table's lock and allocates nothing.
+The rows to write lie in a shard beside the table: `beside` makes it, `append` adds rows, and `complete` ends
+it. Then `replace` or `merge` prepares: it takes all memory, changes no row that anyone reads, and returns a
+function that commits, which is called with the table's lock and allocates nothing.
+
+Legend: M ids, C columns of the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import RowLife
-from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, read
+from torchrec_dyn.life import Clock, RowLife, last_step
+from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
 from torchrec_dyn.table.arrays import TableArrays
-from torchrec_dyn.table.contents import stamp_of
+from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
 from torchrec_dyn.table.insertion import Addition, Removal, insert_rows
 
 Commit = Callable[[], None]
@@ -43,6 +45,67 @@ def with_same_contents(table: _Shard) -> _Shard:
     same = object.__new__(type(table))
     vars(same).update({**vars(table), "changes": None})
     return same
+
+
+def append(rows: TableArrays, chunk: Mapping[str, Tensor]) -> None:
+    """Appends distinct "ids" [M] with their tensors, [M, C] or [M]; missing ones are those of a new row."""
+    ids, first = chunk["ids"].to(rows.device), rows.row_numbers.high_water_mark
+    if not len(ids):
+        return
+    rows.reserve(len(ids))
+    places = torch.arange(first, first + len(ids), device=rows.device)
+    rows.row_numbers.high_water_mark = first + len(ids)
+    rows.id_map.insert(ids.contiguous(), places)
+    rows.weights.put(first, 0, on_device(chunk["weight"], rows.device))
+    for state in named_states(rows):
+        if state.name in chunk:
+            values = on_device(chunk[state.name], rows.device)
+            state.store.put(first, 0, values.reshape(len(ids), -1))
+        else:
+            state.store.fill(places, state.initial)
+    if rows.life is not None:
+        last_seen = chunk.get("last_seen", torch.full_like(places, rows.step))
+        counts = chunk.get("count", torch.zeros_like(places))
+        scores = (numbers.flatten().to(rows.device) for numbers in (last_seen, counts))
+        rows.life.scores.write(places, *scores)
+
+
+def write_state(
+    rows: TableArrays,
+    chunks: Iterable[Mapping[str, Tensor]],
+    count: int,
+    step: int,
+    life: Mapping[str, Tensor],
+) -> None:
+    """Fills an empty table with `count` rows and parts of a life, as `RowLife.export` returns it."""
+    rows.step = max(step, last_step(life))
+    rows.reserve(count)
+    for chunk in chunks:
+        append(rows, chunk)
+    if rows.life is not None:
+        rows.life.load(life, torch.arange(count, device=rows.device), rows.step)
+
+
+def copy_rows(table: TableArrays, rows: TableArrays, with_optimizer: bool = True) -> None:
+    """Fills an empty table with the contents of another, of any dtype and device.
+
+    A new optimizer counts steps from 0, but scores refer to steps.
+    """
+    life = stored_life(table)
+    step = table.step if with_optimizer or "last_seen" in life else 0
+    write_state(rows, stored_rows(table, with_optimizer), table.id_map.num_ids, step, life)
+
+
+def complete(rows: TableArrays, step: int, clock: Tensor, is_unscored: bool = False) -> None:
+    """Sets step and clock [2, K] int64, as saved, of a shard that has all its rows."""
+    rows.step, life = step, rows.life
+    if life is None:
+        return
+    if life.is_timed:
+        life.clock = Clock.load(clock)
+    rows.step = max(step, life.clock.present_step - 1)
+    life.is_unscored = is_unscored
+    rows.life = life.caught_up(rows.step, rows.row_numbers.high_water_mark)
 
 
 def replace(table: TableArrays, rows: TableArrays) -> Commit:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.life import RowLife, time_fault
+from torchrec_dyn.life import LIFE, RowLife, time_fault
 from torchrec_dyn.storage import (
     CLOCKS,
     ChangeLog,
@@ -35,16 +35,13 @@ from torchrec_dyn.table.checks import (
     checked_device,
 )
 from torchrec_dyn.table.contents import (
-    Contents,
     from_saved_bytes,
-    given_state,
+    given_rows,
     is_spawning,
     read_state,
     state_for_copy,
     state_shapes,
-    stored_state,
     to_saved_bytes,
-    write_state,
 )
 from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import (
@@ -54,7 +51,7 @@ from torchrec_dyn.table.insertion import (
     insert_unseen,
     prepare_unseen,
 )
-from torchrec_dyn.table.row_writes import beside, replace
+from torchrec_dyn.table.row_writes import beside, copy_rows, replace, write_state
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 
 
@@ -266,7 +263,9 @@ class TableShard(TableArrays):
         other missing parts get the values of a new table.
         """
         check_state(f"{self.where}.load_state", state, self.columns, state_shapes(self))
-        self._replace(given_state(state), self.dtype, self.device)
+        rows = beside(self)
+        rows._fill(state)
+        self._replace(rows)
 
     @locked
     @changes
@@ -277,11 +276,18 @@ class TableShard(TableArrays):
         dtype = dtype or self.dtype
         device = checked_device(self.where, dtype, device or self.device)
         if dtype != self.dtype or device != self.device:
-            self._replace(stored_state(self), dtype, device)
+            rows = beside(self, dtype, device)
+            copy_rows(self, rows)
+            self._replace(rows)
 
-    def _replace(self, contents: Contents, dtype: torch.dtype, device: torch.device) -> None:
-        rows = beside(self, dtype, device)
-        write_state(rows, contents)
+    def _fill(self, state: Mapping[str, Tensor]) -> None:
+        """Fills an empty table with a saved form; missing parts get the values of a new table."""
+        step = int(state["step"]) if "step" in state else 0
+        life = {name: values for name, values in state.items() if name in LIFE}
+        chunks = given_rows(state, sum(store.row_bytes for store in self.stores))
+        write_state(self, chunks, state["ids"].numel(), step, life)
+
+    def _replace(self, rows: TableShard) -> None:
         change = replace(self, rows)
         with commit(self, replaces=True):
             change()
@@ -316,7 +322,7 @@ class TableShard(TableArrays):
             contents = from_saved_bytes(contents)
         # The device of the tensors, which `torch.load(map_location=)` may have moved.
         self.reset(state["dtype"], contents["ids"].device)
-        write_state(self, given_state(contents))
+        self._fill(contents)
 
 
 def set_clocks(tables: Sequence[TableShard], time: int) -> None:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import RowSource, rows_at
 from torchrec_dyn.ranks import Table, gather_results, run_together
+from torchrec_dyn.state_dict import LiveRows, for_each_chunk
 from torchrec_dyn.table import ROW_DTYPES
 from torchrec_dyn.tools.safetensors_file import DAMAGED, SafetensorsReader, SafetensorsWriter
 from torchrec_dyn.tools.table_export import saved_rows
-from torchrec_dyn.whole_model import LiveRows, assign_rows, for_each_chunk, lookup_rows, tables_in
+from torchrec_dyn.whole_model import assign_rows, lookup_rows, table_in, tables_in
 
 T = TypeVar("T")
 
@@ -121,7 +122,8 @@ def export_rows(
         OSError: if the file cannot be written, because the disk is full or fails; an older file is unchanged.
         RuntimeError: if the table was changed during the call, or a rank failed; no new file is left.
     """
-    rows = LiveRows(collection, table, "export_rows", on_first_rank=True)
+    call = "export_rows"
+    rows = LiveRows(table_in(collection, table, call), call, on_first_rank=True)
     _write_file(rows, rows.count, path, checksum)
 
 

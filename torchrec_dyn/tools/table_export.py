@@ -24,8 +24,9 @@ from torchrec_dyn.checkpoint_format import (
     sync_to_disk,
 )
 from torchrec_dyn.ranks import gather_results, run_together
+from torchrec_dyn.state_dict import LiveRows, for_each_chunk
 from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
-from torchrec_dyn.whole_model import LiveRows, for_each_chunk
+from torchrec_dyn.whole_model import table_in
 
 BATCH_BYTES = 32 << 20
 _Source = str | os.PathLike[str] | nn.Module
@@ -168,7 +169,7 @@ def _opened(
     """Returns the rows of a call, their chunks and columns, after all arguments were checked on all ranks."""
     rows: RowSource
     if isinstance(source, nn.Module):
-        rows = LiveRows(source, table, call)
+        rows = LiveRows(table_in(source, table, call), call)
     else:
         rows = saved_rows(source, table, step, call)
 

@@ -19,13 +19,13 @@ from torchrec_dyn.whole_model.by_id import (
     sample_ids,
 )
 from torchrec_dyn.whole_model.gradients import GradScaler, clip_grad_norm_
-from torchrec_dyn.whole_model.live_rows import LiveRows, for_each_chunk
 from torchrec_dyn.whole_model.stats_logger import add_stats_hook, log_stats, stats_layout
 from torchrec_dyn.whole_model.tables import (
     Collection,
     collections_of,
     drop_load,
     sharding_types,
+    table_in,
     table_names,
     tables_in,
     tables_of,

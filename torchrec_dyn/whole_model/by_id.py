@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.ranks import Table, owners, run_together
+from torchrec_dyn.ranks import owners
 from torchrec_dyn.table import check_ids
-from torchrec_dyn.whole_model.tables import ShardedCollection, checked_collection, tables_in
+from torchrec_dyn.whole_model.tables import table_in, tables_in
 
 
 @not_compiled
@@ -49,7 +49,7 @@ def lookup_rows(collection: nn.Module, table: str, ids: Tensor) -> tuple[Tensor,
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64.
     """
-    return _table(collection, table, "lookup_rows").lookup_rows(ids)
+    return table_in(collection, table, "lookup_rows").lookup_rows(ids)
 
 
 @not_compiled
@@ -73,7 +73,7 @@ def assign_rows(collection: nn.Module, table: str, ids: Tensor, rows: Tensor) ->
         RuntimeError: if new ids exceed the limit of a table that does not evict when it is full, or memory
             is exhausted. Shards without this error may have written their rows.
     """
-    _table(collection, table, "assign_rows").assign(ids, rows)
+    table_in(collection, table, "assign_rows").assign(ids, rows)
 
 
 @not_compiled
@@ -94,7 +94,7 @@ def erase_rows(collection: nn.Module, table: str, ids: Tensor) -> int:
     Raises:
         ValueError: if there is no such table, or `ids` are not [M] int64; nothing has changed then.
     """
-    return _table(collection, table, "erase_rows").erase(ids)
+    return table_in(collection, table, "erase_rows").erase(ids)
 
 
 @not_compiled
@@ -115,7 +115,7 @@ def read_last_seen(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _table(collection, table, "read_last_seen").read_last_seen(ids)
+    return table_in(collection, table, "read_last_seen").read_last_seen(ids)
 
 
 @not_compiled
@@ -135,7 +135,7 @@ def read_counts(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     Raises:
         ValueError: if there is no such table, `ids` are not [M] int64, or the table has no policy.
     """
-    return _table(collection, table, "read_counts").read_counts(ids)
+    return table_in(collection, table, "read_counts").read_counts(ids)
 
 
 @not_compiled
@@ -151,7 +151,7 @@ def read_ids(collection: nn.Module, table: str) -> Tensor:
     Raises:
         ValueError: if there is no such table.
     """
-    return _table(collection, table, "read_ids").read_ids()
+    return table_in(collection, table, "read_ids").read_ids()
 
 
 @not_compiled
@@ -175,7 +175,7 @@ def sample_ids(collection: nn.Module, table: str, n: int, seed: int) -> Tensor:
         ValueError: if there is no such table, it has no rows, or `n` or `seed` is not valid or not the same
             on every rank.
     """
-    return _table(collection, table, "sample_ids").sample_ids(n, seed)
+    return table_in(collection, table, "sample_ids").sample_ids(n, seed)
 
 
 @not_compiled
@@ -189,7 +189,7 @@ def read_num_rows(collection: nn.Module, table: str) -> int:
     Raises:
         ValueError: if there is no such table.
     """
-    return _table(collection, table, "read_num_rows").read_num_rows()
+    return table_in(collection, table, "read_num_rows").read_num_rows()
 
 
 @not_compiled
@@ -207,7 +207,7 @@ def read_stats(collection: nn.Module, table: str) -> dict[str, int | float]:
     Raises:
         ValueError: if there is no such table.
     """
-    return _table(collection, table, "read_stats").read_stats()
+    return table_in(collection, table, "read_stats").read_stats()
 
 
 def mixed_ids(ids: Tensor) -> Tensor:
@@ -261,14 +261,3 @@ def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
     if not layout.rows_are_spread:
         return ranks.T.expand(ids.numel(), -1).contiguous()
     return ranks[:, owners(ids, layout.row_ranks)].T.contiguous()
-
-
-def _table(collection: nn.Module, table: str, call: str) -> Table:
-    """Returns a table. An unknown name raises an error on every rank."""
-    collection = checked_collection(collection, call)
-    try:
-        return collection.table(table)
-    except ValueError:
-        if isinstance(collection, ShardedCollection):
-            run_together(collection._env.process_group, call, lambda: collection.table(table))
-        raise

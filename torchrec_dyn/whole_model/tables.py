@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,7 +22,7 @@ from torchrec_dyn.modules import (
 )
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Table
+from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.state_dict import drop_awaited
 
 ShardedCollection = ShardedDynamicEmbeddingBagCollection | ShardedDynamicEmbeddingCollection
@@ -101,6 +102,19 @@ def tables_in(module: nn.Module, path: str = "", call: str = "tables_in") -> dic
     else:
         tables = collection._shards.tables()
     return {table.name: replace(table, key=prefix + table.name) for table in tables}
+
+
+def table_in(module: nn.Module, name: str | None, call: str) -> Table:
+    """Returns a table of a collection; None: the only one. An unknown name is an error of all ranks."""
+    collection = checked_collection(module, call)
+    names = table_names(collection)
+    wanted: Any = names[0] if name is None and len(names) == 1 else name
+    try:
+        return collection.table(wanted)
+    except ValueError:
+        if isinstance(collection, ShardedCollection):
+            run_together(collection._env.process_group, call, lambda: collection.table(wanted))
+        raise
 
 
 def table_names(collection: Collection) -> list[str]:

@@ -5,62 +5,59 @@ Legend: M ids of this rank, K ids sent to this rank, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import SCORES, RowSource
-from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import IdExchange, Table, gather_results, run_together
 from torchrec_dyn.storage import CanonicalRows, to_host, turn_of
 from torchrec_dyn.table import read_tensor, stamp_of
-from torchrec_dyn.whole_model.tables import tables_in
 
 _T = TypeVar("_T")
 
 
 class LiveRows(RowSource):
-    """A table of a collection, sharded or not. Making it is collective, as reading it is.
+    """A table, sharded or not. Making it is collective, as reading it is; an error is one of all ranks.
 
     A rank's share are the ids that it holds with the first columns; with `on_first_rank` all ids are the
-    share of rank 0. `table` is None for the only table. Nothing may train or edit the collection meanwhile.
+    share of rank 0. Nothing may train or edit the collection meanwhile.
 
     Attributes:
         count: number of rows of this rank's share.
     """
 
-    def __init__(
-        self, collection: nn.Module, table: str | None, call: str, on_first_rank: bool = False
-    ) -> None:
-        tables = tables_in(collection, call=call)
-        (self.group,) = {held.group for held in tables.values()}
+    def __init__(self, table: Table, call: str, on_first_rank: bool = False) -> None:
+        self._table, self.group = table, table.group
+        self._fault: Exception | None = None  # of a read; raised after the last chunk
 
-        def begin() -> list[list[int]] | None:
-            self._table = held = _named(tables, table, call)
-            with turn_of(held):
-                self._stamps = [stamp_of(shard) for shard in held.shards]
-                self._rows = self._canonical(waiting=False)
-                life = held.shards[0].life if held.shards else None
-                return None if life is None else life.clock.export().tolist()
+        def begin() -> tuple[int, int, list[list[int]] | None]:
+            with turn_of(table):
+                self._stamps = [stamp_of(shard) for shard in table.shards]
+                self._rows, self._waiting = self._canonical(False), self._canonical(True)
+                life = table.shards[0].life if table.shards else None
+                clock = None if life is None else life.clock.export().tolist()
+            rows, waiting = (held.count if held else 0 for held in (self._rows, self._waiting))
+            return rows, waiting, clock
 
-        clocks = gather_results(self.group, call, begin)
-        held = self._table
-        self.where, self.name = f"{call}(table='{held.name}')", held.name
-        self.embedding_dim, self.dtype, self.cuts = held.embedding_dim, held.dtype, held.cuts
-        self.seed = int(held.config["seed"])
+        rows, waiting, clocks = zip(*gather_results(self.group, call, begin), strict=True)
+        self._most_rows, self._most_waiting = max(rows), max(waiting)  # of any rank
+        self.where, self.name = f"{call}(table='{table.name}')", table.name
+        self.embedding_dim, self.dtype, self.cuts = table.embedding_dim, table.dtype, table.cuts
+        self.seed = int(table.config["seed"])
         clock: list[list[int]] = next((numbers for numbers in clocks if numbers), [[], []])
         self.clock = torch.tensor(clock, dtype=torch.int64, device="cpu")
-        ranks = held.layout.pieces[0].ranks
-        self.share = (ranks.index(held.rank), len(ranks)) if held.has_first_column else None
+        ranks = table.layout.pieces[0].ranks
+        self.share = (ranks.index(table.rank), len(ranks)) if table.has_first_column else None
         self.count = 0 if self._rows is None else self._rows.count
         self._ids: Tensor | None = None  # of all ranks
         if on_first_rank and self.group is not None:
-            self._ids = to_host(held.read_ids())
-            self.share = (0, 1) if held.rank == 0 else None
-            self.count = len(self._ids) if held.rank == 0 else 0
+            self._ids = to_host(table.read_ids())
+            self.share = (0, 1) if table.rank == 0 else None
+            self.count = len(self._ids) if table.rank == 0 else 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,11 +73,7 @@ class LiveRows(RowSource):
         self, rows: int, mixed: Sequence[range], waiting: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        if self._ids is not None and not waiting:
-            for ids in self._ids.split(rows):
-                yield (ids if self.share else nothing), nothing
-            return
-        canonical = self._together(partial(self._canonical, waiting)) if waiting else self._rows
+        canonical = self._waiting if waiting else self._rows
 
         def read(start: int) -> tuple[Tensor, Tensor]:
             if canonical is None:
@@ -89,25 +82,32 @@ class LiveRows(RowSource):
             ids, places = canonical.read(min(start, count), min(start + rows, count))
             return to_host(ids), places
 
-        counts = gather_results(self.group, self.where, lambda: canonical.count if canonical else 0)
-        for start in range(0, max(counts), rows):
-            yield self._together(partial(read, start))
+        if self._ids is not None and not waiting:
+            for ids in self._ids.split(rows):
+                yield (ids if self.share else nothing), nothing
+        else:
+            for start in range(0, self._most_waiting if waiting else self._most_rows, rows):
+                yield self._read_here(partial(read, start), lambda: (nothing, nothing))
+        run_together(self.group, self.where, self._raise_fault)
 
     def _read(
         self, names: Sequence[str], ids: Tensor, places: Tensor, columns: slice, waiting: bool
     ) -> dict[str, Tensor]:
+        def unread() -> dict[str, Tensor]:
+            return {name: self.nothing(name, len(places)).zero_() for name in names}
+
         if waiting:
-            return self._together(partial(self._read_waiting, places))
+            return self._read_here(partial(self._read_waiting, places), unread)
         if self.group is not None and (self._ids is not None or len(self.cuts) > 2):
             chunk = self._exchange(names, ids)
         else:
-            chunk = self._together(partial(self._read_here, names, places))
+            chunk = self._read_here(partial(self._read_rows, names, places), unread)
         for name in names:
             if name not in SCORES and not self.is_rowwise(name):
                 chunk[name] = chunk[name][:, columns]
         return chunk
 
-    def _read_here(self, names: Sequence[str], places: Tensor) -> dict[str, Tensor]:
+    def _read_rows(self, names: Sequence[str], places: Tensor) -> dict[str, Tensor]:
         """Returns rows of this rank's share, in whole rows: an uncut table has one shard."""
         if not self._table.has_first_column:
             return {name: self.nothing(name) for name in names}
@@ -124,11 +124,20 @@ class LiveRows(RowSource):
         """Returns rows of ids [M] that other ranks hold, in whole rows. Collective."""
         assert self.group is not None
         exchange = IdExchange(self.where, lambda: ids, self._table.layout, self.group, ids.device)
-        read = self._together(
-            lambda: [self._read_arrived(name, exchange.arrived) for name in names]
+        width, arrived = sum(shard.columns for shard in self._table.shards), exchange.arrived
+
+        def unread() -> dict[str, Tensor]:
+            empty = {name: self.nothing(name, len(arrived)).zero_() for name in names}
+            return {
+                name: values if name in SCORES else values[:, :1].expand(-1, width)
+                for name, values in empty.items()
+            }
+
+        read = self._read_here(
+            lambda: {name: self._read_arrived(name, arrived) for name in names}, unread
         )
         chunk = {}
-        for name, values in zip(names, read, strict=True):
+        for name, values in read.items():
             if name in SCORES:
                 chunk[name] = exchange.return_numbers(values)
             else:
@@ -166,26 +175,29 @@ class LiveRows(RowSource):
             return None
         return CanonicalRows(life.waiting.id_map, shard.where, lambda: stamp_of(shard))
 
-    def _together(self, read: Callable[[], _T]) -> _T:
-        """Reads on all ranks; a fault is raised on all."""
+    def _read_here(self, read: Callable[[], _T], unread: Callable[[], _T]) -> _T:
+        """Reads on this rank. After a fault it gives `unread`, so that the other ranks come to the end."""
+        try:
+            if self._fault is None:
+                with turn_of(self._table):
+                    if [stamp_of(shard) for shard in self._table.shards] != self._stamps:
+                        raise RuntimeError(
+                            "expected the table as it was when the call began, got a table that was "
+                            "trained or edited since. Export while the collection is not trained or edited."
+                        )
+                    return read()
+        except Exception as fault:
+            if self.group is None:
+                raise
+            self._fault = fault
+        return unread()
 
-        def unchanged() -> _T:
-            with turn_of(self._table):
-                if [stamp_of(shard) for shard in self._table.shards] != self._stamps:
-                    raise RuntimeError(
-                        "expected the table as it was when the call began, got a table that was trained or "
-                        "edited since. Export while the collection is not trained or edited."
-                    )
-                return read()
-
-        return run_together(self.group, self.where, unchanged)
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
 
 
-def for_each_chunk(
-    source: RowSource,
-    chunks: Iterable[dict[str, Tensor]],
-    work: Callable[[dict[str, Tensor]], None],
-) -> None:
+def for_each_chunk(source: RowSource, chunks: Iterable[_T], work: Callable[[_T], None]) -> None:
     """Runs `work` on this rank's chunks. A fault is raised on all ranks, after all of them have read on."""
     fault: Exception | None = None
     for chunk in chunks:
@@ -202,12 +214,3 @@ def for_each_chunk(
             raise fault
 
     run_together(source.group, source.where, check)
-
-
-def _named(tables: Mapping[str, Table], name: str | None, call: str) -> Table:
-    """Returns the table of a name; None: the only table."""
-    if name is None and len(tables) == 1:
-        return next(iter(tables.values()))
-    if name is None or name not in tables:
-        raise ValueError(f"{call}: expected a table among {listed(sorted(tables))}, got {name!r}.")
-    return tables[name]
