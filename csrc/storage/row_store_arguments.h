@@ -9,11 +9,11 @@
 
 namespace torchrec_dyn {
 
-inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std::vector<double>& parameters) {
-  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31),
-                     "init_rows_: expected first_column in [0, 2^31), got ", first_column, ".");
-  TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
-  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
+// `parameters`: six numbers.
+inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind, const double* parameters) {
+  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
+                     ": expected first_column in [0, 2^31), got ", first_column, ".");
+  TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, op, ": expected kind in [0, 2], got ", kind, ".");
   const InitialRows initial = {static_cast<InitialKind>(kind),
                                parameters[0],
                                parameters[1],
@@ -24,7 +24,7 @@ inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std
   TORCHREC_DYN_CHECK(initial.kind != InitialKind::kNormal ||
                          (initial.low_probability >= 0.0 && initial.low_probability <= initial.high_probability &&
                           initial.high_probability <= 1.0),
-                     "init_rows_: expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
+                     op, ": expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
                      initial.high_probability, ".");
   return initial;
 }

@@ -141,7 +141,6 @@ class BagLayout:
                 f"BagLayout: expected the number of features of each of {len(columns)} tables, got "
                 f"{list(features_per_table)}."
             )
-        self.is_mean = pooling == "mean"
         self._is_sequence = pooling == "none"
         self._columns = list(columns)
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
@@ -241,7 +240,7 @@ class BagLayout:
         return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
 
     def offsets_of_tables(self, begins: Tensor) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64; begins [F + 1] int64 are those of features."""
+        """Returns where the ids of each table begin, [T + 1] int64; begins [F + 1], those of each feature."""
         if len(self._first_feature) == self._features + 1:  # each table has one feature
             return begins
         return begins[self.first_features]

@@ -37,6 +37,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import (
     BagLayout,
+    Bags,
     BatchShape,
     Pooling,
     check_input,
@@ -77,7 +78,7 @@ from torchrec_dyn.storage import (
     tokens_of,
     unrecorded,
 )
-from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
+from torchrec_dyn.table import TableBlocks, TableShard, count_late_grads, insert_unseen
 
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
@@ -88,6 +89,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
+        is_mean: True if each bag is divided by its length.
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
         in_files: numbers of the tables whose rows are in mapped files.
@@ -108,6 +110,7 @@ class TableGroup:
                 "TableGroup: expected tables of one row dtype and one optimizer, got "
                 f"{[(table.name, table.dtype, table.optimizer) for table in self.tables]}."
             )
+        self.is_mean = pooling == "mean"
         self.learning_rate: float = self.tables[0].optimizer.learning_rate
         self.output_dtype = output_dtype
         self._bag_layout = BagLayout(
@@ -136,11 +139,6 @@ class TableGroup:
     def lock(self) -> TableLock:
         """The lock of the tables: a forward holds it, and a backward while it updates rows."""
         return self.tables[0].lock
-
-    @property
-    def is_mean(self) -> bool:
-        """True if each bag is divided by its length."""
-        return self._bag_layout.is_mean
 
     @property
     def max_gradient(self) -> float | None:
@@ -233,10 +231,9 @@ class TableGroup:
         if step.missing and lists.shows_initial:
             rows = rows.clone() if trained or ahead else rows
             blocks, _ = blocks_with_initial_rows(self.tables, batch.ids, rows, batch.table_offsets)
-            out = ops.gather_pool(
-                rows, bags.offsets, as_float(batch.weights), blocks.weights, blocks.layout, bags.segments,
-                self.is_mean, bags.elements, self.output_dtype,
-            )  # fmt: skip
+            out = self._pooled(rows, bags, batch.weights, blocks)
+        elif ahead is not None or self.in_files:
+            out = self._pooled(rows, bags, batch.weights, lists.prepared.rows())
         elif trained is not None and found.num_absent:
             ops.pool_prepared_(
                 out, step.new_index, rows, bags.offsets, as_float(batch.weights), bags.segments,
@@ -257,6 +254,14 @@ class TableGroup:
         if trained is not None and self.tables[0].dtype != torch.float32:
             forward.ids = batch.ids.clone()
         return self._output(forward, batch, out, ahead).view(bags.shape)
+
+    def _pooled(
+        self, rows: Tensor, bags: Bags, weights: Tensor | None, blocks: TableBlocks
+    ) -> Tensor:
+        return ops.gather_pool(
+            rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout, bags.segments,
+            self.is_mean, bags.elements, self.output_dtype,
+        )  # fmt: skip
 
     def _output(
         self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
@@ -288,6 +293,8 @@ class TableGroup:
 
     def _find(self, batch: Batch, shape: BatchShape, lists: TableLists, pools: int) -> Found:
         """Finds the rows of a batch, and pools them; notes in the batch what is known of it then."""
+        if self.in_files:  # their pages are asked for first
+            pools = _NONE
         out, rows, offsets, numbers = ops.find_and_pool(
             batch.ids, batch.lengths, batch.offsets, as_float(batch.weights), shape.first_bags,
             self._bag_layout.first_features, shape.segments, lists.prepared.get(), self.is_mean, pools,
@@ -323,7 +330,7 @@ class TableGroup:
         found = self._find(batch, shape, lists, _NONE)
         missing = found.absent.tolist()
         if any(missing[t] for t in tables):
-            insert_unseen(tables, batch.ids, found.rows, batch.table_offsets)
+            insert_unseen(tables, lists.prepared, batch.ids, found.rows, batch.table_offsets)
 
     @locked
     @changes
@@ -358,7 +365,7 @@ class TableGroup:
     def _found_ahead(
         self, batch: Batch, shape: BatchShape, ahead: PrefetchedStep, lists: TableLists
     ) -> tuple[Found, TakenStep]:
-        """Returns the step that was taken ahead, for the tables that are trained now, and its output."""
+        """Returns the step that was taken ahead, for the tables that are trained now."""
         ahead.check_size(batch.ids)
         if not ahead.is_of(lists):  # again for the tables that were loaded or converted since
             as_then = ahead.tables_as_then(lists)
@@ -366,12 +373,7 @@ class TableGroup:
             ahead = ahead.joined(again, as_then, batch.table_offsets)
         batch.begins, batch.table_offsets, offsets = ahead.bags
         step = ahead.now(lists, batch.table_offsets)
-        bags = self._bag_layout.bags(shape, offsets, batch.table_offsets, batch.ids.numel())
-        out = ops.gather_pool(
-            step.rows, bags.offsets, as_float(batch.weights), *lists.blocks.of_weights(), bags.segments,
-            self.is_mean, bags.elements, self.output_dtype,
-        )  # fmt: skip
-        return Found(out, step.rows, offsets, _UNKNOWN, 0), step
+        return Found(_UNKNOWN, step.rows, offsets, _UNKNOWN, 0), step
 
     @locked
     def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:

@@ -357,6 +357,10 @@ class InitialRows:
         self._key = table_key(seed, name, "initial row")
         self._first_column = first_column
 
+    def numbers(self) -> tuple[tuple[int, int, int], Sequence[float]]:
+        """Returns kind, key and first column, and the parameters, as `ops.prepare_tables` takes them."""
+        return (self._kind, self._key, self._first_column), self._parameters
+
     def write(
         self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
     ) -> None:
