@@ -1,7 +1,7 @@
 // The rows of new ids on the CPU: their numbers, their initial numbers and states, of all tables in one call.
 #include "kernel.h"
 #include "lookup/new_rows_arguments.h"
-#include "storage/initial_rows_cpu.h"
+#include "storage/initial_writes_cpu.h"
 
 namespace torchrec_dyn {
 namespace {

@@ -4,10 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "parallel.h"
-#include "storage/blocks.h"
 #include "storage/initial_rows.h"
-#include "storage/row_access_cpu.h"
 
 namespace torchrec_dyn {
 
@@ -76,37 +73,6 @@ TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t*
               __attribute__((always_inline)) { fill_normal(initial, words + place, end - begin, out + begin); });
       return;
   }
-}
-
-// Writes the initial rows of ids to their rows of a table, on all threads.
-template <typename T>
-void write_initial_rows(const InitialRows& initial, uint64_t key, int64_t first_column, const int64_t* ids,
-                        const int64_t* rows, int64_t count, const RowBlocks<T>& table) {
-  constexpr int64_t kGrain = 512;
-  constexpr int64_t kBurst = 32;     // rows prefetched together, before their values are computed
-  constexpr int64_t kAtOnce = 1024;  // columns computed together, a multiple of kMostRandomWords
-  const bool is_constant = initial.kind == InitialKind::kConstant;  // as fresh optimizer state is
-  const int64_t columns = table.columns;
-  T constant;
-  store_nearest(static_cast<float>(initial.low), &constant);
-  for_each_task_apart((count + kGrain - 1) / kGrain, [&](int64_t piece) {
-    const int64_t begin = piece * kGrain, end = std::min(count, begin + kGrain);
-    float values[kAtOnce];
-    for (int64_t i = begin; i < end; ++i) {
-      if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
-        for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, rows[next]);
-      T* out = table.row(rows[i]);
-      if (is_constant) {
-        std::fill(out, out + columns, constant);
-        continue;
-      }
-      for (int64_t done = 0; done < columns; done += kAtOnce, out += kAtOnce) {
-        const int64_t part = std::min(kAtOnce, columns - done);
-        fill_initial_row(initial, key, ids[i], first_column + done, part, values);
-        for (int64_t c = 0; c < part; ++c) store_nearest(values[c], &out[c]);
-      }
-    }
-  });
 }
 
 }  // namespace torchrec_dyn

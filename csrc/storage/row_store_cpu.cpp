@@ -6,7 +6,7 @@
 #include "kernel.h"
 #include "output_memory.h"
 #include "parallel.h"
-#include "storage/initial_rows_cpu.h"
+#include "storage/initial_writes_cpu.h"
 #include "storage/row_access_cpu.h"
 #include "storage/row_store_arguments.h"
 #include "storage/streamed_rows_cpu.h"

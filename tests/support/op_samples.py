@@ -107,6 +107,9 @@ def tables_sample(given):
     nothing = torch.empty(0, 2, dtype=I64)
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
     own = {name: given[name] for name in names}
+    states = len(given["states"]) // len(given["weights"])
+    own |= {"initial": whole(1, 5, 0, 1, 6, 0).view(2, 3), "initial_states": [0.5] * states}
+    own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * 2, dtype=torch.float64)
     return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own}
 
 
@@ -297,6 +300,12 @@ SAMPLES = {
     "find_and_pool": [
         find_sample,
         lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), pools=0),
+    ],
+    "init_new_rows": [
+        lambda: prepared(
+            update(2), new_ids=whole(7, 8, 9), new_offsets=whole(0, 2, 3), first_rows=whole(6, 0),
+            reused=whole(1), reused_offsets=whole(0, 1, 1),
+        ),
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),

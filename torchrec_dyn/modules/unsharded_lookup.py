@@ -65,7 +65,7 @@ def _batch(
 ) -> Batch:
     return Batch(
         features.ids, features.lengths, features.stated, features.weights, training, batch_sizes,
-        scores=features.scores,
+        scores=features.scores, where=features.where,
     )  # fmt: skip
 
 
