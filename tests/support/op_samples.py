@@ -116,9 +116,9 @@ def prepared(given, *names, **more):
     return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
 
 
-def pool_prepared_sample(new_index, dtype=torch.float32, **options):
+def pool_prepared_sample(new_index, output=torch.float32, **options):
     names = ("rows", "offsets", "bag_weights", "segments", "mean")
-    out = torch.ones(10, dtype=dtype)
+    out = torch.ones(10, dtype=output)
     return prepared(update(0, **options), *names, out=out, new_index=new_index)
 
 
@@ -296,7 +296,7 @@ SAMPLES = {
     ],
     "find_and_pool": [
         find_sample,
-        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), pools=0),
+        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
