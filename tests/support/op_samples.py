@@ -103,16 +103,15 @@ HANDLES = []  # a handle in the arguments of a call is a copy, which does not ke
 
 
 def tables_sample(given):
-    """Returns maps without slots, and the rows and states of an update."""
-    nothing = torch.empty(0, 2, dtype=I64)
+    """Returns two maps, and the rows and states of an update."""
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
     own = {name: given[name] for name in names}
-    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own}
+    return {**two_maps(), **own}
 
 
 def prepared(given, *names, **more):
     """Returns the arguments of an op of prepared tables: some of an update, and others."""
-    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables_sample(given)))
+    HANDLES.append(ops.prepare_tables(**tables_sample(given)))
     return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
 
 
@@ -123,9 +122,9 @@ def pool_prepared_sample(new_index, output=torch.float32, **options):
 
 
 def find_sample(**changed):
-    """Returns two features of bags of five absent ids."""
+    """Returns two features of two bags each; two of five ids are absent."""
     own = {
-        "ids": whole(7, 8, 9, 7, 7), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
+        "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
         "dtype": torch.float32,
     }  # fmt: skip
