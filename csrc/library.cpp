@@ -140,10 +140,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 3]: kind, key and first column, and parameters [T, 6], of init_rows_; initial_states: the number in
-  // each state of a new row.
+  // each state of a new row; without them init_new_rows is an error.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
-      "int[] on_nonfinite, Tensor[] nonfinite, Tensor initial, Tensor parameters, float[] initial_states) -> Tensor");
+      "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
+      "float[] initial_states=[]) -> Tensor");
   // Numbers the rows of new ids [M], the new ids of each table from new_offsets [T + 1] on, and writes their initial
   // rows and states. A table takes the rows `reused` first, its own from reused_offsets [T + 1] on, then those from
   // first_rows [T] on. -> [M] the rows. No id is inserted.

@@ -310,9 +310,9 @@ def prepare_tables(
     optimizer: int,
     on_nonfinite: Sequence[int],
     nonfinite: Sequence[Tensor],
-    initial: Tensor,
-    parameters: Tensor,
-    initial_states: Sequence[float],
+    initial: Tensor | None = None,
+    parameters: Tensor | None = None,
+    initial_states: Sequence[float] = (),
 ) -> Tensor:
     """Checks the maps, rows and optimizer states of T tables once, for ops that take the result."""
     return torch.empty(1, dtype=torch.int64)

@@ -25,6 +25,7 @@ inline NewIdsOfTables read_new_ids(const Tensor& new_ids, const Tensor& new_offs
   read.tables = Handles::all().get(op, handle);
   const PreparedTables& tables = *read.tables;
   const auto count = static_cast<int64_t>(tables.count());
+  check_size(op, "the number of initial rows", count, static_cast<int64_t>(tables.initial.size()));
   check_tensor(op, "new_ids", new_ids, ScalarType::Long, tables.device);
   check_tensor(op, "reused", reused, ScalarType::Long, tables.device);
   check_table_offsets(op, new_offsets, count, new_ids.numel());

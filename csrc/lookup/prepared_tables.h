@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <unordered_map>
 #include <utility>
@@ -39,7 +40,7 @@ struct PreparedTables {
   std::vector<float*> states;             // of each state of the optimizer, one block for each block of `weights`
   std::vector<OnNonfinite> on_nonfinite;  // [T]
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
-  std::vector<InitialTable> initial;      // [T]
+  std::vector<InitialTable> initial;      // [T], or none
   std::vector<float> initial_states;      // the number in each state of the optimizer
   SeparateMemory written;                 // what calls write of the tables
   std::vector<Tensor> kept;               // the tensors of all pointers, if the tables outlive the call
@@ -196,14 +197,15 @@ class Handles {
 inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
                        std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout,
                        int64_t optimizer, const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
-                       const Tensor& initial, const Tensor& parameters, const std::vector<double>& initial_states) {
+                       const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
+                       const std::vector<double>& initial_states) {
   const char* op = "prepare_tables";
   auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
   tables->maps = views_of(op, slots, moved, device);
   check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
              static_cast<int64_t>(tables->maps.size()));
   read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
-  read_initial(op, *tables, initial, parameters, initial_states);
+  if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
   tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
   for (std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
     for (Tensor& tensor : *list) tables->kept.push_back(std::move(tensor));

@@ -15,12 +15,15 @@ from op_cases import (
     a_shift,
     a_width,
     cuts,
+    draw_key,
+    draw_maps,
     numbers_of,
     size,
     some_ids,
     whole,
     with_short_last,
 )
+from raw_maps import a_map
 from torch import Tensor
 from update_rules import NUMBERS, hyper_of, state_blocks
 

@@ -103,32 +103,31 @@ HANDLES = []  # a handle in the arguments of a call is a copy, which does not ke
 
 
 def tables_sample(given):
-    """Returns maps without slots, and the rows and states of an update."""
-    nothing = torch.empty(0, 2, dtype=I64)
+    """Returns two maps, and the rows and states of an update."""
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
     own = {name: given[name] for name in names}
     states = len(given["states"]) // len(given["weights"])
-    own |= {"initial": whole(1, 5, 0, 1, 6, 0).view(2, 3), "initial_states": [0.5] * states}
-    own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * 2, dtype=torch.float64)
-    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own}
+    initial = {"initial": whole(1, 5, 0, 1, 6, 0).view(2, 3), "initial_states": [0.5] * states}
+    initial["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * 2).double()
+    return {**two_maps(), **own, **initial}
 
 
 def prepared(given, *names, **more):
     """Returns the arguments of an op of prepared tables: some of an update, and others."""
-    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables_sample(given)))
+    HANDLES.append(ops.prepare_tables(**tables_sample(given)))
     return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
 
 
-def pool_prepared_sample(new_index, dtype=torch.float32, **options):
+def pool_prepared_sample(new_index, output=torch.float32, **options):
     names = ("rows", "offsets", "bag_weights", "segments", "mean")
-    out = torch.ones(10, dtype=dtype)
+    out = torch.ones(10, dtype=output)
     return prepared(update(0, **options), *names, out=out, new_index=new_index)
 
 
 def find_sample(**changed):
-    """Returns two features of bags of five absent ids."""
+    """Returns two features of two bags each; two of five ids are absent."""
     own = {
-        "ids": whole(7, 8, 9, 7, 7), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
+        "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
         "dtype": torch.float32,
     }  # fmt: skip
@@ -299,7 +298,7 @@ SAMPLES = {
     ],
     "find_and_pool": [
         find_sample,
-        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), pools=0),
+        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
     ],
     "init_new_rows": [
         lambda: prepared(
