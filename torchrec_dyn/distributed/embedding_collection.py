@@ -16,6 +16,7 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -40,6 +41,7 @@ from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
     Expansion,
+    PrefetchedSteps,
     Restoration,
     SendOnce,
     kernels_of,
@@ -135,6 +137,8 @@ class ShardedDynamicEmbeddingCollection(
         outputs = chain.from_iterable(self._embedding_names_per_sharding)
         self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
+    _has_uninitialized_input_dist: bool
+
     @classmethod
     def create_embedding_sharding(
         cls,
@@ -160,6 +164,8 @@ class ShardedDynamicEmbeddingCollection(
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
             self._input_dists: list[nn.Module] = []
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
         remove_stale_forwards(self._input_dists)
         return self._send(ctx, features, super().input_dist)
 
@@ -193,6 +199,24 @@ class ShardedDynamicEmbeddingCollection(
     def unsharded_module_type(self) -> type[nn.Module]:
         """The type of the unsharded collection."""
         return DynamicEmbeddingCollection
+
+    def _noted(
+        self, ctx: SequenceContext, parts: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        if self._use_index_dedup:
+            parts = self._dedup_indices(ctx, parts)
+        ctx.sharding_contexts = [
+            SequenceShardingContext(features_before_input_dist=part) for part in parts
+        ]
+        return parts
+
+    def _look_up(
+        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
+    ) -> Tensor:
+        # Read by TorchRec's output dist.
+        context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
+        rows: Tensor = lookup(features, context.batch_size_per_rank, steps)
+        return rows
 
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
         scored = [name for name, options in setup.dynamic.items() if options.scores_weights]

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
@@ -36,6 +40,7 @@ from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
     BatchCheck,
     MeanDivisor,
+    PrefetchedSteps,
     divide,
     remove_stale_forwards,
     with_an_example,
@@ -140,7 +145,25 @@ class ShardedDynamicEmbeddingBagCollection(
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
+        ctx.inverse_indices = features.inverse_indices_or_none()
         return self._send(ctx, features, super().input_dist)
+
+    def _noted(self, ctx: PooledContext, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        ctx.variable_batch_per_feature = varies = parts[0].variable_stride_per_key()
+        ctx.sharding_contexts = [
+            EmbeddingShardingContext(
+                batch_size_per_feature_pre_a2a=part.stride_per_key() if varies else [],
+                variable_batch_per_feature=varies,
+            )
+            for part in parts
+        ]
+        return parts
+
+    def _look_up(
+        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
+    ) -> Tensor:
+        pooled: Tensor = lookup(features, context.batch_size_per_rank, steps)
+        return pooled
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
@@ -153,8 +176,6 @@ class ShardedDynamicEmbeddingBagCollection(
 
     _has_uninitialized_input_dist: bool
     _input_dists: list[nn.Module]
-    _feature_splits: list[int]
-    _features_order: list[int]
 
     def _prepare_dists(self, features: KeyedJaggedTensor) -> None:
         """Creates input dists at the first batch, as TorchRec does, without its warning about raw ids."""

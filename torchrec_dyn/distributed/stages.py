@@ -6,12 +6,10 @@ carries what they have in common.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +27,18 @@ from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compile
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
+    Here,
     PrefetchedSteps,
+    arrived,
     check_modes,
     expect_modes,
     kernels_of,
     prefetch,
-    set_batch,
+    staying,
     with_mode,
 )
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
-
-_Output = TypeVar("_Output")
-# Of each thread: `is_forward` while a forward sends ids to look them up at once. Pipelines send ids ahead.
-_running = threading.local()
 
 
 class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
@@ -56,12 +52,10 @@ class ForwardOutsideGraphs(NotScriptable, ShardedModule[Any, Any, Any, Any]):
 
     @forward_of_tables
     def _forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
-        _running.is_forward = True
-        try:
-            output: LazyAwaitable[Any] = super().forward(*input, **kwargs)
-        finally:
-            _running.is_forward = False
-        return output
+        ctx = self.create_context()
+        ctx.is_ahead = False
+        ids = self.input_dist(ctx, *input, **kwargs).wait().wait()
+        return self.compute_and_output_dist(ctx, ids)
 
 
 @not_compiled
@@ -74,13 +68,14 @@ class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
     `sent` is open from sending the ids to their lookup. `has_modes` is True until the modes that were sent
-    with the batch are checked.
+    with the batch are checked. `is_ahead` is True if a pipeline sends the batch while another one trains.
     """
 
     sent: OpenForward | None = None
     sending_stream: Any = None
     prefetched_steps: PrefetchedSteps = field(default_factory=dict)
     has_modes: bool = False
+    is_ahead: bool = True
 
 
 class Stages(ShardedModule[Any, Any, Any, Any]):
@@ -89,6 +84,12 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     _lookups: list[Any]
     _shards: LocalShards
     _env: ShardingEnv
+    _features_order: list[int]
+    _features_order_tensor: Tensor
+    _feature_splits: list[int]
+    _output_dists: list[Any]
+    post_lookup_tracker_fn: Callable[..., None] | None
+    post_odist_tracker_fn: Callable[[], None] | None
 
     @not_compiled
     def prefetch(
@@ -105,7 +106,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        return self._with_batch(ctx, partial(super().compute, ctx, dist_input))
+        return [*self._looked_up(ctx, dist_input)]
 
     @not_compiled
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
@@ -114,12 +115,15 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
 
     @not_compiled
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
-        """Looks up the ids that arrived and sends outputs back."""
-        look_up = partial(super().compute_and_output_dist, ctx, input)
-        return self._finished(self._with_batch(ctx, look_up), ctx)
+        """Looks up the ids that arrived and sends outputs back: those of a type before the next lookup."""
+        outputs: Any = self._looked_up(ctx, input)
+        awaitable = self._finished(super().output_dist(ctx, outputs), ctx)
+        if self.post_odist_tracker_fn is not None:
+            self.post_odist_tracker_fn()
+        return awaitable
 
-    def _with_batch(self, ctx: Any, look_up: Callable[[], _Output]) -> _Output:
-        """Runs a lookup of the batch, with its senders and with the steps that were taken ahead of it."""
+    def _looked_up(self, ctx: Any, ids: KJTList) -> Iterator[Tensor]:
+        """Yields the output of each sharding type."""
         if ctx.sent is not None:
             ctx.sent.close()
         if ctx.sending_stream is not None:
@@ -127,15 +131,23 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         self._check_modes(ctx)
         if self.training:
             check_runs_once(self._shards.where, lambda: self._shards.trained)
-        with_steps = len(ctx.prefetched_steps) > 0
+        steps, ctx.prefetched_steps = ctx.prefetched_steps, {}  # a second forward takes its own
         try:
-            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
-            return look_up()
+            for lookup, features, context in zip(
+                self._lookups, ids, ctx.sharding_contexts, strict=True
+            ):
+                output = self._look_up(lookup, features, context, steps)
+                if self.post_lookup_tracker_fn is not None:
+                    self.post_lookup_tracker_fn(features, output, self, None)
+                yield output
         finally:
-            if with_steps:
-                # A step that a failed forward has not used keeps its rows from being reused.
-                for kernel in kernels_of(self._lookups):
-                    kernel.prefetched_step = None
+            steps.clear()  # a step that a failed forward has not used keeps its rows from being reused
+
+    @abstractmethod
+    def _look_up(
+        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
+    ) -> Tensor:
+        """Looks up the ids that arrived for one sharding type, with TorchRec's context of it."""
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -164,11 +176,11 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
         is_torn = bool(self._shards.lock.torn)
-        if not getattr(_running, "is_forward", False) and not is_torn:
+        if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):
                 kernel.ask_ahead(features)
         if self._env.world_size == 1:
-            return input_dist(ctx, features)
+            return self._stay(ctx, features)
         sending = input_dist(ctx, with_mode(features, self.training, is_torn))
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
@@ -178,6 +190,24 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         if ctx.has_modes:
             ctx.has_modes = False
             check_modes(ctx.sharding_contexts, self._shards.where)
+
+    def _stay(self, ctx: Any, features: KeyedJaggedTensor) -> Here[Here[KJTList]]:
+        """Returns a batch as if it had been sent and had arrived: one rank has all tables."""
+        if self._features_order:
+            features = features.permute(self._features_order, self._features_order_tensor)
+        parts = [features]
+        if len(self._feature_splits) > 1:
+            parts = features.split(self._feature_splits)
+        return arrived(self._noted(ctx, parts))
+
+    @abstractmethod
+    def _noted(self, ctx: Any, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        """Returns the ids to look up of those for each sharding type, and notes them as TorchRec does."""
+
+    def _create_output_dist(self) -> None:
+        super()._create_output_dist()
+        if self._env.world_size == 1:
+            self._output_dists = [staying(output_dist) for output_dist in self._output_dists]
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
