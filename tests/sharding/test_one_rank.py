@@ -149,7 +149,7 @@ def calls_of_stages(kind: str, config: dyn.DynamicTableConfig) -> int:
 def check_calls() -> None:
     for kind in POOLED:
         # Ids of column shards are repeated, and their outputs are put in order.
-        most = 350 if SHARDING_TRAITS[kind].cuts_columns else 260
+        most = 300 if SHARDING_TRAITS[kind].cuts_columns else 250
         assert calls_of_stages(kind, dyn.DynamicTableConfig()) <= most, kind
 
 

@@ -47,7 +47,6 @@ from torchrec_dyn.sharding import (
     kernels_of,
     outputs_by_column,
     pad_batch,
-    remove_stale_forwards,
     with_mode_of,
 )
 
@@ -163,10 +162,9 @@ class ShardedDynamicEmbeddingCollection(
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
-            self._input_dists: list[nn.Module] = []
+            self._input_dists = []
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
-        remove_stale_forwards(self._input_dists)
         return self._send(ctx, features, super().input_dist)
 
     @not_compiled

@@ -42,7 +42,6 @@ from torchrec_dyn.sharding import (
     MeanDivisor,
     PrefetchedSteps,
     divide,
-    remove_stale_forwards,
     with_an_example,
     without_examples,
 )
@@ -141,7 +140,6 @@ class ShardedDynamicEmbeddingBagCollection(
         if features.variable_stride_per_key() and not features.inverse_indices()[1].numel():
             features, ctx.has_examples = with_an_example(features), False
         self._prepare_dists(features)
-        remove_stale_forwards(self._input_dists)
         if self._mean.is_needed:
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
@@ -175,7 +173,6 @@ class ShardedDynamicEmbeddingBagCollection(
         return DynamicEmbeddingBagCollection
 
     _has_uninitialized_input_dist: bool
-    _input_dists: list[nn.Module]
 
     def _prepare_dists(self, features: KeyedJaggedTensor) -> None:
         """Creates input dists at the first batch, as TorchRec does, without its warning about raw ids."""

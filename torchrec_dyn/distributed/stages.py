@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
@@ -27,13 +27,14 @@ from torchrec_dyn.compilers import NotScriptable, forward_of_tables, not_compile
 from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
+    ArrivedIds,
     Here,
     PrefetchedSteps,
-    arrived,
     check_modes,
     expect_modes,
     kernels_of,
     prefetch,
+    remove_stale_forwards,
     staying,
     with_mode,
 )
@@ -87,6 +88,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     _features_order: list[int]
     _features_order_tensor: Tensor
     _feature_splits: list[int]
+    _input_dists: list[nn.Module]
     _output_dists: list[Any]
     post_lookup_tracker_fn: Callable[..., None] | None
     post_odist_tracker_fn: Callable[[], None] | None
@@ -181,6 +183,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
                 kernel.ask_ahead(features)
         if self._env.world_size == 1:
             return self._stay(ctx, features)
+        remove_stale_forwards(self._input_dists)
         sending = input_dist(ctx, with_mode(features, self.training, is_torn))
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
@@ -191,14 +194,14 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             ctx.has_modes = False
             check_modes(ctx.sharding_contexts, self._shards.where)
 
-    def _stay(self, ctx: Any, features: KeyedJaggedTensor) -> Here[Here[KJTList]]:
+    def _stay(self, ctx: Any, features: KeyedJaggedTensor) -> ArrivedIds:
         """Returns a batch as if it had been sent and had arrived: one rank has all tables."""
         if self._features_order:
             features = features.permute(self._features_order, self._features_order_tensor)
         parts = [features]
         if len(self._feature_splits) > 1:
             parts = features.split(self._feature_splits)
-        return arrived(self._noted(ctx, parts))
+        return ArrivedIds(Here(KJTList(self._noted(ctx, parts))))
 
     @abstractmethod
     def _noted(self, ctx: Any, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:

@@ -181,16 +181,17 @@ def checked_features(
     features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool = False
 ) -> FeatureIds:
     """Checks that the tensors of a batch match, and returns the ids of all features, in their order."""
-    read = _read_features(features, weighted, where, scored)
-    if isinstance(read.given_counts, UnreadCounts):
-        read.given_counts.get()
-    return read
+    return _read_features(features, weighted, where, scored, reads_counts=True)
 
 
 def _read_features(
-    features: KeyedJaggedTensor, weighted: bool, where: str, scored: bool
+    features: KeyedJaggedTensor,
+    weighted: bool,
+    where: str,
+    scored: bool,
+    reads_counts: bool = False,
 ) -> FeatureIds:
-    """As `checked_features`, but lengths on a GPU are checked when the counts are read."""
+    """Returns the ids of all features; lengths on a GPU are checked when the counts are read."""
     ids = as_int64(features.values(), where)
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
@@ -201,7 +202,7 @@ def _read_features(
         raise _offsets_that_differ(where)
     counts: list[int] | UnreadCounts
     bag, offsets = None, None
-    if lengths.numel() and not lengths.is_cpu:
+    if lengths.numel() and not lengths.is_cpu and not reads_counts:
         offsets = complete_cumsum(lengths)
         counts = _unread_counts(lengths, offsets, stated, batch_sizes, ids.numel(), where)
     else:
@@ -230,8 +231,10 @@ def _checked_counts(
     Shapes: lengths [bags of all features], stated [bags + 1] the offsets of the batch, if it has them.
     """
     shortest = longest = 0
+    if lengths.numel() and not lengths.is_cpu:
+        return _counts_read_at_once(lengths, stated, batch_sizes, ids, where), None
     if lengths.numel():
-        shortest, longest = (int(bound) for bound in torch.aminmax(lengths))
+        shortest, longest = map(int, torch.aminmax(lengths))
     if shortest == longest:
         counts = [longest * bags for bags in batch_sizes]
     elif len(set(batch_sizes)) == 1:
@@ -242,6 +245,21 @@ def _checked_counts(
     if stated is not None and not torch.equal(stated.long(), complete_cumsum(lengths)):
         raise _offsets_that_differ(where)
     return counts, longest if shortest == longest else None
+
+
+def _counts_read_at_once(
+    lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
+) -> list[int]:
+    """As `_checked_counts`, with one wait for the GPU."""
+    if len(set(batch_sizes)) == 1:
+        counts = lengths.reshape(len(batch_sizes), -1).sum(1)
+    else:
+        counts = torch.stack([part.sum() for part in torch.split(lengths, list(batch_sizes))])
+    differ = [] if stated is None else [(stated != complete_cumsum(lengths)).any()]
+    numbers = torch.hstack([counts, *torch.aminmax(lengths), *differ]).tolist()
+    counted, bounds = numbers[: len(batch_sizes)], numbers[len(batch_sizes) :]
+    _check_sums(where, ids, counted, bounds)
+    return counted
 
 
 def _weights(

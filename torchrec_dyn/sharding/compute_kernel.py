@@ -159,7 +159,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             training=self.training,
             batch_sizes=features.stride_per_key_per_rank() if varies else None,
             # TorchRec computed the counts for the all-to-all. Each rank checked the lengths that it sent.
-            counts=features.length_per_key(),
+            counts=features.length_per_key_or_none() or features.length_per_key(),
             senders=self._senders(features, bags_of_ranks) if self.training else None,
             times=self._times(features) if self.training else None,
             scores=self._scores(features) if self.training else None,

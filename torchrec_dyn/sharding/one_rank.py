@@ -19,12 +19,11 @@ _Value = TypeVar("_Value")
 
 
 class Here(Awaitable[_Value]):
-    """An awaitable of a value that is here already; `awaitables` are those of its parts, if it has some."""
+    """An awaitable of a value that is here already."""
 
-    def __init__(self, value: _Value, awaitables: Sequence[Here[Any]] = ()) -> None:
+    def __init__(self, value: _Value) -> None:
         super().__init__()
         self._value = value
-        self.awaitables = awaitables
 
     def _wait_impl(self) -> _Value:
         return self._value
@@ -37,12 +36,13 @@ class Here(Awaitable[_Value]):
         return value
 
 
-def arrived(parts: list[KeyedJaggedTensor]) -> Here[Here[KJTList]]:
-    """Returns the ids of each sharding type as if they had been sent.
+class ArrivedIds(Here[Here[KJTList]]):
+    """The ids of each sharding type, as if they had been sent: in place of KJTListSplitsAwaitable."""
 
-    Pipelines take its `awaitables`, and those of TorchRec's KJTListSplitsAwaitable, to join exchanges.
-    """
-    return Here(Here(KJTList(parts)), [Here(Here(part)) for part in parts])
+    @property
+    def awaitables(self) -> list[Here[Here[KeyedJaggedTensor]]]:
+        """Those of each sharding type, which pipelines take to join exchanges."""
+        return [Here(Here(part)) for part in self._value.wait()]
 
 
 class StayingOutput(nn.Module):
