@@ -41,7 +41,6 @@ from torchrec_dyn.sharding import (
     SEQUENCE_SHARDINGS,
     BatchCheck,
     Expansion,
-    PrefetchedSteps,
     Restoration,
     SendOnce,
     kernels_of,
@@ -207,14 +206,6 @@ class ShardedDynamicEmbeddingCollection(
             SequenceShardingContext(features_before_input_dist=part) for part in parts
         ]
         return parts
-
-    def _look_up(
-        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
-    ) -> Tensor:
-        # Read by TorchRec's output dist.
-        context.lengths_after_input_dist = features.lengths().view(-1, features.stride())
-        rows: Tensor = lookup(features, context.batch_size_per_rank, steps)
-        return rows
 
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
         scored = [name for name, options in setup.dynamic.items() if options.scores_weights]

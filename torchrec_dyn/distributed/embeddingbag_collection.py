@@ -40,7 +40,6 @@ from torchrec_dyn.sharding import (
     POOLED_SHARDINGS,
     BatchCheck,
     MeanDivisor,
-    PrefetchedSteps,
     divide,
     with_an_example,
     without_examples,
@@ -156,12 +155,6 @@ class ShardedDynamicEmbeddingBagCollection(
             for part in parts
         ]
         return parts
-
-    def _look_up(
-        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
-    ) -> Tensor:
-        pooled: Tensor = lookup(features, context.batch_size_per_rank, steps)
-        return pooled
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""

@@ -138,18 +138,12 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             for lookup, features, context in zip(
                 self._lookups, ids, ctx.sharding_contexts, strict=True
             ):
-                output = self._look_up(lookup, features, context, steps)
+                output = lookup(features, context, steps)
                 if self.post_lookup_tracker_fn is not None:
                     self.post_lookup_tracker_fn(features, output, self, None)
                 yield output
         finally:
             steps.clear()  # a step that a failed forward has not used keeps its rows from being reused
-
-    @abstractmethod
-    def _look_up(
-        self, lookup: Any, features: KeyedJaggedTensor, context: Any, steps: PrefetchedSteps
-    ) -> Tensor:
-        """Looks up the ids that arrived for one sharding type, with TorchRec's context of it."""
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""

@@ -14,8 +14,9 @@ from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -88,8 +89,8 @@ class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
     def forward(
         self,
         sparse_features: KeyedJaggedTensor,
-        bags_of_ranks: Sequence[int] = (),
-        steps: PrefetchedSteps | None = None,
+        context: EmbeddingShardingContext,
+        steps: PrefetchedSteps,
     ) -> Tensor:
         """Returns the kernels' outputs side by side; with a size per feature those of a rank in a row."""
         features = [
@@ -98,7 +99,7 @@ class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
                 self._by_kernel(sparse_features), self.grouped_configs, strict=True
             )
         ]
-        outputs = self._outputs(features, bags_of_ranks, {} if steps is None else steps)
+        outputs = self._outputs(features, context.batch_size_per_rank, steps)
         if len(outputs) == 1:
             return outputs[0]
         if not sparse_features.variable_stride_per_key():
@@ -130,12 +131,14 @@ class SequenceLookup(_Lookup, GroupedEmbeddingsLookup):
     def forward(
         self,
         sparse_features: KeyedJaggedTensor,
-        bags_of_ranks: Sequence[int] = (),
-        steps: PrefetchedSteps | None = None,
+        context: SequenceShardingContext,
+        steps: PrefetchedSteps,
     ) -> Tensor:
         """Returns the rows of the ids of all kernels, [N, columns]."""
+        lengths = sparse_features.lengths().view(-1, sparse_features.stride())
+        context.lengths_after_input_dist = lengths  # for the output dist
         features = self._by_kernel(sparse_features)
-        outputs = self._outputs(features, bags_of_ranks, {} if steps is None else steps)
+        outputs = self._outputs(features, context.batch_size_per_rank, steps)
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs) if outputs else self._dummy_embs_tensor
