@@ -8,6 +8,7 @@ from typing import Any
 import pipeline_runs
 import pytest
 import torch
+import torch.distributed as dist
 import workers
 from pipeline_model import Run
 from pipeline_runs import check_same_states
@@ -24,8 +25,11 @@ from sharded_cases import (
     case_of_plans,
     usual_plan,
 )
-from sharded_training import check_trains_as_unsharded, collection_of, shard
+from sharded_training import Holder, check_trains_as_unsharded, collection_of, sharder_of
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 import torchrec_dyn as dyn
 from torchrec_dyn.ranks import SHARDING_TRAITS
@@ -125,12 +129,18 @@ def calls_of(function: Callable[[], Any]) -> tuple[Any, int]:
     return result, calls - 1
 
 
-def calls_of_stages(kind: str, config: dyn.DynamicTableConfig) -> int:
-    tables = [
-        Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, 1, 1), config=config) for i in range(10)
-    ]
-    case = Case(tables)
-    module = shard(case, collection_of(case, fused_params=FUSED_PARAMS)).module.collection
+def calls_of_stages(kind: str, is_static: bool = False) -> int:
+    """Returns the Python calls of a forward of ten tables, stage by stage."""
+    world = dist.get_world_size()
+    case = Case(
+        [Table(f"t{i}", [f"f{i}"], usual_plan(kind, 8, world, world, i)) for i in range(10)]
+    )
+    model = DistributedModelParallel(
+        Holder(collection_of(case, is_static)),
+        plan=ShardingPlan({"collection": {table.name: table.plan for table in case.tables}}),
+        sharders=[EmbeddingBagCollectionSharder(FUSED_PARAMS) if is_static else sharder_of(case)],
+    )
+    module = model.module.collection
     lengths = torch.arange(640) % 3
     features = KeyedJaggedTensor(
         [f"f{i}" for i in range(10)], torch.arange(int(lengths.sum())) % 50, lengths=lengths
@@ -141,18 +151,28 @@ def calls_of_stages(kind: str, config: dyn.DynamicTableConfig) -> int:
     sent, sending = calls_of(lambda: module.input_dist(ctx, features))
     arrived, waiting = calls_of(lambda: sent.wait().wait())
     looked_up, lookup = calls_of(lambda: module.compute(ctx, arrived))
-    output, handing_back = calls_of(lambda: module.output_dist(ctx, looked_up).wait())
+    output, sending_back = calls_of(lambda: module.output_dist(ctx, looked_up).wait())
     assert output.values().requires_grad
-    return sending + waiting + lookup + handing_back
+    return sending + waiting + lookup + sending_back
 
 
 def check_calls() -> None:
     for kind in POOLED:
         # Ids of column shards are repeated, and their outputs are put in order.
-        most = 300 if SHARDING_TRAITS[kind].cuts_columns else 250
-        assert calls_of_stages(kind, dyn.DynamicTableConfig()) <= most, kind
+        most = 300 if SHARDING_TRAITS[kind].cuts_columns else 210
+        assert calls_of_stages(kind) <= most, kind
+
+
+def check_calls_of_ranks() -> None:
+    for kind in ("table_wise", "row_wise"):
+        ours, static = calls_of_stages(kind), calls_of_stages(kind, is_static=True)
+        assert ours <= static + 60, (kind, ours, static)
 
 
 def test_a_forward_takes_few_python_calls() -> None:
-    """TorchRec's static tables take 544, or 654 if rows are spread."""
+    """TorchRec's static tables take 542, or 652 if rows are spread."""
     workers.run(check_calls, world_size=1)
+
+
+def test_a_forward_of_two_ranks_takes_hardly_more_python_calls_than_of_static_tables() -> None:
+    workers.run(check_calls_of_ranks, world_size=2)
