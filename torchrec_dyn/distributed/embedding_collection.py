@@ -46,7 +46,6 @@ from torchrec_dyn.sharding import (
     kernels_of,
     outputs_by_column,
     pad_batch,
-    with_mode_of,
 )
 
 
@@ -164,7 +163,7 @@ class ShardedDynamicEmbeddingCollection(
             self._input_dists = []
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
-        return self._send(ctx, features, super().input_dist)
+        return self._send(ctx, features)
 
     @not_compiled
     def write(self, embeddings: KeyedJaggedTensor) -> None:
@@ -201,7 +200,9 @@ class ShardedDynamicEmbeddingCollection(
         self, ctx: SequenceContext, parts: list[KeyedJaggedTensor]
     ) -> list[KeyedJaggedTensor]:
         if self._use_index_dedup:
-            parts = self._dedup_indices(ctx, parts)
+            once = [send(part) for send, part in zip(self._send_once, parts, strict=True)]
+            ctx.input_features, ctx.expansions = parts, [expansion for _, expansion in once]
+            parts = [sent for sent, _ in once]
         ctx.sharding_contexts = [
             SequenceShardingContext(features_before_input_dist=part) for part in parts
         ]
@@ -233,19 +234,6 @@ class ShardedDynamicEmbeddingCollection(
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
     ) -> None:
         """Does nothing: TorchRec's method serves an op that treats ids as rows below num_embeddings."""
-
-    def _dedup_indices(
-        self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
-    ) -> list[KeyedJaggedTensor]:
-        """Returns the batches to send, with each id once; the context keeps the expansions of their rows."""
-        sent = []
-        for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
-            once, expansion = send_once(features)
-            once = with_mode_of(once, features)
-            ctx.input_features.append(features)
-            ctx.expansions.append(expansion)
-            sent.append(once)
-        return sent
 
     def _generate_permute_indices_per_feature(
         self,

@@ -143,7 +143,7 @@ class ShardedDynamicEmbeddingBagCollection(
             with torch.no_grad():
                 ctx.divisor = self._mean(features)
         ctx.inverse_indices = features.inverse_indices_or_none()
-        return self._send(ctx, features, super().input_dist)
+        return self._send(ctx, features)
 
     def _noted(self, ctx: PooledContext, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
         ctx.variable_batch_per_feature = varies = parts[0].variable_stride_per_key()

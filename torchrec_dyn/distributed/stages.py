@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -90,6 +92,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
     _feature_splits: list[int]
     _input_dists: list[nn.Module]
     _output_dists: list[Any]
+    _module_fqn: str | None
     post_lookup_tracker_fn: Callable[..., None] | None
     post_odist_tracker_fn: Callable[[], None] | None
 
@@ -161,13 +164,8 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
 
-    def _send(
-        self,
-        ctx: Any,
-        features: KeyedJaggedTensor,
-        input_dist: Callable[[Any, KeyedJaggedTensor], Awaitable[Awaitable[KJTList]]],
-    ) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by TorchRec's input dist, with the mode of this rank.
+    def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it.
 
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
@@ -175,31 +173,37 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
         if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):
                 kernel.ask_ahead(features)
+        if self._features_order:
+            if getattr(self, "_free_features_storage_early", False):
+                ctx.early_releasable_inputs.append(features)
+            features = features.permute(self._features_order, self._features_order_tensor)
+        parts = [features]
+        if len(self._feature_splits) > 1:
+            parts = features.split(self._feature_splits)
+        parts = self._noted(ctx, parts)
         if self._env.world_size == 1:
-            return self._stay(ctx, features)
+            return ArrivedIds(Here(KJTList(parts)))
         remove_stale_forwards(self._input_dists)
-        sending = input_dist(ctx, with_mode(features, self.training, is_torn))
+        sending = []
+        for input_dist, part, context in zip(
+            self._input_dists, parts, ctx.sharding_contexts, strict=True
+        ):
+            sending.append(input_dist(with_mode(part, self.training, is_torn)))
+            if isinstance(context, SequenceShardingContext):
+                where = getattr(input_dist, "unbucketize_permute_tensor", None)
+                context.unbucketize_permute_tensor = where
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
-        return sending
+        return KJTListSplitsAwaitable(sending, ctx, self._module_fqn)
 
     def _check_modes(self, ctx: Any) -> None:
         if ctx.has_modes:
             ctx.has_modes = False
             check_modes(ctx.sharding_contexts, self._shards.where)
 
-    def _stay(self, ctx: Any, features: KeyedJaggedTensor) -> ArrivedIds:
-        """Returns a batch as if it had been sent and had arrived: one rank has all tables."""
-        if self._features_order:
-            features = features.permute(self._features_order, self._features_order_tensor)
-        parts = [features]
-        if len(self._feature_splits) > 1:
-            parts = features.split(self._feature_splits)
-        return ArrivedIds(Here(KJTList(self._noted(ctx, parts))))
-
     @abstractmethod
     def _noted(self, ctx: Any, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
-        """Returns the ids to look up of those for each sharding type, and notes them as TorchRec does."""
+        """Returns the ids to send of those for each sharding type; makes TorchRec's context of each type."""
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()

@@ -29,5 +29,5 @@ from torchrec_dyn.sharding.grouped_lookups import (
     prefetch,
 )
 from torchrec_dyn.sharding.one_rank import ArrivedIds, Here, staying
-from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
+from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode
 from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
