@@ -4,7 +4,7 @@ Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `shar
 each sharding type of TorchRec, composed of `dists` and `grouped_lookups`. A new sharding type also needs a
 line in `SHARDING_TRAITS` of `ranks`; all other code reads that table.
 
-All-to-alls, awaitables and contexts are TorchRec's.
+All-to-alls, awaitables and contexts are TorchRec's, but those of a world of one rank: `one_rank`.
 """
 
 from torchrec_dyn.sharding.batches import (
