@@ -30,7 +30,6 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.sharding import (
     ArrivedIds,
-    Here,
     PrefetchedSteps,
     check_modes,
     expect_modes,
@@ -182,7 +181,7 @@ class Stages(ShardedModule[Any, Any, Any, Any]):
             parts = features.split(self._feature_splits)
         parts = self._noted(ctx, parts)
         if self._env.world_size == 1:
-            return ArrivedIds(Here(KJTList(parts)))
+            return ArrivedIds(parts, ctx)
         remove_stale_forwards(self._input_dists)
         sending = []
         for input_dist, part, context in zip(

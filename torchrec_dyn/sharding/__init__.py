@@ -28,6 +28,6 @@ from torchrec_dyn.sharding.grouped_lookups import (
     kernels_of,
     prefetch,
 )
-from torchrec_dyn.sharding.one_rank import ArrivedIds, Here, staying
+from torchrec_dyn.sharding.one_rank import ArrivedIds, staying
 from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode
 from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

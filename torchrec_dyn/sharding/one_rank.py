@@ -10,39 +10,37 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingShardingContext,
+    KJTListSplitsAwaitable,
+)
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _Value = TypeVar("_Value")
 
 
-class Here(Awaitable[_Value]):
+class Here(NoWait[_Value]):
     """An awaitable of a value that is here already."""
-
-    def __init__(self, value: _Value) -> None:
-        super().__init__()
-        self._value = value
-
-    def _wait_impl(self) -> _Value:
-        return self._value
 
     def wait(self) -> _Value:
         """Returns the value after the callbacks, without TorchRec's entry in a profile."""
-        value = self._value
+        value = self._obj
         for callback in self._callbacks:
             value = callback(value)
         return value
 
 
-class ArrivedIds(Here[Here[KJTList]]):
-    """The ids of each sharding type, as if they had been sent: in place of KJTListSplitsAwaitable."""
+class ArrivedIds(KJTListSplitsAwaitable[Any]):
+    """The ids of each sharding type, as if they had been sent. Pipelines take its `awaitables`."""
 
-    @property
-    def awaitables(self) -> list[Here[Here[KeyedJaggedTensor]]]:
-        """Those of each sharding type, which pipelines take to join exchanges."""
-        return [Here(Here(part)) for part in self._value.wait()]
+    def __init__(self, parts: Sequence[KeyedJaggedTensor], ctx: Any) -> None:
+        super().__init__([Here(Here(part)) for part in parts], ctx)
+        self._parts = list(parts)
+
+    def _wait_impl(self) -> Any:
+        return Here(KJTList(self._parts))
 
 
 class StayingOutput(nn.Module):
