@@ -325,8 +325,8 @@ def find_and_pool(
     pools: int, elements: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Finds the rows of ids in the maps of prepared tables, and pools them by bag."""
-    out = ids.new_empty(elements, dtype=dtype)
-    if segments is None:
+    out = ids.new_empty(elements if pools else 0, dtype=dtype)
+    if pools and segments is None:
         out = ids.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype)
     numbers = first_bags.new_empty(first_bags.shape[0] + first_features.shape[0])
     bags = torch.library.get_ctx().new_dynamic_size()

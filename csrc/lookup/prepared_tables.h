@@ -5,6 +5,8 @@
 // slots or blocks is prepared anew (docs/decisions/0046).
 #pragma once
 
+#include <pthread.h>
+
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -149,23 +151,29 @@ class Handles {
   using Shared = std::shared_ptr<const PreparedTables>;
 
   static Handles& all() {
-    static auto* handles = new Handles;  // never destroyed: handles may outlive the library's statics
+    static auto* handles = [] {
+      // A child process has only the thread that forked: the lock must not be another one's at that moment.
+      pthread_atfork([] { all().mutex_.lock(); }, [] { all().mutex_.unlock(); }, [] { all().mutex_.unlock(); });
+      return new Handles;  // never destroyed: handles may outlive the library's statics
+    }();
     return *handles;
   }
 
   // Returns the handle.
   Tensor add(Shared tables) {
-    auto number = std::make_unique<int64_t>();
+    auto memory = std::make_unique<int64_t>();
+    int64_t number = 0;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      do *number = static_cast<int64_t>(uint64_t{words_()} << 32 | words_());
-      while (tables_.contains(*number));
-      tables_.emplace(*number, std::move(tables));
+      do number = static_cast<int64_t>(uint64_t{words_()} << 32 | words_());
+      while (tables_.contains(number));
+      tables_.emplace(number, std::move(tables));
     }
-    int64_t* const memory = number.release();
-    return tensor_of(memory, {1}, {1}, ScalarType::Long, [memory] {
-      all().drop(*memory);
-      delete memory;
+    int64_t* const word = memory.release();
+    *word = number;
+    return tensor_of(word, {1}, {1}, ScalarType::Long, [word, number] {
+      all().drop(number);
+      delete word;
     });
   }
 

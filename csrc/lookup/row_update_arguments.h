@@ -106,18 +106,18 @@ inline bool has(const std::vector<OnNonfinite>& tables, OnNonfinite what) {
   return std::ranges::find(tables, what) != tables.end();
 }
 
-inline UpdateRule read_rule(Optimizer optimizer, const std::vector<double>& hyper) {
+inline UpdateRule read_rule(const char* op, Optimizer optimizer, const std::vector<double>& hyper) {
   UpdateRule rule{optimizer, {}};
-  check_size("update_rows_", "the number of hyper-parameters", rule_facts(rule.optimizer).hyper_count,
+  check_size(op, "the number of hyper-parameters", rule_facts(rule.optimizer).hyper_count,
              static_cast<int64_t>(hyper.size()));
   std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
   if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
     const double mode = hyper[3];  // as it was sent, not as a float
     TORCHREC_DYN_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
-                       "update_rows_: expected weight_decay_mode in [0, 2], got ", mode, ".");
+                       op, ": expected weight_decay_mode in [0, 2], got ", mode, ".");
   }
   TORCHREC_DYN_CHECK(rule.optimizer != Optimizer::kFtrl || rule.hyper[0] > 0.0f,
-                     "update_rows_: expected a learning rate above 0 with FTRL, which divides by it, got ", hyper[0],
+                     op, ": expected a learning rate above 0 with FTRL, which divides by it, got ", hyper[0],
                      ". Begin a warm-up above 0, and freeze tables that must not learn.");
   return rule;
 }
@@ -201,7 +201,7 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
   }
   read.marks = read_mark_layout(op, call.mark_layout, tables.count());
   read.bag_weights = bag_weight_data(op, call.bag_weights, ids, device);
-  read.rule = read_rule(tables.optimizer, call.hyper);
+  read.rule = read_rule(op, tables.optimizer, call.hyper);
   check_size(op, "the number of grad_scales", static_cast<int64_t>(tables.count()),
              static_cast<int64_t>(call.grad_scales.size()));
   SeparateMemory()

@@ -28,8 +28,12 @@ def lookup_of(tables: Sequence[TableShard]) -> str:
     return f"lookup of tables {', '.join(table.name for table in tables)}"
 
 
-def check_input(tables: Sequence[TableShard], batch: Batch) -> None:
-    """Raises ValueError if a tensor of a batch has a wrong dtype or shape, or is not where the rows are."""
+def contiguous_input(tables: Sequence[TableShard], batch: Batch) -> None:
+    """Makes the tensors of a batch contiguous.
+
+    Raises:
+        ValueError: one of them has a wrong dtype or shape, or is not where the rows are.
+    """
     ids, weights = batch.ids, batch.weights
     if ids.dtype != torch.int64 or ids.dim() != 1:
         raise _misfit(tables, f"ids [N] of int64, got {_kind(ids)}. Convert with ids.long().")
@@ -49,6 +53,11 @@ def check_input(tables: Sequence[TableShard], batch: Batch) -> None:
         ):
             name = "lengths [F * B]" if numbers is batch.lengths else "offsets [F * B + 1]"
             raise _misfit(tables, f"{name} of int64 or int32, got {_kind(numbers)}.")
+    batch.ids = ids.contiguous()
+    if batch.lengths is not None:
+        batch.lengths = batch.lengths.contiguous()
+    if batch.offsets is not None:
+        batch.offsets = batch.offsets.contiguous()
 
 
 def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:

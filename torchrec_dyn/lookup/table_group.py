@@ -40,7 +40,7 @@ from torchrec_dyn.lookup.bag_layout import (
     Bags,
     BatchShape,
     Pooling,
-    check_input,
+    contiguous_input,
     lookup_of,
     wrong_bags,
 )
@@ -167,7 +167,7 @@ class TableGroup:
             ValueError: ids, lengths, offsets or weights of a wrong dtype or size; no table has changed.
             RuntimeError: a table is full, or memory is out; no table has changed.
         """
-        check_input(self.tables, batch)
+        contiguous_input(self.tables, batch)
         # As `locked` and `changes`; wrappers that pass any arguments take several times as long as the lock.
         lock = self.tables[0].lock
         if lock.is_changing or lock.torn:
@@ -324,7 +324,7 @@ class TableGroup:
         tables = {t: table for t, table in trained.items() if t in self._insert_all}
         if not tables:
             return
-        check_input(self.tables, batch)
+        contiguous_input(self.tables, batch)
         batch.keep_in_use()
         shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
         found = self._find(batch, shape, lists, _NONE)

@@ -7,7 +7,7 @@ host and device in pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
@@ -31,11 +31,8 @@ def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return _HOST.new_tensor(numbers)
 
 
-def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = None) -> _Result:
-    """Runs a host read and returns its result.
-
-    `meanwhile` queues kernels that do not need the numbers, once, before the host waits for the first ones.
-    """
+def read(reading: HostRead[_Result]) -> _Result:
+    """Runs a host read and returns its result."""
     try:
         asked = next(reading)
         while True:
@@ -43,27 +40,12 @@ def read(reading: HostRead[_Result], meanwhile: Callable[[], object] | None = No
                 numbers: list[int] = []
                 for tensor in asked:
                     numbers += tensor.tolist() if tensor.dim() else (int(tensor),)
-            elif meanwhile is None:
-                numbers = torch.hstack(list(asked)).tolist()
             else:
-                numbers = _read_meanwhile(torch.hstack(list(asked)), meanwhile)
-                meanwhile = None
+                numbers = torch.hstack(list(asked)).tolist()
             asked = reading.send(numbers)
     except StopIteration as end:
         result: _Result = end.value
         return result
-
-
-def _read_meanwhile(values: Tensor, meanwhile: Callable[[], object]) -> list[int]:
-    """Returns numbers of a GPU; the host does not wait for the kernels that `meanwhile` queues."""
-    pinned = torch.cuda.is_available()
-    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
-    copy.copy_(values, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(torch.cuda.current_stream(values.device))
-    meanwhile()
-    done.synchronize()
-    return copy.tolist()
 
 
 def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Result]]:

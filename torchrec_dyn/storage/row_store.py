@@ -297,18 +297,13 @@ class RowStore:
         self.keep_in_use()
         return result
 
-    def drop_first(self) -> None:
-        """Drops the first block, which kernels of this stream may still read."""
-        self.keep_in_use(1)
-        del self.blocks[0]
-
-    def keep_in_use(self, count: int | None = None) -> None:
-        """Keeps the first `count` blocks, or all, which are dropped next, for present kernels of this stream.
+    def keep_in_use(self) -> None:
+        """Keeps the blocks, which are dropped next, for present kernels of this stream.
 
         A range waits for all kernels itself.
         """
         if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
-            keep_in_use(*self.blocks[:count])
+            keep_in_use(*self.blocks)
 
     def reserve_zeros(self, rows: int) -> None:
         """Fills an empty store with `rows` rows of zeros; a CPU commits memory where rows are written."""
