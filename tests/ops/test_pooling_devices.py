@@ -39,10 +39,9 @@ def pool_into(out, new_index, rows, offsets, bag_weights, weights, layout, segme
     ops.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
 
 
-def check_call(
-    widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False, count=3
-):
+def check_call(dtype, offset=0, grad_offset=0, mean=False, weighted=False, count=3):
     """Compares both ops with the CPU: a feature of 9 bags for each table, side by side."""
+    widths, output = [8, 16], torch.float32
     blocks, layout = tables_of(widths, dtype, offset, count)
     blocks[0][0, 0], blocks[0][1, 0] = float("inf"), -0.0
     count, width = 9, sum(widths)
@@ -76,9 +75,9 @@ blocks_a_table = pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_are_the_cpus_at_all_addresses(dtype, count):
     for offset in (1, 2, 4, 8):
-        check_call([8, 16], dtype, torch.float32, offset=offset, weighted=True, count=count)
-        check_call([8, 16], dtype, torch.float32, offset=offset, count=count)
-        check_call([8, 16], dtype, torch.float32, grad_offset=offset, mean=True, count=count)
+        check_call(dtype, offset=offset, weighted=True, count=count)
+        check_call(dtype, offset=offset, count=count)
+        check_call(dtype, grad_offset=offset, mean=True, count=count)
 
 
 def gather(library, rows, offsets, factors, blocks, shift, columns):

@@ -10,12 +10,12 @@ import random
 import pytest
 import torch
 from another_process import call
-from device_ops import CudaOp, is_on_cpu, simt_library
+from device_ops import is_on_cpu, simt_library
 from fuzz_ops import CASES, copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_cases_lookup import draw_find
-from op_samples import OF_TABLES, find_sample, pooled, prepared, tables_in, two_maps, update, whole
+from op_samples import SAMPLES, find_sample, prepared, tables_in, two_maps, update, whole
 from table_cases import assert_same, bits
 from thread_cases import beside
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,13 +24,14 @@ from torchrec_dyn import ops
 from torchrec_dyn.storage import RowStore
 
 CPU = torch.ops.torchrec_dyn
-on_devices = pytest.mark.usefixtures("device")
-of_seeds = given(seed=st.integers(0, 2**40))
+TABLES = SAMPLES["prepare_tables"][1]  # with states, and counts of numbers that are not finite
+pytestmark = pytest.mark.usefixtures("device")
+# Tables on a GPU are copies: a test does not see what becomes of them.
+on_hosts = pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
 
 
-@on_devices
 @settings(max_examples=80)
-@of_seeds
+@given(seed=st.integers(0, 2**40))
 def test_find_and_pool_is_a_lookup_and_a_gather(seed):
     tables, batch, offsets = draw_find(random.Random(seed))
     begins = offsets[batch["first_bags"]]
@@ -58,7 +59,6 @@ LENGTHS = [(2, 1, 0, 2), (2, 1, 0, 3), (2, 1, 0, 1), (6, -1, 0, 0), (2**63 - 1, 
 OFFSETS = [(0, 2, 3, 3, 5), (0, 2, 1, 3, 5), (1, 2, 3, 3, 5), (0, 2, 3, 3, 6), (0, 0, 0, 0, 5)]
 
 
-@on_devices
 @settings(max_examples=150)
 @given(
     lengths=st.none() | st.sampled_from(LENGTHS) | st.tuples(*[wild] * 4),
@@ -66,23 +66,19 @@ OFFSETS = [(0, 2, 3, 3, 5), (0, 2, 1, 3, 5), (1, 2, 3, 3, 5), (0, 2, 3, 3, 6), (
     pools=st.integers(0, 2),
     is_sequence=st.booleans(),
 )
-def test_wrong_lengths_and_offsets_are_flagged_and_change_nothing(
-    lengths, offsets, pools, is_sequence
-):
+def test_wrong_lengths_and_offsets_are_flagged(lengths, offsets, pools, is_sequence):
     if lengths is None and offsets is None:
         offsets = OFFSETS[0]
     sums = offsets if lengths is None else (0, *itertools.accumulate(lengths))
-    is_right = (
-        sums[0] == 0 and sums[-1] == 5 and [*sums] == sorted(sums) and offsets in (None, sums)
-    )
-    tables, batch = tables_in(update(0) | two_maps()), find_sample(pools=pools)
+    is_right = offsets in (None, sums) and [0, *sums, 5] == sorted([*sums[:1], *sums, *sums[-1:]])
+    tables, batch = TABLES(), find_sample(pools=pools)
     if is_sequence:
         tables["layout"][1, 3], tables["weights"][2], batch["segments"] = 3, torch.ones(4, 3), None
     before, numbers = copies(tables), (*(lengths or ()), *(offsets or ()))
     fits = all(-(2**31) <= number < 2**31 for number in numbers)
     for dtype in (torch.int64, torch.int32)[: 1 + fits]:
-        for name, given_numbers in (("lengths", lengths), ("offsets", offsets)):
-            batch[name] = given_numbers and torch.tensor(given_numbers, dtype=dtype)
+        for name, sent in (("lengths", lengths), ("offsets", offsets)):
+            batch[name] = sent and torch.tensor(sent, dtype=dtype)
         _, rows, _, numbers = ops.find_and_pool(**prepared(batch | tables))
         assert numbers[-1] == (not is_right)
         assert not is_right or rows.tolist().count(-1) == numbers[-3:-1].sum()
@@ -98,24 +94,15 @@ def outcome(op, arguments):
         return str(error).split("\n")[0].partition(": ")[2]
 
 
-def on_its_device(tables):
-    """Returns copies of tables whose memory calls change: on a GPU it would be that of other copies."""
-    there = copies(tables)
-    for name in ("weights", "states", "nonfinite"):
-        if isinstance(ops.prepare_tables, CudaOp):
-            there[name] = [block.cuda() for block in there[name]]
-    return there
-
-
-@on_devices
+@on_hosts
 @settings(max_examples=60)
-@of_seeds
+@given(seed=st.integers(0, 2**40))
 def test_updates_are_those_of_lists(seed):
     """With optimizer states, marks, senders, and numbers that are not finite."""
     lists = CASES["update_rows_"](random.Random(seed))
     if seed % 2 and lists["nonfinite"]:
         lists["on_nonfinite"][-1] = 2  # an error
-    lists, tables = on_its_device(lists), on_its_device(lists)
+    tables = copies(lists)
     expected = outcome(ops.update_rows_, lists)
     assert outcome(ops.update_prepared_, prepared(tables)) == expected
     for name in ("weights", "states", "nonfinite", "marks"):
@@ -123,57 +110,41 @@ def test_updates_are_those_of_lists(seed):
             assert torch.equal(bits(block), bits(other)), name
 
 
-@on_devices
 @settings(max_examples=60)
-@of_seeds
+@given(seed=st.integers(0, 2**40))
 def test_pooling_and_its_gradient_are_those_of_lists(seed):
-    lists = CASES["gather_pool"](random.Random(seed))
+    lists, of_grad = (CASES[op](random.Random(seed)) for op in ("gather_pool", "bag_weights_grad"))
+    grad = ops.weights_grad_prepared(**prepared(of_grad))
+    assert_same(grad, CPU.bag_weights_grad(**of_grad))
     expected = CPU.gather_pool(**lists)
     out = torch.full((lists.pop("elements"),), 7.0, dtype=lists.pop("dtype"))
     ops.pool_prepared_(**prepared(lists, out=out, new_index=None))
     assert_same(out, expected)
-    lists = CASES["bag_weights_grad"](random.Random(seed))
-    assert_same(ops.weights_grad_prepared(**prepared(lists)), CPU.bag_weights_grad(**lists))
 
 
-@on_devices
+@on_hosts
 @pytest.mark.parametrize("target", ["slots", "weights", "states", "nonfinite"])
 def test_what_a_call_reads_or_writes_is_no_memory_of_the_tables(target):
-    senders = torch.tensor([0, 1, 1, -1, -1], dtype=torch.int32)
-    tables = update(2, senders, [torch.zeros(64).byte()], whole(0, 1, 6, 1, 1, 0, 6, 1).view(2, 4))
-    tables |= two_maps() | {"on_nonfinite": [1, 1], "nonfinite": [whole(0), whole(0)]}
-    tables["bag_weights"] = torch.ones(5)
-    memory = torch.zeros(512, dtype=torch.uint8)
-
     def put(tensor, place):
         own = memory[place : place + tensor.nbytes]
         return own.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    tables[target] = [put(tables[target][0], 128), *tables[target][1:]]
-    end, handle = 128 + tables[target][0].nbytes, ops.prepare_tables(**tables_in(tables))
-    update_call = {k: v for k, v in tables.items() if k not in OF_TABLES} | {"tables": handle}
-    pool_call = {
-        k: update_call[k] for k in ("rows", "offsets", "bag_weights", "segments", "mean", "tables")
-    }
-    pool_call |= {"out": torch.ones(10), "new_index": whole(0, -1, -1, -1, 3)}
-    described = ("segments", "streams", "mark_layout", "tables")
-    for op, sample in (("update_prepared_", update_call), ("pool_prepared_", pool_call)):
-        for name, value in sample.items():
-            tensor = value[0] if name == "marks" else value
-            if not isinstance(tensor, torch.Tensor) or name in described:
-                continue
-            for place in (128 - tensor.nbytes, end, 128, end - 8):  # beside the tables, and in them
-                moved = put(tensor, place)
-                before, arguments = (
-                    memory.clone(),
-                    {**sample, name: [moved] if name == "marks" else moved},
-                )
-                if place in (128 - tensor.nbytes, end):
-                    getattr(ops, op)(**arguments)
-                    continue
-                with pytest.raises(
-                    RuntimeError, match=f"{op}: expected tensors that share no memory"
-                ):
+    marks = {"marks": [torch.zeros(64).byte()], "mark_layout": torch.tensor([[0, 1, 6, 1]] * 2)}
+    lists = update(2, torch.tensor([0, 1, 1, -1, -1]).int(), weighted=True) | marks | TABLES()
+    pool = {"out": torch.ones(10), "new_index": whole(0, -1, -1, -1, 3)}
+    pool |= {name: lists[name] for name in ("rows", "offsets", "bag_weights", "segments", "mean")}
+    for op, sample in (("update_prepared_", prepared(lists)), ("pool_prepared_", pool)):
+        for name in sample.keys() - {"segments", "streams", "mark_layout", "tables"}:
+            tensor = sample[name][0] if name == "marks" else sample[name]
+            for is_before in (True, False) if isinstance(tensor, torch.Tensor) else ():
+                memory, tables = torch.zeros(512, dtype=torch.uint8), TABLES()
+                begin = 256 - tables[target][0].nbytes
+                tables[target][0] = put(tables[target][0], begin)
+                own = put(tensor, begin + 8 - tensor.nbytes if is_before else 256 - 8)
+                arguments = sample | {name: [own] if name == "marks" else own}
+                arguments["tables"] = ops.prepare_tables(**tables)
+                before = memory.clone()
+                with pytest.raises(RuntimeError, match=f"{op}: expected tensors that share no mem"):
                     getattr(ops, op)(**arguments)
                 assert torch.equal(memory, before), name
 
@@ -182,14 +153,8 @@ def test_what_a_call_reads_or_writes_is_no_memory_of_the_tables(target):
 
 
 def calls_of(handle):
-    for op, lists in (("weights_grad_prepared", pooled()), ("update_prepared_", update(2))):
-        lists.pop("bag_weights") if op == "weights_grad_prepared" else None
-        yield op, prepared({"grad": torch.ones(10)} | lists) | {"tables": handle}
-    yield (
-        "pool_prepared_",
-        prepared(pooled(), out=torch.ones(10), new_index=None) | {"tables": handle},
-    )
-    yield "find_and_pool", find_sample() | {"tables": handle}
+    for op in ("find_and_pool", "pool_prepared_", "weights_grad_prepared", "update_prepared_"):
+        yield op, SAMPLES[op][2 if op == "update_prepared_" else 0]() | {"tables": handle}
 
 
 def check_takes(handle):
@@ -206,15 +171,9 @@ def check_refuses(handle, library=ops):
             getattr(library, op)(**arguments)
 
 
-def some_tables():
-    return tables_in(
-        two_maps() | update(2) | {"on_nonfinite": [1, 1], "nonfinite": [whole(0), whole(0)]}
-    )
-
-
-@on_devices
+@on_hosts
 def test_tables_live_as_long_as_their_handle():
-    tables = on_its_device(some_tables())
+    tables = TABLES()
     kept = [t for name in ("slots", "weights", "states", "nonfinite") for t in tables[name]]
     kept = [StorageWeakRef(tensor.untyped_storage()) for tensor in kept]
     handle, other = ops.prepare_tables(**tables), ops.prepare_tables(**tables)
@@ -224,98 +183,83 @@ def test_tables_live_as_long_as_their_handle():
         check_takes(same)
     del other, same
     check_takes(handle)
-    assert isinstance(ops.find_and_pool, CudaOp) or not any(ref.expired() for ref in kept)
+    assert not any(storage.expired() for storage in kept)
     del handle
     assert all(storage.expired() for storage in kept)
-    others = {int(ops.prepare_tables(**some_tables())) for _ in range(100)}
-    assert len(others) == 100
+    others = [ops.prepare_tables(**TABLES()) for _ in range(100)]
     for dead in (*copied, whole(0), whole(random.getrandbits(62))):
         check_refuses(dead)
+    assert len({*map(int, others)}) == 100
 
 
-@pytest.mark.simt
 def test_a_handle_is_of_one_library():
-    here, there = (one.prepare_tables(**some_tables()) for one in (CPU, simt_library()))
-    check_refuses(here, simt_library())
-    check_refuses(there, CPU)
+    other = simt_library() if is_on_cpu() else CPU
+    here, there = (one.prepare_tables(**TABLES()) for one in (ops, other))
+    check_refuses(there)
+    check_refuses(here, other)
 
 
 def use_in_a_fork(sent):
     """A handle of another process is none; a fork has the tables of its handles for itself."""
     check_refuses(pickle.loads(sent))
-    handle = ops.prepare_tables(**some_tables())
-    child, number, status = os.fork(), handle.clone(), 1
+    handle = ops.prepare_tables(**TABLES())
+    child, number = os.fork(), handle.clone()
     if child == 0:
         try:
             check_takes(handle)
             del handle
             check_refuses(number)
-            status = 0
+            os._exit(0)
         finally:
-            os._exit(status)
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     check_takes(handle)
 
 
 def test_handles_and_processes():
-    handle = ops.prepare_tables(**some_tables())
+    handle = ops.prepare_tables(**TABLES())
     call(use_in_a_fork, pickle.dumps(handle))
 
 
-@on_devices
-def test_threads_use_a_handle_that_another_drops():
-    """A call that has begun keeps the tables."""
-    sample = find_sample()
+def test_threads_use_handles_that_are_dropped(request):
+    """A call that has begun keeps its tables. Handles are in cycles, dropped by what allocates next."""
+    sample, kept = find_sample(), []
     expected = ops.find_and_pool(**sample)[0]
-    newest = ops.prepare_tables(**tables_in(update(0) | two_maps()))
-    copied = newest.clone()
+    newest = ops.prepare_tables(**TABLES())
+    copied, before = newest.clone(), gc.get_threshold()
 
     def use():
         found = outcome(ops.find_and_pool, sample | {"tables": copied})
         assert found.startswith(DROPPED) if isinstance(found, str) else found[0].equal(expected)
 
+    request.addfinalizer(lambda: gc.set_threshold(*before))
+    gc.set_threshold(1)
     with beside(use, use) as all_well:
         for _ in range(200):
             assert all_well()
-            newest = ops.prepare_tables(**tables_in(update(0) | two_maps()))
-            copied = newest.clone()
-
-
-@on_devices
-def test_garbage_is_collected_within_calls(request):
-    """The last references to handles are in cycles."""
-    sample, kept = find_sample(), []
-    expected = ops.find_and_pool(**sample)[0]
-    request.addfinalizer(lambda before=gc.get_threshold(): gc.set_threshold(*before))
-    gc.set_threshold(1)
-    for _ in range(50):
-        tables = tables_in(update(0) | two_maps())
-        kept.append(StorageWeakRef(tables["weights"][0].untyped_storage()))
-        cycle = [ops.prepare_tables(**tables)]
-        cycle.append(cycle)
-        del tables, cycle
-        assert torch.equal(ops.find_and_pool(**sample)[0], expected)
+            tables = TABLES()
+            kept.append(StorageWeakRef(tables["weights"][0].untyped_storage()))
+            newest = [ops.prepare_tables(**tables)]
+            copied = newest[0].clone()
+            newest.append(newest)
+    del tables, newest
     gc.collect()
     assert all(storage.expired() for storage in kept)
 
 
-@on_devices
 def test_prepared_tables_do_not_grow():
     """Rows of memory that a store got later are outside of the tables."""
-    store, slots, moved = (
-        RowStore(3, 2, torch.float32, torch.device("cpu")),
-        two_maps()["slots"][:1],
-        whole(-1),
-    )
+    store = RowStore(3, 2, torch.float32, torch.device("cpu"))
     store.reserve(4)
+    maps = {"slots": two_maps()["slots"][:1], "moved": whole(-1)}
 
     def prepare():
         layout = torch.tensor([[0, len(store.blocks), store.shift, 3]])
-        tables = {"slots": slots, "moved": moved, "weights": [*store.blocks], "layout": layout}
+        tables = {**maps, "weights": [*store.blocks], "layout": layout}
         return ops.prepare_tables(**tables_in(tables))
 
     old, capacity = prepare(), store.capacity
-    CPU.insert(whole(8), whole(capacity), whole(0, 1), slots, moved)
+    CPU.insert(whole(8), whole(capacity), whole(0, 1), **maps)
     batch = find_sample(ids=whole(5, 8), lengths=whole(1, 1), first_bags=whole(0, 2), elements=6)
     batch |= {"first_features": whole(0, 1), "segments": whole(0, 0, 2, 0, 3).view(1, 5)}
     store.reserve(capacity + 1)
@@ -337,7 +281,7 @@ def test_the_fake_kernel_pools_nothing():
 
 @pytest.mark.xfail(strict=True, reason="the number that is dropped is read from the tensor")
 def test_a_handle_that_is_overwritten_drops_no_others():
-    handle, other = (ops.prepare_tables(**some_tables()) for _ in range(2))
+    handle, other = (ops.prepare_tables(**TABLES()) for _ in range(2))
     other.copy_(handle)
     del other
     check_takes(handle)
