@@ -201,15 +201,15 @@ def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:
         weights += [numbers_of(rng, (64, width), dtype) for _ in range(blocks)]
     features = [rng.randint(0, 3) for _ in known]
     tables = [t for t, own in enumerate(features) for _ in range(own)]
-    batch_sizes = [rng.randrange(5)] * len(tables)
+    many = 400 if rng.random() < 0.05 else 0  # threads share the work
+    batch_sizes = [many or rng.randrange(5)] * len(tables)
     if rng.random() < 0.3:
         batch_sizes = [rng.randrange(5) for _ in tables]
     new, lengths, ids = rng.choice((0.0, 0.3, 1.0)), [], []
     for t, bags in zip(tables, batch_sizes, strict=True):
-        for length in rng.choices((0, 1, 2, 9), k=bags):
-            lengths.append(length if known[t] or new else 0)
-            ids += [rng.choice(known[t]) if known[t] and rng.random() >= new else i
-                    for i in some_ids(rng, lengths[-1])]  # fmt: skip
+        lengths += rng.choices((0, 1, 2, 9) if known[t] or new else (0,), k=bags)
+        ids += [rng.choice(known[t]) if known[t] and rng.random() >= new else i
+                for i in some_ids(rng, sum(lengths[len(lengths) - bags :]))]  # fmt: skip
     first_bags, offsets = ([0, *itertools.accumulate(n)] for n in (batch_sizes, lengths))
     is_beside, stride = len({*batch_sizes}) == 1, sum(widths[t] for t in tables)
     segments, place = [], 0
