@@ -8,16 +8,7 @@ import pytest
 import torch
 from another_process import call
 from device_ops import DESCRIPTIONS
-from op_samples import (
-    I64,
-    SAMPLES,
-    blocks,
-    filled_slots,
-    pool_sample,
-    pooled,
-    update,
-    whole,
-)
+from op_samples import I64, SAMPLES, blocks, filled_slots, pool_sample, pooled, update, whole
 from raw_maps import WHOLE
 from table_cases import ids_of
 from update_rules import NUMBERS, hyper_of

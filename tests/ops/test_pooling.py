@@ -227,6 +227,7 @@ def test_empty_batches(pooling, training):
         (no_bags.sum() + empty_bags.sum()).backward()
 
 
+@pytest.mark.xfail(strict=True, reason="find_and_pool takes no strided ids, lengths or offsets")
 def test_offsets_of_int32_and_strided_ids_serve():
     table = normal_table(4)
     ids = torch.arange(20)[::2]

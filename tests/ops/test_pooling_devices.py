@@ -35,7 +35,8 @@ def tables_of(widths, dtype, offset, count=3):
 
 def pool_into(out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean):
     """Pools into an output by the op of prepared tables, which have no ids here."""
-    handle = ops.prepare_tables(**tables_in({"weights": weights, "layout": layout}))
+    tables = {"slots": [rows.new_empty(0, 2)] * len(layout), "weights": weights, "layout": layout}
+    handle = ops.prepare_tables(**tables_in(tables))
     ops.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
 
 
