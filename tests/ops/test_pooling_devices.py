@@ -5,17 +5,17 @@ import random
 
 import pytest
 import torch
+from device_ops import is_on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
 from op_cases import FLOATS
-from table_cases import bits, ids_of, random_bags
+from op_samples import tables_in
+from table_cases import assert_same, ids_of, random_bags
 
 from torchrec_dyn import ops
-from torchrec_dyn.optimizers import RULES, OptimizerKind
 
 CPU = torch.ops.torchrec_dyn
-SGD = RULES[OptimizerKind.EXACT_SGD].number
 
 
 def shifted(tensor, elements):
@@ -33,28 +33,16 @@ def tables_of(widths, dtype, offset, count=3):
     return blocks, layout
 
 
-def assert_same(got, expected):
-    """NaN is NaN, whatever its bits: a GPU has one, x86 keeps the sign and the payload."""
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
-
-
-def pool_into(library, out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean):
+def pool_into(out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean):
     """Pools into an output by the op of prepared tables, which have no ids here."""
-    nothing, tables = rows.new_empty(0, 2), len(layout)
-    moved = torch.tensor([[-1, 0]] * tables).view(-1, 2)
-    handle = library.prepare_tables([nothing] * tables, moved, weights, [], layout, SGD, [], [])
-    library.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
+    tables = {"slots": [rows.new_empty(0, 2)] * len(layout), "weights": weights, "layout": layout}
+    handle = ops.prepare_tables(**tables_in(tables))
+    ops.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
 
 
-def is_on_cpu():
-    return ops.pool_prepared_ is CPU.pool_prepared_.default
-
-
-def check_call(
-    widths, dtype, output, *, offset=0, grad_offset=0, mean=False, weighted=False, count=3
-):
+def check_call(dtype, offset=0, grad_offset=0, mean=False, weighted=False, count=3):
     """Compares both ops with the CPU: a feature of 9 bags for each table, side by side."""
+    widths, output = [8, 16], torch.float32
     blocks, layout = tables_of(widths, dtype, offset, count)
     blocks[0][0, 0], blocks[0][1, 0] = float("inf"), -0.0
     count, width = 9, sum(widths)
@@ -72,7 +60,7 @@ def check_call(
     pooled = has_new.view(-1, count).T.repeat_interleave(torch.tensor(widths), 1).flatten()
     for new_index, expected in ((None, all_bags), (fresh, all_bags.where(pooled, 7.0))):
         out = shifted(torch.full_like(all_bags, 7.0), grad_offset)
-        pool_into(ops, out, new_index, *given[:-2])
+        pool_into(out, new_index, *given[:-2])
         assert_same(out, expected)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
@@ -88,9 +76,9 @@ blocks_a_table = pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_are_the_cpus_at_all_addresses(dtype, count):
     for offset in (1, 2, 4, 8):
-        check_call([8, 16], dtype, torch.float32, offset=offset, weighted=True, count=count)
-        check_call([8, 16], dtype, torch.float32, offset=offset, count=count)
-        check_call([8, 16], dtype, torch.float32, grad_offset=offset, mean=True, count=count)
+        check_call(dtype, offset=offset, weighted=True, count=count)
+        check_call(dtype, offset=offset, count=count)
+        check_call(dtype, grad_offset=offset, mean=True, count=count)
 
 
 def gather(library, rows, offsets, factors, blocks, shift, columns):
@@ -231,14 +219,14 @@ def test_bags_of_new_ids_are_pooled_into_an_output():
     for new in range(8):
         out, new_index = torch.full((12,), 5.0), torch.full((8,), -1)
         new_index[new] = 2**40 * (new % 2)
-        pool_into(ops, out=out, new_index=new_index, **given)
+        pool_into(out=out, new_index=new_index, **given)
         first = [0, 6, 3, 9][new // 2]  # of the output of bag new // 2
         expected = torch.full((12,), 5.0)
         expected[first : first + 3] = alone[first : first + 3]
         assert torch.equal(out, alone if is_on_cpu() else expected), new
     given |= {"rows": ids_of(), "offsets": ids_of(0, 0, 0, 0, 0)}
     for new_index, number in ((ids_of(), 0.0 if is_on_cpu() else 5.0), (None, 0.0)):
-        pool_into(ops, out=out.fill_(5.0), new_index=new_index, **given)
+        pool_into(out=out.fill_(5.0), new_index=new_index, **given)
         assert (out == number).all()
 
 
@@ -252,15 +240,15 @@ def test_offsets_that_the_caller_checks_are_not_reported_by_a_gpu(device, offset
     own = {"out": torch.zeros(12), "new_index": None, "bag_weights": None}
     wrong = second_of_two(rows=ids_of(11, 0, -1, 3, 8, 0, 90, 2))
     with pytest.raises(RuntimeError, match=r"pool_prepared_: expected rows in \[-1, 8\)"):
-        pool_into(ops, **wrong, **own)
+        pool_into(**wrong, **own)
     wrong["offsets"] = ids_of(*offsets)
     if device == "cpu":
         with pytest.raises(
             RuntimeError, match=r"pool_prepared_: expected (ascending offsets|offsets in)"
         ):
-            pool_into(ops, **wrong, **own)
+            pool_into(**wrong, **own)
     else:
-        pool_into(ops, **wrong, **own)
+        pool_into(**wrong, **own)
 
 
 def test_where_the_host_waits_for_pooling():
@@ -273,6 +261,6 @@ def test_where_the_host_waits_for_pooling():
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
         ops.bag_weights_grad(grad=out, **given)
-        pool_into(ops, out=out, new_index=None, bag_weights=None, **given)
+        pool_into(out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

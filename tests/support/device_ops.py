@@ -161,6 +161,11 @@ def use_kernels(patch, device):
         patch.setattr(ops, name, op if simt else CudaOp(op))
 
 
+def is_on_cpu():
+    """Returns True if `torchrec_dyn.ops` calls the kernels of the CPU."""
+    return ops.lookup is CPU.lookup.default
+
+
 # Values in nested lists, tuples and dicts; torch's pytree has more kinds, and takes three times as long.
 
 

@@ -153,9 +153,7 @@ def make_call(schema: Any, seed: int, show: bool = False) -> str:
         signal.alarm(0)
         if any(tensors_of(value) for value in given.values()):  # torch chooses a kernel by a tensor
             check_error(op, error, faults)
-        if op == "update_rows_" and "expected finite" in str(
-            error
-        ):  # it counts the rows that it refuses
+        if op == "update_rows_" and "expected finite" in str(error):  # it counts the refused rows
             counts = {tensor.untyped_storage().data_ptr() for tensor in given["nonfinite"]}
             memories = [memory for memory in memories if memory.now.data_ptr() not in counts]
         is_unchanged = all(memory.is_unchanged(but_written=False) for memory in memories)

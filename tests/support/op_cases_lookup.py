@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import random
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from op_cases import (
     a_shift,
     a_width,
     cuts,
-    draw_key,
     draw_maps,
     numbers_of,
     size,
@@ -23,7 +21,7 @@ from op_cases import (
     whole,
     with_short_last,
 )
-from raw_maps import a_map
+from op_samples import prepared, tables_in
 from torch import Tensor
 from update_rules import NUMBERS, hyper_of, state_blocks
 
@@ -186,82 +184,92 @@ def draw_marks(rng: random.Random, batch: Batch) -> Arguments:
     return {"marks": marks, "mark_layout": rng.choice((None, mark_layout))}
 
 
-# Handles of the tables of the last calls: a handle in arguments is a copy, which does not keep its tables.
-_handles: collections.deque[Tensor] = collections.deque(maxlen=64)
-
-
-def draw_tables(rng: random.Random, given: Arguments) -> tuple[Arguments, list[list[int]]]:
-    """Returns the arguments of prepare_tables for rows of some update, and the ids of each map."""
-    maps, ids = draw_maps(rng, len(given["layout"]))
-    names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    return {**maps, **{name: given[name] for name in names}}, ids
-
-
-def draw_handle(rng: random.Random, given: Arguments) -> tuple[Tensor, list[list[int]]]:
-    tables, ids = draw_tables(rng, given)
-    _handles.append(torch.ops.torchrec_dyn.prepare_tables(**tables))
-    return _handles[-1].clone(), ids
-
-
 def draw_prepare_tables(rng: random.Random) -> Arguments:
-    return draw_tables(rng, draw_update_rows_(rng))[0]
+    given = draw_update_rows_(rng)
+    return tables_in({**given, **draw_maps(rng, len(given["layout"]))[0]})
+
+
+def draw_init_new_rows(rng: random.Random) -> Arguments:
+    given = draw_update_rows_(rng)
+    offsets, reused, firsts, ids = [0], [0], [], 0
+    again: list[int] = []
+    for _, blocks, shift, _ in given["layout"].tolist():
+        rows = max(0, (blocks << shift) - (1 << shift) + 1)  # the last block may be short
+        first = rng.randint(0, rows)
+        again += rng.sample(range(first), rng.randint(0, min(first, 3)))
+        fresh = rng.randint(0, min(rows - first, 9))
+        firsts.append(first)
+        ids += len(again) - reused[-1] + fresh
+        reused.append(len(again))
+        offsets.append(ids)
+    return {
+        "new_ids": whole(*some_ids(rng, ids)),
+        "new_offsets": whole(*offsets),
+        "first_rows": whole(*firsts),
+        "reused": whole(*again),
+        "reused_offsets": whole(*reused),
+        "tables": prepared(given)["tables"],
+    }
+
+
+def draw_find(rng: random.Random) -> tuple[Arguments, Arguments, Tensor]:
+    """Returns tables, a batch for find_and_pool, and its offsets."""
+    count, is_sequence = rng.randint(1, 3), rng.random() < 0.3
+    maps, known = draw_maps(rng, count)
+    widths = [a_width(rng)] * count if is_sequence else [a_width(rng) for _ in known]
+    dtype, layout, weights = rng.choice(FLOATS), [], []
+    for ids_of_map, width in zip(known, widths, strict=True):
+        blocks = len(ids_of_map) * 2 // 64 + 1  # rows are below twice the number of ids
+        layout.append([len(weights), blocks, 6, width])
+        weights += [numbers_of(rng, (64, width), dtype) for _ in range(blocks)]
+    features = [rng.randint(0, 3) for _ in known]
+    tables = [t for t, own in enumerate(features) for _ in range(own)]
+    many = 400 if rng.random() < 0.05 else 0  # threads share the work
+    batch_sizes = [many or rng.randrange(5)] * len(tables)
+    if rng.random() < 0.3:
+        batch_sizes = [rng.randrange(5) for _ in tables]
+    new, lengths, ids = rng.choice((0.0, 0.3, 1.0)), [], []
+    for t, bags in zip(tables, batch_sizes, strict=True):
+        lengths += rng.choices((0, 1, 2, 9) if known[t] or new else (0,), k=bags)
+        ids += [rng.choice(known[t]) if known[t] and rng.random() >= new else i
+                for i in some_ids(rng, sum(lengths[len(lengths) - bags :]))]  # fmt: skip
+    first_bags, offsets = ([0, *itertools.accumulate(n)] for n in (batch_sizes, lengths))
+    is_beside, stride = len({*batch_sizes}) == 1, sum(widths[t] for t in tables)
+    segments, place = [], 0
+    for t, first, bags in zip(tables, first_bags, batch_sizes, strict=False):
+        segments.append([t, first, bags, place, stride if is_beside else widths[t]])
+        place += widths[t] * (1 if is_beside else bags)
+    integers, form = rng.choice((torch.int32, I64)), rng.choice((1, 2, 3))
+    batch = {
+        "ids": whole(*ids),
+        "lengths": torch.tensor(lengths, dtype=integers) if form & 1 else None,
+        "offsets": torch.tensor(offsets, dtype=integers) if form & 2 else None,
+        "bag_weights": rng.choice((None, numbers_of(rng, (len(ids),), torch.float32))),
+        "first_bags": whole(*first_bags),
+        "first_features": whole(0, *itertools.accumulate(features)),
+        "segments": None if is_sequence else torch.tensor(segments, dtype=I64).view(-1, 5),
+        "mean": rng.random() < 0.5,
+        "elements": place * batch_sizes[0] if is_beside else place,
+        "dtype": rng.choice(FLOATS),
+    }
+    return {**maps, "weights": weights, "layout": torch.tensor(layout)}, batch, whole(*offsets)
 
 
 def draw_find_and_pool(rng: random.Random) -> Arguments:
-    columns = a_width(rng)
-    tables = [Layout(t, 1, 4, columns) for t in range(rng.randint(1, 3))]
-    given = {
-        "weights": [numbers_of(rng, (16, columns), torch.float32) for _ in tables],
-        "layout": torch.tensor(tables, dtype=I64),
-        **{"states": [], "optimizer": 0, "on_nonfinite": [], "nonfinite": []},
-    }
-    maps = [a_map(whole(*range(16)), whole(*range(16)), False, 1.7, draw_key(rng)) for _ in tables]
-    given["slots"] = [one[0][0] for one in maps]
-    given["moved"] = torch.cat([one[1] for one in maps])
-    _handles.append(torch.ops.torchrec_dyn.prepare_tables(**given))
-    batch, most = rng.randrange(5), 4
-    lengths = [rng.randrange(most) for _ in range(batch * len(tables))]
-    offsets = [0, *itertools.accumulate(lengths)]
-    dtype, width = rng.choice((torch.int32, I64)), columns * len(tables)
-    segments = [[t, t * batch, batch, t * columns, width] for t in range(len(tables))]
-    forms = rng.choice(((True, False), (False, True), (True, True)))
-    return {
-        "ids": whole(*(rng.randrange(18) for _ in range(offsets[-1]))),
-        "lengths": torch.tensor(lengths, dtype=dtype) if forms[0] else None,
-        "offsets": torch.tensor(offsets, dtype=dtype) if forms[1] else None,
-        "bag_weights": rng.choice((None, numbers_of(rng, (offsets[-1],), torch.float32))),
-        "first_bags": torch.arange(len(tables) + 1) * batch,
-        "first_features": torch.arange(len(tables) + 1),
-        "segments": rng.choice((None, torch.tensor(segments, dtype=I64))),
-        "tables": _handles[-1].clone(),
-        "mean": rng.random() < 0.5,
-        "pools": rng.choice((0, 2)),
-        "elements": batch * width,
-        "dtype": rng.choice(FLOATS),
-    }
+    tables, batch, _ = draw_find(rng)
+    return prepared({**tables, **batch}, pools=rng.choice((0, 2)))
 
 
 def draw_pool_prepared_(rng: random.Random) -> Arguments:
-    update, given = draw_update_rows_(rng), {}
-    given["tables"], _ = draw_handle(rng, update)
-    few = [rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in update["rows"]]
-    names = ("rows", "offsets", "bag_weights", "segments", "mean")
-    return {
-        "out": update["grad"].to(rng.choice(FLOATS)),
-        "new_index": rng.choice((None, whole(*few))),
-        **{name: update[name] for name in names},
-        **given,
-    }
+    given = draw_gather_pool(rng)
+    out = torch.full((given.pop("elements"),), 7.0, dtype=given.pop("dtype"))
+    fresh = whole(*(rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in given["rows"]))
+    return prepared(given, out=out, new_index=rng.choice((None, fresh)))
 
 
 def draw_weights_grad_prepared(rng: random.Random) -> Arguments:
-    update = draw_update_rows_(rng)
-    names = ("grad", "rows", "offsets", "segments", "mean")
-    return {**{name: update[name] for name in names}, "tables": draw_handle(rng, update)[0]}
+    return prepared(draw_bag_weights_grad(rng))
 
 
 def draw_update_prepared_(rng: random.Random) -> Arguments:
-    update = draw_update_rows_(rng)
-    tables, left_out = draw_handle(rng, update)[0], ("weights", "states", "layout", "optimizer")
-    left_out += ("on_nonfinite", "nonfinite")
-    return {**{k: v for k, v in update.items() if k not in left_out}, "tables": tables}
+    return prepared(draw_update_rows_(rng))

@@ -151,11 +151,7 @@ FAULTS_OF_TENSORS: tuple[Callable[[random.Random, Tensor], Tensor | None], ...] 
     *(other_order, line_twice) * 2,
     *(wild_numbers,) * 6,
 )
-OF_TORCH = {
-    "other_device",
-    "sparse",
-    "none",
-}  # torch itself finds the kernel, or says that there is none
+OF_TORCH = {"other_device", "sparse", "none"}  # torch finds the kernel, or says that there is none
 
 
 def shared_with_another(rng: random.Random, given: Arguments, name: str) -> Tensor | None:

@@ -1,5 +1,7 @@
 """Valid arguments of every op, small: functions that return new arguments."""
 
+import collections
+
 import torch
 from update_rules import NUMBERS, hyper_of, state_blocks
 
@@ -99,44 +101,41 @@ def pool_sample(given, elements=10, dtype=torch.float32):
     return {**given, "elements": elements, "dtype": dtype}
 
 
-HANDLES = []  # a handle in the arguments of a call is a copy, which does not keep its tables
+OF_TABLES = ("slots", "moved", "weights", "states", "layout")
+OF_TABLES += ("optimizer", "on_nonfinite", "nonfinite", "initial", "parameters", "initial_states")
+HANDLES = collections.deque(maxlen=64)  # of the last calls, whose arguments are copies
 
 
-def tables_sample(given):
-    """Returns two maps, and the rows and states of an update."""
-    names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    own = {name: given[name] for name in names}
-    states = len(given["states"]) // len(given["weights"])
-    initial = {"initial": whole(1, 5, 0, 1, 6, 0).view(2, 3), "initial_states": [0.5] * states}
-    initial["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * 2).double()
-    return {**two_maps(), **own, **initial}
+def tables_in(given):
+    """Returns the arguments of prepare_tables, by default without ids and states."""
+    count = len(given["layout"])
+    own = {"slots": [empty(0)] * count, "moved": torch.full((count,), -1), "states": []}
+    own |= {"optimizer": 0, "on_nonfinite": [], "nonfinite": []}
+    states = len(given.get("states", ())) // max(1, len(given["weights"]))
+    own |= {"initial": whole(1, 5, 0).repeat(count, 1), "initial_states": [0.5] * states}
+    own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * count).double()
+    return {**own, **{name: given[name] for name in OF_TABLES if name in given}}
 
 
-def prepared(given, *names, **more):
-    """Returns the arguments of an op of prepared tables: some of an update, and others."""
-    HANDLES.append(ops.prepare_tables(**tables_sample(given)))
-    return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
+def prepared(given, **more):
+    """Returns the arguments of an op of prepared tables, from those of the op that takes lists."""
+    HANDLES.append(ops.prepare_tables(**tables_in(given)))
+    own = {name: value for name, value in given.items() if name not in OF_TABLES}
+    return {**own, **more, "tables": HANDLES[-1].clone()}
 
 
 def pool_prepared_sample(new_index, output=torch.float32, **options):
-    names = ("rows", "offsets", "bag_weights", "segments", "mean")
-    out = torch.ones(10, dtype=output)
-    return prepared(update(0, **options), *names, out=out, new_index=new_index)
+    return prepared(pooled(**options), out=torch.ones(10, dtype=output), new_index=new_index)
 
 
 def find_sample(**changed):
     """Returns two features of two bags each; two of five ids are absent."""
     own = {
         "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
-        "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
-        "dtype": torch.float32,
+        "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "mean": False, "pools": 2,
+        "segments": pooled()["segments"], "elements": 10, "dtype": torch.float32,
     }  # fmt: skip
-    return prepared(update(0), "segments", "mean", **{**own, **changed})
-
-
-def update_prepared_sample(given):
-    left_out = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    return prepared(given, *(name for name in given if name not in left_out))
+    return prepared({**tables_in(update(0) | two_maps()), **own, **changed})
 
 
 def grad_sample(given, elements=10):
@@ -293,29 +292,27 @@ SAMPLES = {
         lambda: pool_sample(sequence(), elements=15),
     ],
     "prepare_tables": [
-        lambda: tables_sample(update(2)),
-        lambda: tables_sample(update_with_refusals(2, 1, 2)),
+        lambda: tables_in(update(2) | two_maps()),
+        lambda: tables_in(update_with_refusals(2, 1, 2) | two_maps()),
     ],
     "find_and_pool": [
         find_sample,
         lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
     ],
     "init_new_rows": [
-        lambda: prepared(
-            update(2), new_ids=whole(7, 8, 9), new_offsets=whole(0, 2, 3), first_rows=whole(6, 0),
-            reused=whole(1), reused_offsets=whole(0, 1, 1),
-        ),
+        lambda: {
+            "new_ids": whole(7, 8, 9), "new_offsets": whole(0, 2, 3), "first_rows": whole(6, 0),
+            "reused": whole(1), "reused_offsets": whole(0, 1, 1), "tables": prepared(update(2))["tables"],
+        },
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
         lambda: pool_prepared_sample(None, torch.float16, dtype=torch.bfloat16, weighted=True),
     ],
-    "weights_grad_prepared": [
-        lambda: prepared(update(0), "grad", "rows", "offsets", "segments", "mean"),
-    ],
+    "weights_grad_prepared": [lambda: prepared(grad_sample(pooled()))],
     "update_prepared_": [
-        *(lambda number=number: update_prepared_sample(update(number)) for number in NUMBERS),
-        lambda: update_prepared_sample(update_with_marks()),
+        *(lambda number=number: prepared(update(number)) for number in NUMBERS),
+        lambda: prepared(update_with_marks()),
     ],
     "bag_weights_grad": [
         lambda: grad_sample(pooled()),
