@@ -220,11 +220,6 @@ def mark_new_(
 
 
 @_op
-def advise_huge_pages(block: Tensor) -> None:
-    """Requests 2 MiB pages for a block from the operating system. Call it before the first write."""
-
-
-@_op
 def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised."""
     return block.new_empty(rows, block.shape[1])
@@ -310,6 +305,8 @@ def prepare_tables(
     optimizer: int,
     on_nonfinite: Sequence[int],
     nonfinite: Sequence[Tensor],
+    initial: Tensor | None,
+    parameters: Sequence[float],
 ) -> Tensor:
     """Checks the maps, rows and optimizer states of T tables once, for ops that take the result."""
     return torch.empty(1, dtype=torch.int64)
@@ -332,16 +329,17 @@ def find_and_pool(
 
 @_op
 def pool_prepared_(
-    out: Tensor, new_index: Tensor | None, rows: Tensor, offsets: Tensor | None,
-    bag_weights: Tensor | None, segments: Tensor, tables: Tensor, mean: bool,
+    out: Tensor, new_index: Tensor | None, rows: Tensor, initial_ids: Tensor | None,
+    offsets: Tensor | None, bag_weights: Tensor | None, segments: Tensor, tables: Tensor, mean: bool,
 ) -> None:  # fmt: skip
-    """Gathers rows of prepared tables and pools them, in place of `out`: all bags, or those of new ids."""
+    """Gathers rows of prepared tables and pools them, in place of `out`: all bags, or those that changed."""
 
 
 @_op
 def weights_grad_prepared(
-    grad: Tensor, rows: Tensor, offsets: Tensor | None, segments: Tensor, tables: Tensor, mean: bool
-) -> Tensor:
+    grad: Tensor, rows: Tensor, initial_ids: Tensor | None, offsets: Tensor | None,
+    segments: Tensor, tables: Tensor, mean: bool,
+) -> Tensor:  # fmt: skip
     """Computes the gradient of the bag weights, of prepared tables."""
     return grad.new_empty(rows.shape[0])
 
@@ -354,20 +352,6 @@ def update_prepared_(
     mark_layout: Tensor | None,
 ) -> None:  # fmt: skip
     """As `update_rows_`, of prepared tables."""
-
-
-@_op
-def bag_weights_grad(
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    weights: Sequence[Tensor],
-    layout: Tensor,
-    segments: Tensor,
-    mean: bool,
-) -> Tensor:
-    """Computes the gradient of the bag weights."""
-    return grad.new_empty(rows.shape[0])
 
 
 @_op

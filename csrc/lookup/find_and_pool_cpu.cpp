@@ -102,15 +102,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
   } else {
     add_segments(lists, sequence_segments(tables, table_offsets));
   }
-  pool(op, tables, lists, row, batch.bag_weights, mean, out);
+  pool(op, tables, lists, row, batch.bag_weights, nullptr, mean, out);
   return {out, rows, bag_offsets, numbers};
 }
 
 Tensor prepare_tables(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> weights,
                       std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
-                      std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite) {
+                      std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite,
+                      const std::optional<Tensor>& initial, std::vector<double> parameters) {
   return prepared(DeviceType::CPU, std::move(slots), moved, std::move(weights), std::move(states), layout, optimizer,
-                  on_nonfinite, std::move(nonfinite));
+                  on_nonfinite, std::move(nonfinite), initial, parameters);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <unordered_map>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "lookup/row_update.h"
 #include "storage/blocks_arguments.h"
 #include "storage/id_map_arguments.h"
+#include "storage/row_store_arguments.h"
 
 namespace torchrec_dyn {
 
@@ -31,6 +33,7 @@ struct PreparedTables {
   std::vector<float*> states;             // of each state of the optimizer, one block for each block of `weights`
   std::vector<OnNonfinite> on_nonfinite;  // [T]
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
+  std::vector<UnseenRows> unseen;         // [T], or none: ids without a row read as zeros in all tables
   SeparateMemory written;                 // what calls write of the tables
   std::vector<Tensor> kept;               // the tensors of all pointers, if the tables outlive the call
 
@@ -93,8 +96,8 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   check_size(op, "the number of blocks of states", facts.state_count() * blocks, static_cast<int64_t>(states.size()));
   BlockList<float> list(op, "states", states, tables.device);
   for (TableLayout table : tables.layout) {
-    TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
-                       table.capacity(), ".");
+    TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
+                       ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
     for (int s = 0; s < facts.state_count(); ++s, table.first_block += blocks)
       list.rows(table, state_columns(facts.states[s], table.columns));
   }
@@ -112,6 +115,26 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
     check_tensor(op, "nonfinite", nonfinite[t], ScalarType::Long, tables.device);
     check_size(op, "the elements of nonfinite", 1, nonfinite[t].numel());
     tables.nonfinite.push_back(mutable_data<int64_t>(nonfinite[t]));
+  }
+}
+
+// Reads what ids without a row read as: initial [T, 3] has the kind of initial rows, -1 for zeros, their key and first
+// column; `parameters` six of each table.
+inline void read_unseen(const char* op, PreparedTables& tables, const std::optional<Tensor>& initial,
+                        const std::vector<double>& parameters) {
+  const auto count = static_cast<int64_t>(tables.count());
+  check_size(op, "the number of parameters", initial.has_value() ? 6 * count : 0,
+             static_cast<int64_t>(parameters.size()));
+  if (!initial.has_value()) return;
+  check_tensor(op, "initial", *initial, ScalarType::Long);
+  check_size(op, "the elements of initial", 3 * count, initial->numel());
+  const int64_t* line = const_data<int64_t>(*initial);
+  for (auto own = parameters.begin(); own != parameters.end(); own += 6, line += 3) {
+    if (line[0] == -1)
+      tables.unseen.emplace_back();
+    else
+      tables.unseen.push_back(
+          {true, initial_rows_of(op, line[2], line[0], {own, own + 6}), static_cast<uint64_t>(line[1]), line[2]});
   }
 }
 
@@ -167,14 +190,16 @@ class Handles {
 };
 
 inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
-                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout,
-                       int64_t optimizer, const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite) {
+                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
+                       const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
+                       const std::optional<Tensor>& initial, const std::vector<double>& parameters) {
   const char* op = "prepare_tables";
   auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
   tables->maps = views_of(op, slots, moved, device);
   check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
              static_cast<int64_t>(tables->maps.size()));
   read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
+  read_unseen(op, *tables, initial, parameters);
   tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
   for (std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
     for (Tensor& tensor : *list) tables->kept.push_back(std::move(tensor));

@@ -9,11 +9,12 @@
 
 namespace torchrec_dyn {
 
-inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std::vector<double>& parameters) {
-  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31),
-                     "init_rows_: expected first_column in [0, 2^31), got ", first_column, ".");
-  TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, "init_rows_: expected kind in [0, 2], got ", kind, ".");
-  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
+inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind,
+                                   const std::vector<double>& parameters) {
+  TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
+                     ": expected first_column in [0, 2^31), got ", first_column, ".");
+  TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, op, ": expected kind in [0, 2], got ", kind, ".");
+  check_size(op, "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
   const InitialRows initial = {static_cast<InitialKind>(kind),
                                parameters[0],
                                parameters[1],
@@ -24,7 +25,7 @@ inline InitialRows initial_rows_of(int64_t first_column, int64_t kind, const std
   TORCHREC_DYN_CHECK(initial.kind != InitialKind::kNormal ||
                          (initial.low_probability >= 0.0 && initial.low_probability <= initial.high_probability &&
                           initial.high_probability <= 1.0),
-                     "init_rows_: expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
+                     op, ": expected probabilities 0 <= low <= high <= 1, got ", initial.low_probability, " and ",
                      initial.high_probability, ".");
   return initial;
 }
@@ -49,11 +50,6 @@ inline void check_row(const char* op, int64_t row, int64_t lowest, int64_t capac
 
 inline void raise_row_error(const int64_t* words) {
   check_row(reinterpret_cast<const char*>(words[0]), words[1], words[2], words[3]);
-}
-
-inline void check_advised_block(const Tensor& block) {
-  TORCHREC_DYN_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
-  check_memory("advise_huge_pages", "block", block);
 }
 
 }  // namespace torchrec_dyn

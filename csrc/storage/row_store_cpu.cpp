@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "huge_pages.h"
 #include "kernel.h"
 #include "output_memory.h"
 #include "parallel.h"
@@ -17,7 +16,6 @@ namespace {
 constexpr int64_t kGrain = 512;
 constexpr int64_t kMostCached = 8 << 20;  // larger outputs are written past the caches
 constexpr int64_t kBurst = 32;            // rows prefetched together, before their values are computed
-constexpr int64_t kAtOnce = 1024;         // columns computed together, a multiple of kMostRandomWords
 
 TORCHREC_DYN_SIMD bool are_between(const int64_t* rows, int64_t count, int64_t lowest, int64_t end) noexcept {
   int64_t outside = 0;  // a sum, not a branch: the compiler makes vectors of it
@@ -36,7 +34,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
                 int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
   check_tensor("init_rows_", "ids", ids, ScalarType::Long);
   check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
-  const InitialRows initial = initial_rows_of(first_column, kind, parameters);
+  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters);
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     BlockList<T> list("init_rows_", "blocks", blocks);
@@ -50,7 +48,6 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     store_nearest(static_cast<float>(initial.low), &constant);
     for_each_task_apart((rows.numel() + kGrain - 1) / kGrain, [&](int64_t piece) {
       const int64_t begin = piece * kGrain, end = std::min(rows.numel(), begin + kGrain);
-      float values[kAtOnce];
       for (int64_t i = begin; i < end; ++i) {
         if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
           for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, row[next]);
@@ -59,11 +56,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
           std::fill(out, out + columns, constant);
           continue;
         }
-        for (int64_t done = 0; done < columns; done += kAtOnce, out += kAtOnce) {
-          const int64_t count = std::min(kAtOnce, columns - done);
-          fill_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column + done, count, values);
-          for (int64_t c = 0; c < count; ++c) store_nearest(values[c], &out[c]);
-        }
+        store_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column, columns, out);
       }
     });
   });
@@ -115,15 +108,9 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
-void advise_huge_pages(const Tensor& block) {
-  check_advised_block(block);
-  ask_for_huge_pages(block.mutable_data_ptr(), block.numel() * static_cast<int64_t>(block.element_size()));
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("advise_huge_pages", &advise_huge_pages));
   m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
   m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
   m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));

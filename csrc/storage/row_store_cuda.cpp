@@ -55,7 +55,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
                 int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
   check_tensor("init_rows_", "ids", ids, ScalarType::Long, kDevice);
   check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
-  const InitialRows initial = initial_rows_of(first_column, kind, parameters);
+  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters);
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     DeviceCall call(ids);
@@ -120,13 +120,9 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
-// Pages of a device are 2 MiB already.
-void advise_huge_pages(const Tensor& block) { check_advised_block(block); }
-
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("advise_huge_pages", &advise_huge_pages));
   m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
   m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
   m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));

@@ -89,8 +89,7 @@ HARMLESS = {
     ("sort_by_owner", "lengths", "dtype"),  # int32 or int64
     ("sort_by_owner", "weights", "dtype"),
     ("gather_pool", "rows", "size"),  # an id in no bag
-    ("bag_weights_grad", "rows", "size"),
-    *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
+    ("weights_grad_prepared", "rows", "size"),
     ("grow_block", "block", "dtype"),
     *(("raise_errors", "like", how) for how in ("dtype", "strides", "size", "nothing")),
 }
@@ -365,7 +364,7 @@ TILES = [
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("segments", "rule"), TILES)
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad", "update_rows_"])
+@pytest.mark.parametrize("op", ["gather_pool", "update_rows_"])
 def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
     """A bag in two segments was read with the columns of the wrong table; outputs had holes."""
     sample = SAMPLES[op][0]() | {"segments": torch.tensor(segments)}
@@ -409,7 +408,7 @@ def written(op):
             yield argument.name
 
 
-WRITES = [(op, name) for op in SAMPLES for name in written(op) if op != "advise_huge_pages"]
+WRITES = [(op, name) for op in SAMPLES for name in written(op)]
 
 
 def first_of(value):

@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mock_device import MockDevice
 from op_cases import FLOATS
-from table_cases import bits, ids_of, random_bags
+from table_cases import bits, ids_of, prepared_rows, random_bags, weights_grad
 
 from torchrec_dyn import ops
-from torchrec_dyn.optimizers import RULES, OptimizerKind
 
 CPU = torch.ops.torchrec_dyn
-SGD = RULES[OptimizerKind.EXACT_SGD].number
 
 
 def shifted(tensor, elements):
@@ -39,11 +37,9 @@ def assert_same(got, expected):
 
 
 def pool_into(library, out, new_index, rows, offsets, bag_weights, weights, layout, segments, mean):
-    """Pools into an output by the op of prepared tables, which have no ids here."""
-    nothing, tables = rows.new_empty(0, 2), len(layout)
-    moved = torch.tensor([[-1, 0]] * tables).view(-1, 2)
-    handle = library.prepare_tables([nothing] * tables, moved, weights, [], layout, SGD, [], [])
-    library.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
+    """Pools into an output by the op of prepared tables."""
+    handle = prepared_rows(library, weights, layout, rows)
+    library.pool_prepared_(out, new_index, rows, None, offsets, bag_weights, segments, handle, mean)
 
 
 def check_call(
@@ -69,7 +65,55 @@ def check_call(
         assert_same(*outs)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
-    assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
+    assert_same(weights_grad(ops, *given), weights_grad(CPU, *given))
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_initial_rows_are_pooled_as_rows_that_lie_in_the_tables(dtype, is_weighted, count):
+    """Ids without a row read as zeros in the second table; column shards begin anywhere."""
+    widths, kinds, firsts, bags = [3, 8, 16], [2, -1, 1], [3, 0, 6], 9
+    blocks, layout = tables_of(widths, dtype, 0, count)
+    _, offsets = random_bags(3, bags=3 * bags, longest=6, pool=2)
+    rows = torch.randint(-1, 4, (int(offsets[-1]),))
+    ids = torch.randint(-(2**62), 2**62, (len(rows),))
+    places, width = [0, 3, 11], 27
+    segments = torch.tensor([[t, bags * t, bags, places[t], width] for t in range(3)])
+    numbers = [-1.0, 1.0, 0.0, 0.5, 0.25, 1.0]
+    unseen = torch.tensor([[kinds[t], t - 5, firsts[t]] for t in range(3)]), numbers * 3
+    # Tables that have the initial rows, too.
+    twins, twin_rows = [torch.zeros(256, w, dtype=dtype) for w in widths], rows.clone()
+    for t, twin in enumerate(twins):
+        twin[:12] = torch.cat(blocks[count * t : count * (t + 1)])
+        begin, end = int(offsets[bags * t]), int(offsets[bags * (t + 1)])
+        if kinds[t] >= 0:
+            new = 12 + torch.arange(end - begin)
+            given = (firsts[t], kinds[t], numbers, t - 5)
+            CPU.init_rows_(ids[begin:end], new, [twin], 8, widths[t], *given)
+            twin_rows[begin:end] = torch.where(rows[begin:end] < 0, new, rows[begin:end])
+    twin_layout = torch.tensor([[t, 1, 8, w] for t, w in enumerate(widths)])
+    factors = torch.randn(len(rows)) if is_weighted else None
+    grad = torch.randn(width * bags)
+    bags_of_them = (segments, is_weighted)
+    for output in (torch.float32, torch.bfloat16):
+        size = (width * bags, output)
+        expected = CPU.gather_pool(
+            twin_rows, offsets, factors, twins, twin_layout, *bags_of_them, *size
+        )
+        for library in (ops, CPU):
+            handle = prepared_rows(library, blocks, layout, rows, unseen)
+            out = library.gather_pool(rows, offsets, factors, blocks, layout, *bags_of_them, *size)
+            library.pool_prepared_(
+                out, None, rows, ids, offsets, factors, segments, handle, is_weighted
+            )
+            assert_same(out, expected)
+    expected = weights_grad(CPU, grad, twin_rows, offsets, twins, twin_layout, *bags_of_them)
+    for library in (ops, CPU):
+        handle = prepared_rows(library, blocks, layout, rows, unseen)
+        got = library.weights_grad_prepared(grad, rows, ids, offsets, segments, handle, is_weighted)
+        assert_same(got, expected)
 
 
 # Tables of one block without bag weights have a kernel of their own.
@@ -152,7 +196,7 @@ def test_no_bags_and_one_offset():
     nothing, rows = torch.empty(0, 5, dtype=torch.int64), ids_of(0, 99)
     given = (None, blocks, layout, nothing, False, 0, torch.float32)
     assert ops.gather_pool(rows, ids_of(2), *given).shape == (0,)
-    grads = ops.bag_weights_grad(torch.empty(0), rows, ids_of(1), blocks, layout, nothing, False)
+    grads = weights_grad(ops, torch.empty(0), rows, ids_of(1), blocks, layout, nothing, False)
     assert grads.tolist() == [0.0, 0.0]
     for wrong in (-1, 3):
         with pytest.raises(RuntimeError, match=rf"inside the ids \[0, 2\], got {wrong} to {wrong}"):
@@ -172,6 +216,17 @@ def second_of_two(**change):
     } | change
 
 
+def pooled(library, **given):
+    return library.gather_pool(**given, bag_weights=None, elements=12, dtype=torch.float32)
+
+
+def graded(library, **given):
+    return weights_grad(library, torch.ones(12), **given)
+
+
+OF_TWO = {"gather_pool": pooled, "weights_grad_prepared": graded}
+
+
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("change", "rule"),
@@ -186,14 +241,12 @@ def second_of_two(**change):
         ({"offsets": ids_of(-3, 9, 4, 6, 8)}, r"offsets inside the ids \[0, 8\], got -3 to 8"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+@pytest.mark.parametrize("op", ["gather_pool", "weights_grad_prepared"])
 def test_the_first_fault_is_named(op, change, rule):
     """Of two faults the error names the first, with the capacity of its own table."""
-    more = {"gather_pool": {"bag_weights": None, "elements": 12, "dtype": torch.float32}}
-    own = more.get(op, {"grad": torch.ones(12)})
-    getattr(ops, op)(**second_of_two(), **own)
+    OF_TWO[op](ops, **second_of_two())
     with pytest.raises(RuntimeError, match=f"{op}: expected {rule}"):
-        getattr(ops, op)(**second_of_two(**change), **own)
+        OF_TWO[op](ops, **second_of_two(**change))
 
 
 wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 4, 5, 8, 9, 12, 2**32, 2**62, 2**63 - 1])
@@ -204,16 +257,15 @@ wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 4, 5, 8, 9, 12, 2**32, 2**62, 2*
 @given(offsets=st.lists(wild, min_size=5, max_size=5), rows=st.lists(wild, min_size=8, max_size=8))
 def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
     given = second_of_two(rows=ids_of(*rows), offsets=ids_of(*offsets))
-    own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
 
-    def outcome(library, op, more):
+    def outcome(library, call):
         try:
-            return getattr(library, op)(**given, **more).tolist()
+            return call(library, **given).tolist()
         except RuntimeError as error:
             return str(error).split("\n")[0]
 
-    for op, more in (("gather_pool", own), ("bag_weights_grad", {"grad": torch.ones(12)})):
-        assert outcome(ops, op, more) == outcome(CPU, op, more)
+    for call in (pooled, graded):
+        assert outcome(ops, call) == outcome(CPU, call)
 
 
 @pytest.mark.usefixtures("device")
@@ -265,7 +317,7 @@ def test_where_the_host_waits_for_pooling():
         given["weights"] = [device.of(block) for block in given["weights"]]
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
-        ops.bag_weights_grad(grad=out, **given)
+        weights_grad(ops, grad=out, **given)
         pool_into(ops, out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

@@ -122,11 +122,6 @@ def draw_gather_pool(rng: random.Random) -> Arguments:
     }
 
 
-def draw_bag_weights_grad(rng: random.Random) -> Arguments:
-    batch = draw_batch(rng)
-    return {"grad": numbers_of(rng, (batch.elements,), torch.float32), **batch.given}
-
-
 def draw_update_rows_(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
     optimizer = rng.choice(NUMBERS)
@@ -191,7 +186,23 @@ def draw_tables(rng: random.Random, given: Arguments) -> tuple[Arguments, list[l
     """Returns the arguments of prepare_tables for rows of some update, and the ids of each map."""
     maps, ids = draw_maps(rng, len(given["layout"]))
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    return {**maps, **{name: given[name] for name in names}}, ids
+    unseen = draw_unseen(rng, len(given["layout"]))
+    return {**maps, **{name: given[name] for name in names}, **unseen}, ids
+
+
+def draw_unseen(rng: random.Random, tables: int) -> Arguments:
+    """Draws what ids without a row read as, by table, or nothing: zeros."""
+    if rng.random() < 0.3:
+        return {"initial": None, "parameters": []}
+    lines = [
+        [rng.randrange(-1, 3), draw_key(rng), rng.choice((0, 3, 4, 64))] for _ in range(tables)
+    ]
+    parameters = [-1.0, 1.0, 0.0, rng.choice((0.01, 1.0)), 0.125, 0.75] * tables
+    return {"initial": torch.tensor(lines, dtype=I64).view(-1, 3), "parameters": parameters}
+
+
+def draw_initial_ids(rng: random.Random, rows: Tensor) -> Tensor | None:
+    return rng.choice((None, whole(*some_ids(rng, len(rows)))))
 
 
 def draw_handle(rng: random.Random, given: Arguments) -> tuple[Tensor, list[list[int]]]:
@@ -211,6 +222,7 @@ def draw_find_and_pool(rng: random.Random) -> Arguments:
         "weights": [numbers_of(rng, (16, columns), torch.float32) for _ in tables],
         "layout": torch.tensor(tables, dtype=I64),
         **{"states": [], "optimizer": 0, "on_nonfinite": [], "nonfinite": []},
+        **{"initial": None, "parameters": []},
     }
     maps = [a_map(whole(*range(16)), whole(*range(16)), False, 1.7, draw_key(rng)) for _ in tables]
     given["slots"] = [one[0][0] for one in maps]
@@ -246,6 +258,7 @@ def draw_pool_prepared_(rng: random.Random) -> Arguments:
     return {
         "out": update["grad"].to(rng.choice(FLOATS)),
         "new_index": rng.choice((None, whole(*few))),
+        "initial_ids": draw_initial_ids(rng, update["rows"]),
         **{name: update[name] for name in names},
         **given,
     }
@@ -254,7 +267,8 @@ def draw_pool_prepared_(rng: random.Random) -> Arguments:
 def draw_weights_grad_prepared(rng: random.Random) -> Arguments:
     update = draw_update_rows_(rng)
     names = ("grad", "rows", "offsets", "segments", "mean")
-    return {**{name: update[name] for name in names}, "tables": draw_handle(rng, update)[0]}
+    own = {"initial_ids": draw_initial_ids(rng, update["rows"])}
+    return {**{name: update[name] for name in names}, **own, "tables": draw_handle(rng, update)[0]}
 
 
 def draw_update_prepared_(rng: random.Random) -> Arguments:

@@ -107,19 +107,37 @@ def tables_sample(given):
     nothing = torch.empty(0, 2, dtype=I64)
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
     own = {name: given[name] for name in names}
-    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own}
+    unseen = {"initial": None, "parameters": []}
+    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own, **unseen}
+
+
+def of_unseen(*kinds):
+    """Returns what ids without a row read as, in tables of these kinds of initial rows; -1 for zeros."""
+    lines = [[kind, -3 + t, 2 * t + 1] for t, kind in enumerate(kinds)]
+    return {
+        "initial": torch.tensor(lines),
+        "parameters": [-1.0, 1.0, 0.0, 1.0, 0.25, 1.0] * len(kinds),
+    }
 
 
 def prepared(given, *names, **more):
     """Returns the arguments of an op of prepared tables: some of an update, and others."""
-    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables_sample(given)))
-    return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
+    tables = {**tables_sample(given), **of_unseen(-1, 2)}
+    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables))
+    return {
+        "initial_ids": None,
+        **{name: given[name] for name in names},
+        **more,
+        "tables": HANDLES[-1],
+    }
 
 
-def pool_prepared_sample(new_index, dtype=torch.float32, **options):
+def pool_prepared_sample(new_index, dtype=torch.float32, initial_ids=None, **options):
     names = ("rows", "offsets", "bag_weights", "segments", "mean")
     out = torch.ones(10, dtype=dtype)
-    return prepared(update(0, **options), *names, out=out, new_index=new_index)
+    return prepared(
+        update(0, **options), *names, out=out, new_index=new_index, initial_ids=initial_ids
+    )
 
 
 def find_sample(**changed):
@@ -129,16 +147,22 @@ def find_sample(**changed):
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
         "dtype": torch.float32,
     }  # fmt: skip
-    return prepared(update(0), "segments", "mean", **{**own, **changed})
+    given = prepared(update(0), "segments", "mean", **{**own, **changed})
+    del given["initial_ids"]
+    return given
 
 
 def update_prepared_sample(given):
     left_out = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    return prepared(given, *(name for name in given if name not in left_out))
+    sample = prepared(given, *(name for name in given if name not in left_out))
+    del sample["initial_ids"]
+    return sample
 
 
-def grad_sample(given, elements=10):
-    return {"grad": torch.ones(elements), **{k: v for k, v in given.items() if k != "bag_weights"}}
+def weights_grad_sample(given, elements=10, initial_ids=None):
+    names = ("rows", "offsets", "segments", "mean")
+    own = {"grad": torch.ones(elements), "initial_ids": initial_ids}
+    return prepared(update(0) | given, *names, **own)
 
 
 def score_blocks():
@@ -256,7 +280,6 @@ SAMPLES = {
             "rows": whole(), "table_offsets": whole(0), "marks": [], "layout": SCORE_LAYOUT[:0],
         },
     ],
-    "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "grow_block": [
         lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},
         lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1},
@@ -293,6 +316,7 @@ SAMPLES = {
     "prepare_tables": [
         lambda: tables_sample(update(2)),
         lambda: tables_sample(update_with_refusals(2, 1, 2)),
+        lambda: tables_sample(update(2)) | of_unseen(-1, 1),
     ],
     "find_and_pool": [
         find_sample,
@@ -300,18 +324,17 @@ SAMPLES = {
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
-        lambda: pool_prepared_sample(None, torch.float16, dtype=torch.bfloat16, weighted=True),
+        lambda: pool_prepared_sample(None, initial_ids=whole(7, 8, 9, 7, 7)),
+        lambda: pool_prepared_sample(None, torch.float16, weighted=True),
     ],
     "weights_grad_prepared": [
-        lambda: prepared(update(0), "grad", "rows", "offsets", "segments", "mean"),
+        lambda: weights_grad_sample(pooled()),
+        lambda: weights_grad_sample(pooled(), initial_ids=whole(7, 8, 9, 7, 7)),
+        lambda: weights_grad_sample(sequence(), elements=15),
     ],
     "update_prepared_": [
         *(lambda number=number: update_prepared_sample(update(number)) for number in NUMBERS),
         lambda: update_prepared_sample(update_with_marks()),
-    ],
-    "bag_weights_grad": [
-        lambda: grad_sample(pooled()),
-        lambda: grad_sample(sequence(), elements=15),
     ],
     "update_rows_": [
         *(lambda number=number: update(number) for number in NUMBERS),

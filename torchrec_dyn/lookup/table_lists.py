@@ -34,7 +34,7 @@ from torchrec_dyn.storage import (
     RowStore,
     host_numbers,
 )
-from torchrec_dyn.table import Counted, TableShard, on_shared_counters, ranges_of, rows_of_new
+from torchrec_dyn.table import Counted, TableShard, on_shared_counters
 
 _ON_NONFINITE = get_args(OnNonfinite)
 _NO_LIMIT = torch.iinfo(torch.int64).max
@@ -128,6 +128,7 @@ class PreparedTables:
                 rule,
                 what if nonfinite else [],
                 nonfinite,
+                *_unseen_of(self._tables),
             )
             self._tokens = tokens
         return self._handle
@@ -335,7 +336,7 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained], device="cpu"),
         is_frozen=None if all(is_trained) else ~torch.tensor(is_trained, device="cpu"),
         trained=trained,
-        shows_initial=any(table.config.unseen == "initial" for table in tables),
+        shows_initial=_shows_initial(tables),
         has_changes=any(table.changes is not None for table in tables),
         refuses_nonfinite=any(table.nonfinite is not None for table in tables),
         prepared=PreparedTables(tables, maps, blocks),
@@ -352,39 +353,18 @@ def _nonfinite_of(tables: Sequence[TableShard]) -> list[Tensor]:
     return [unused[t : t + 1] if count is None else count for t, count in enumerate(counts)]
 
 
-def blocks_with_initial_rows(
-    tables: Sequence[TableShard], ids: Tensor, rows: Tensor, table_offsets: Tensor
-) -> tuple[TableBlocks, Tensor]:
-    """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
+def _unseen_of(tables: Sequence[TableShard]) -> tuple[Tensor | None, list[float]]:
+    """Returns what ids without a row read as, for `ops.prepare_tables`."""
+    if not _shows_initial(tables):
+        return None, []
+    lines, parameters = [], []
+    for table in tables:
+        rows = table.initial_rows
+        kind = rows.kind if table.config.unseen == "initial" else -1
+        lines.append([kind, rows.key, rows.first_column])
+        parameters += rows.parameters
+    return torch.tensor(lines, device="cpu"), parameters
 
-    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows.
 
-    ids [N] int64 in table order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned
-    blocks; table_offsets [T + 1] int64, where the ids of each table begin.
-
-    Returns:
-        The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
-    """
-    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    stores, ranges = [table.weights for table in tables], ranges_of(new_offsets)
-    initial: dict[int, Tensor] = {}
-    for t, unseen_of_table in ranges.items():
-        table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
-        if table.config.unseen != "initial":
-            continue
-        if weights.grows_in_place:
-            # The addresses after its last row are for later rows. A copy of the batch's rows costs little
-            # more than their pooling.
-            begin, end = table_offsets[t : t + 2].tolist()
-            found, first = rows[begin:end], end - begin
-            stores[t] = weights.with_copies(found, unseen.numel())
-            copies = torch.arange(first, device=rows.device)
-            found.copy_(copies.masked_fill_(found < 0, -1))
-        else:
-            first = weights.capacity
-            stores[t] = weights.with_added_blocks(unseen.numel())
-        initial[t] = torch.arange(first, first + unseen.numel(), device=rows.device)
-        table.initial_rows.write(unseen, initial[t], stores[t])
-    if ranges:  # `TakenStep.missing` may be too large
-        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, initial))
-    return blocks_of(stores), new_index
+def _shows_initial(tables: Sequence[TableShard]) -> bool:
+    return any(table.config.unseen == "initial" for table in tables)
