@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "lookup/pooling_kernels.h"
+#include "storage/initial_rows.h"
 
 namespace torchrec_dyn {
 
@@ -23,6 +24,20 @@ struct PoolNewBags {
     int64_t id = ids.begin;
     while (id < ids.end && new_index[id] < 0) ++id;
     if (id < ids.end) all.pool_unit(segment, parts);
+  }
+};
+
+// Ids without a row that read as initial rows.
+struct ShownRows {
+  const int64_t* ids;        // of all rows of the call; null: absent rows are zeros
+  const UnseenRows* unseen;  // of each segment
+
+  // One number as rows store it.
+  template <typename T>
+  TORCHREC_DYN_BOTH float number(const UnseenRows& own, int64_t i, int64_t column) const {
+    T stored;
+    store_nearest(initial_number(own, ids[i], column), &stored);
+    return to_float(stored);
   }
 };
 
@@ -66,6 +81,31 @@ struct PoolShownBags {
       sum += (all.bag_weights == nullptr ? 1.0f : all.bag_weights[id]) * number;
     }
     return all.bags.mean ? sum / static_cast<float>(ids.end - ids.begin) : sum;
+  }
+};
+
+// The threads of DotRows, after it: one for each id that reads as an initial row.
+template <typename T>
+struct DotShownRows {
+  DeviceBags<T> bags;
+  const float* grad;
+  float* out;
+  ShownRows shown;
+
+  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
+    if (bags.rows[i] != kNoRow) return;
+    const int64_t bag =
+        bags.offsets == nullptr ? i : table_of(i, bags.count, [this](int64_t b) { return bags.offsets[b]; });
+    const typename DeviceBags<T>::Range ids = bags.range(bag);
+    if (i < ids.begin || i >= ids.end) return;
+    const DeviceSegment<T>& segment = bags.segment_of_bag(bag);
+    const UnseenRows& own = shown.unseen[&segment - bags.segments];
+    if (!own.are_initial) return;
+    const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+    double sum = 0.0;
+    for (int64_t column = 0; column < segment.table.columns; ++column)
+      sum += static_cast<double>(bag_grad[column]) * shown.number<T>(own, i, column);
+    out[i] = static_cast<float>(bags.mean ? sum / static_cast<double>(ids.end - ids.begin) : sum);
   }
 };
 

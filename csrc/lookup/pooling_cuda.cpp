@@ -167,11 +167,8 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
   dispatch_row_type(op, tables->row_type, [&](auto zero) {
     using T = decltype(zero);
     run<T>(call, given, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool, const ShownRows& shown) {
-      const int64_t threads = std::max(bags.ids, bags.count);
-      if (shown.ids != nullptr)
-        simt::launch(call.stream(), threads, DotRows<T, true>{bags, bag_grad, place, shown});
-      else
-        simt::launch(call.stream(), threads, DotRows<T, false>{bags, bag_grad, place, shown});
+      simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
+      if (shown.ids != nullptr) simt::launch(call.stream(), bags.ids, DotShownRows<T>{bags, bag_grad, place, shown});
     });
   });
   return out;

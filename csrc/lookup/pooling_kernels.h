@@ -23,7 +23,6 @@
 #include "simt.h"
 #include "storage/blocks.h"
 #include "storage/id_map.h"
-#include "storage/initial_rows.h"
 #include "storage/row_units.h"
 #include "storage/table_of.h"
 
@@ -91,20 +90,6 @@ struct DeviceBags {
     return {0, 0};
   }
   TORCHREC_DYN_BOTH void note_row_outside(int64_t bag) const { simt::atomic_max(&wrong->bags_left, count - bag); }
-};
-
-// Ids without a row that read as initial rows.
-struct ShownRows {
-  const int64_t* ids;        // of all rows of the call; null: absent rows are zeros
-  const UnseenRows* unseen;  // of each segment
-
-  // One number as rows store it.
-  template <typename T>
-  TORCHREC_DYN_BOTH float number(const UnseenRows& own, int64_t i, int64_t column) const {
-    T stored;
-    store_nearest(initial_number(own, ids[i], column), &stored);
-    return to_float(stored);
-  }
 };
 
 // The CPU's error: of the offsets, or else of the first bag with a row outside. Runs in one thread.
@@ -244,12 +229,11 @@ struct PoolBags {
 
 // One thread for each id, and for each pair of offsets: as many as the larger of their numbers. An id alone sums over
 // its columns, as the CPU does: a sum of doubles depends on the order.
-template <typename T, bool kShowsInitial>
+template <typename T>
 struct DotRows {
   DeviceBags<T> bags;
   const float* grad;
   float* out;
-  ShownRows shown;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (bags.offsets != nullptr && i < bags.count) bags.range(i);
@@ -261,16 +245,14 @@ struct DotRows {
     const typename DeviceBags<T>::Range ids = bags.range(bag);
     if (i < ids.begin || i >= ids.end) return;
     const DeviceSegment<T>& segment = bags.segment_of_bag(bag);
-    const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     const int64_t row = bags.rows[i];
-    double sum = 0.0;
-    if (segment.table.has(row)) {
-      sum = dot(segment, segment.table.row(row), bag_grad);
-    } else if (row != kNoRow) {
-      return bags.note_row_outside(bag);
-    } else if constexpr (kShowsInitial) {
-      sum = dot_initial(segment, i, bag_grad);
+    if (!segment.table.has(row)) {
+      if (row != kNoRow) bags.note_row_outside(bag);
+      return;
     }
+    const T* weights = segment.table.row(row);
+    const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
+    const double sum = dot(segment, weights, bag_grad);
     out[i] = static_cast<float>(bags.mean ? sum / static_cast<double>(ids.end - ids.begin) : sum);
   }
 
@@ -289,14 +271,6 @@ struct DotRows {
       load_columns(bag_grad + column, segment.is_whole, factors);
       for (int c = 0; c < kColumns; ++c) sum += static_cast<double>(factors[c]) * numbers[c];
     }
-    return sum;
-  }
-
-  TORCHREC_DYN_BOTH double dot_initial(const DeviceSegment<T>& segment, int64_t i, const float* bag_grad) const {
-    const UnseenRows& own = shown.unseen[&segment - bags.segments];
-    double sum = 0.0;
-    for (int64_t column = 0; own.are_initial && column < segment.table.columns; ++column)
-      sum += static_cast<double>(bag_grad[column]) * shown.number<T>(own, i, column);
     return sum;
   }
 };

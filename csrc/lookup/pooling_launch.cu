@@ -14,8 +14,8 @@ namespace torchrec_dyn {
   TORCHREC_DYN_LAUNCH_POOLING(T, Float16);  \
   TORCHREC_DYN_LAUNCH_POOLING(T, BFloat16); \
   TORCHREC_DYN_LAUNCH(ReportWrongBags<T>);  \
-  TORCHREC_DYN_LAUNCH(DotRows<T, true>);    \
-  TORCHREC_DYN_LAUNCH(DotRows<T, false>)
+  TORCHREC_DYN_LAUNCH(DotRows<T>);          \
+  TORCHREC_DYN_LAUNCH(DotShownRows<T>)
 
 TORCHREC_DYN_LAUNCH_BAGS(float);
 TORCHREC_DYN_LAUNCH_BAGS(Float16);

@@ -23,7 +23,15 @@ LIBRARY = Path(
 )
 # Descriptions of a call are on the CPU for every kernel (csrc/library.cpp).
 DESCRIPTIONS = {"table_offsets", "new_offsets", "moved", "layout", "segments", "streams"}
-DESCRIPTIONS |= {"steps", "versions", "mark_layout", "first_bags", "first_features", "tables"}
+DESCRIPTIONS |= {
+    "steps",
+    "versions",
+    "mark_layout",
+    "first_bags",
+    "first_features",
+    "tables",
+    "initial",
+}
 CPU = torch.ops.torchrec_dyn
 ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512
 
