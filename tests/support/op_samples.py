@@ -5,7 +5,7 @@ from update_rules import NUMBERS, hyper_of, state_blocks
 
 from torchrec_dyn import ops
 
-__all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
+__all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "of_unseen", "update", "whole"]
 I64 = torch.int64
 
 
