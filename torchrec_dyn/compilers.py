@@ -33,7 +33,7 @@ def forward_of_tables(forward: Callable[_Arguments, _Result]) -> Callable[_Argum
 
     @functools.wraps(forward)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch._C._is_tracing():
             _refuse(args[0], "torch.export or torch.jit.trace")
         if torch._C._are_functorch_transforms_active():
             raise ValueError(

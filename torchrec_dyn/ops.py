@@ -305,8 +305,9 @@ def prepare_tables(
     optimizer: int,
     on_nonfinite: Sequence[int],
     nonfinite: Sequence[Tensor],
-    initial: Tensor | None,
-    parameters: Sequence[float],
+    initial: Tensor | None = None,
+    parameters: Tensor | None = None,
+    initial_states: Sequence[float] = (),
 ) -> Tensor:
     """Checks the maps, rows and optimizer states of T tables once, for ops that take the result."""
     return torch.empty(1, dtype=torch.int64)
@@ -325,6 +326,15 @@ def find_and_pool(
     numbers = first_bags.new_empty(first_bags.shape[0] + first_features.shape[0])
     bags = torch.library.get_ctx().new_dynamic_size()
     return out, torch.empty_like(ids), ids.new_empty(bags), numbers
+
+
+@_op
+def init_new_rows(
+    new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor, reused_offsets: Tensor,
+    tables: Tensor,
+) -> Tensor:  # fmt: skip
+    """Numbers the rows of new ids of prepared tables, and writes their initial rows and states, in place."""
+    return torch.empty_like(new_ids)
 
 
 @_op

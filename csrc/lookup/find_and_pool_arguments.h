@@ -38,7 +38,7 @@ inline const int64_t* initial_id_data(const char* op, const PreparedTables& tabl
   if (!initial_ids.has_value()) return nullptr;
   check_tensor(op, "initial_ids", *initial_ids, ScalarType::Long, tables.device);
   check_size(op, "the number of initial_ids", ids, initial_ids->numel());
-  return tables.unseen.empty() ? nullptr : const_data<int64_t>(*initial_ids);
+  return tables.initial.empty() ? nullptr : const_data<int64_t>(*initial_ids);
 }
 
 // Which batches are pooled: none, those without absent ids, or all. A device pools before it knows the ids.

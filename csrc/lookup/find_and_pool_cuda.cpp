@@ -107,10 +107,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
 Tensor prepare_tables(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> weights,
                       std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
                       std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite,
-                      const std::optional<Tensor>& initial, std::vector<double> parameters) {
+                      const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
+                      std::vector<double> initial_states) {
   const Device device = slots.empty() ? Device(kDevice) : slots.front().device();
   return prepared(device, std::move(slots), moved, std::move(weights), std::move(states), layout, optimizer,
-                  on_nonfinite, std::move(nonfinite), initial, parameters);
+                  on_nonfinite, std::move(nonfinite), initial, parameters, initial_states);
 }
 
 }  // namespace

@@ -29,12 +29,12 @@ struct PoolNewBags {
 
 // Ids without a row that read as initial rows.
 struct ShownRows {
-  const int64_t* ids;        // of all rows of the call; null: absent rows are zeros
-  const UnseenRows* unseen;  // of each segment
+  const int64_t* ids;           // of all rows of the call; null: absent rows are zeros
+  const InitialTable* initial;  // of each segment
 
   // One number as rows store it.
   template <typename T>
-  TORCHREC_DYN_BOTH float number(const UnseenRows& own, int64_t i, int64_t column) const {
+  TORCHREC_DYN_BOTH float number(const InitialTable& own, int64_t i, int64_t column) const {
     T stored;
     store_nearest(initial_number(own, ids[i], column), &stored);
     return to_float(stored);
@@ -56,11 +56,11 @@ struct PoolShownBags {
     const Division::Parts parts = segment.split(i);
     const int64_t bag = segment.first_bag + parts.quotient;
     const typename DeviceBags<T>::Range ids = bags.range(bag);
-    const UnseenRows& own = shown.unseen[&segment - bags.segments];
+    const InitialTable& own = shown.initial[&segment - bags.segments];
     bool is_pooled = false, are_inside = true;
     for (int64_t id = ids.begin; id < ids.end; ++id) {
       const int64_t row = bags.rows[id];
-      is_pooled |= (own.are_initial && row == kNoRow) || (new_index != nullptr && new_index[id] >= 0);
+      is_pooled |= (own.is_shown && row == kNoRow) || (new_index != nullptr && new_index[id] >= 0);
       are_inside &= segment.table.has(row) || row == kNoRow;
     }
     if (!are_inside) return bags.note_row_outside(bag);
@@ -71,12 +71,12 @@ struct PoolShownBags {
       store_nearest(sum(segment, own, ids, column), &place[column]);
   }
 
-  TORCHREC_DYN_BOTH float sum(const DeviceSegment<T>& segment, const UnseenRows& own,
+  TORCHREC_DYN_BOTH float sum(const DeviceSegment<T>& segment, const InitialTable& own,
                               const typename DeviceBags<T>::Range& ids, int64_t column) const {
     float sum = 0.0f;
     for (int64_t id = ids.begin; id < ids.end; ++id) {
       const int64_t row = all.bags.rows[id];
-      if (row == kNoRow && !own.are_initial) continue;
+      if (row == kNoRow && !own.is_shown) continue;
       const float number = row == kNoRow ? shown.number<T>(own, id, column) : to_float(segment.table.row(row)[column]);
       sum += (all.bag_weights == nullptr ? 1.0f : all.bag_weights[id]) * number;
     }
@@ -99,8 +99,8 @@ struct DotShownRows {
     const typename DeviceBags<T>::Range ids = bags.range(bag);
     if (i < ids.begin || i >= ids.end) return;
     const DeviceSegment<T>& segment = bags.segment_of_bag(bag);
-    const UnseenRows& own = shown.unseen[&segment - bags.segments];
-    if (!own.are_initial) return;
+    const InitialTable& own = shown.initial[&segment - bags.segments];
+    if (!own.is_shown) return;
     const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     double sum = 0.0;
     for (int64_t column = 0; column < segment.table.columns; ++column)

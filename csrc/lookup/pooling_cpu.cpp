@@ -64,16 +64,16 @@ struct PoolJob {
   const int64_t* rows;
   const float* bag_weights;  // or null
   bool mean;
-  bool streams;                // the output is written past the caches
-  const int64_t* initial_ids;  // null: all absent rows are zeros
-  const UnseenRows* unseen;    // of each table, for initial_ids
+  bool streams;                 // the output is written past the caches
+  const int64_t* initial_ids;   // null: all absent rows are zeros
+  const InitialTable* initial;  // of each table, for initial_ids
 
   // The initial row of an id without a row, in `memory`; null if it counts as zeros.
   const T* initial_row(int64_t i, int64_t table, T* memory) const {
-    if (initial_ids == nullptr || !unseen[table].are_initial) return nullptr;
-    const UnseenRows& own = unseen[table];
+    if (initial_ids == nullptr || !initial[table].is_shown) return nullptr;
+    const InitialTable& own = initial[table];
     const int64_t columns = tables[static_cast<size_t>(table)].columns;
-    store_initial_row(own.initial, own.key, initial_ids[i], own.first_column, columns, memory);
+    store_initial_row(own.rows, own.key, initial_ids[i], own.first_column, columns, memory);
     return memory;
   }
 };
@@ -190,7 +190,7 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segm
 template <typename T, typename Out>
 void pool_initial_rows(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, T* memory,
                        float* sums, Out* out) {
-  if (!job.unseen[segment.table].are_initial) return;
+  if (!job.initial[segment.table].is_shown) return;
   const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
   Out* place = out + segment.out_offset + (first - segment.first_bag) * segment.out_stride;
   for (int64_t bag = first; bag < last; ++bag, place += segment.out_stride) {
@@ -242,7 +242,7 @@ void pool(const char* op, const PreparedTables& tables, const BagLists& lists, c
     const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
     dispatch_row_type(op, out.scalar_type(), [&](auto out_zero) {
       const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, out.numel());
-      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams, initial_ids, tables.unseen.data()};
+      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams, initial_ids, tables.initial.data()};
       auto* place = mutable_data<decltype(out_zero)>(out);
       const int64_t columns = most_columns(tables);
       const int64_t sum_columns = sizeof(out_zero) == sizeof(float) && initial_ids == nullptr ? 0 : columns;
@@ -331,7 +331,7 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
     using T = decltype(zero);
     const std::vector<RowBlocks<T>> row_tables = tables->all_rows<T>();
     const PoolJob<T> job{bags,  row_tables, const_data<int64_t>(rows), nullptr, mean,
-                         false, shown,      tables->unseen.data()};
+                         false, shown,      tables->initial.data()};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
       const auto memory = numbers_of<T>(shown == nullptr ? 0 : most_columns(*tables));
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {

@@ -56,11 +56,11 @@ void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintp
   std::vector<DeviceSegment<T>> segments =
       segments_of(lists, given.tables.all_rows<T>(), given.tables.layout, outputs, element_bytes);
   const std::vector<WrongBags> wrong(1);
-  std::vector<UnseenRows> unseen;
+  std::vector<InitialTable> initial;
   for (const Segment& segment : lists.segments)
     if (given.initial_ids != nullptr && segment.bags > 0)
-      unseen.push_back(given.tables.unseen[static_cast<size_t>(segment.table)]);
-  SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers) + bytes_of(unseen));
+      initial.push_back(given.tables.initial[static_cast<size_t>(segment.table)]);
+  SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers) + bytes_of(initial));
   T* const* device_blocks = sent.add(pointers);
   for (DeviceSegment<T>& segment : segments)
     segment.table.blocks = device_blocks + (segment.table.blocks - pointers.data());
@@ -72,7 +72,7 @@ void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintp
                            given.rows.numel(),
                            given.mean,
                            sent.add(wrong)};
-  const ShownRows shown{given.initial_ids, sent.add(unseen)};
+  const ShownRows shown{given.initial_ids, sent.add(initial)};
   sent.send();
   if (lists.count > 0) {
     const DeviceSegment<T>& last = segments.back();

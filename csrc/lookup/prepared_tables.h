@@ -33,7 +33,8 @@ struct PreparedTables {
   std::vector<float*> states;             // of each state of the optimizer, one block for each block of `weights`
   std::vector<OnNonfinite> on_nonfinite;  // [T]
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
-  std::vector<UnseenRows> unseen;         // [T], or none: ids without a row read as zeros in all tables
+  std::vector<InitialTable> initial;      // [T], or none
+  std::vector<float> initial_states;      // the number in each state of the optimizer
   SeparateMemory written;                 // what calls write of the tables
   std::vector<Tensor> kept;               // the tensors of all pointers, if the tables outlive the call
 
@@ -118,24 +119,23 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   }
 }
 
-// Reads what ids without a row read as: initial [T, 3] has the kind of initial rows, -1 for zeros, their key and first
-// column; `parameters` six of each table.
-inline void read_unseen(const char* op, PreparedTables& tables, const std::optional<Tensor>& initial,
-                        const std::vector<double>& parameters) {
+// initial [T, 4]: kind, key, first column, 1 if ids without a row read as initial rows; parameters [T, 6]. states: the
+// number in each state of the optimizer.
+inline void read_initial(const char* op, PreparedTables& tables, const Tensor& initial, const Tensor& parameters,
+                         const std::vector<double>& states) {
   const auto count = static_cast<int64_t>(tables.count());
-  check_size(op, "the number of parameters", initial.has_value() ? 6 * count : 0,
-             static_cast<int64_t>(parameters.size()));
-  if (!initial.has_value()) return;
-  check_tensor(op, "initial", *initial, ScalarType::Long);
-  check_size(op, "the elements of initial", 3 * count, initial->numel());
-  const int64_t* line = const_data<int64_t>(*initial);
-  for (auto own = parameters.begin(); own != parameters.end(); own += 6, line += 3) {
-    if (line[0] == -1)
-      tables.unseen.emplace_back();
-    else
-      tables.unseen.push_back(
-          {true, initial_rows_of(op, line[2], line[0], {own, own + 6}), static_cast<uint64_t>(line[1]), line[2]});
-  }
+  check_tensor(op, "initial", initial, ScalarType::Long);
+  check_tensor(op, "parameters", parameters, ScalarType::Double);
+  check_size(op, "the elements of initial", 4 * count, initial.numel());
+  check_size(op, "the elements of parameters", 6 * count, parameters.numel());
+  check_size(op, "the number of initial_states", rule_facts(tables.optimizer).state_count(),
+             static_cast<int64_t>(states.size()));
+  const int64_t* word = const_data<int64_t>(initial);
+  const double* own = const_data<double>(parameters);
+  for (int64_t t = 0; t < count; ++t, word += 4, own += 6)
+    tables.initial.push_back(
+        {initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2], word[3] != 0});
+  for (const double number : states) tables.initial_states.push_back(static_cast<float>(number));
 }
 
 // The prepared tables of this process, by the numbers of their handles.
@@ -192,14 +192,15 @@ class Handles {
 inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
                        std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
                        const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
-                       const std::optional<Tensor>& initial, const std::vector<double>& parameters) {
+                       const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
+                       const std::vector<double>& initial_states) {
   const char* op = "prepare_tables";
   auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
   tables->maps = views_of(op, slots, moved, device);
   check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
              static_cast<int64_t>(tables->maps.size()));
   read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
-  read_unseen(op, *tables, initial, parameters);
+  if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
   tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
   for (std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
     for (Tensor& tensor : *list) tables->kept.push_back(std::move(tensor));

@@ -9,12 +9,11 @@
 
 namespace torchrec_dyn {
 
-inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind,
-                                   const std::vector<double>& parameters) {
+// `parameters`: six numbers.
+inline InitialRows initial_rows_of(const char* op, int64_t first_column, int64_t kind, const double* parameters) {
   TORCHREC_DYN_CHECK(first_column >= 0 && first_column < (int64_t{1} << 31), op,
                      ": expected first_column in [0, 2^31), got ", first_column, ".");
   TORCHREC_DYN_CHECK(kind >= 0 && kind <= 2, op, ": expected kind in [0, 2], got ", kind, ".");
-  check_size(op, "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
   const InitialRows initial = {static_cast<InitialKind>(kind),
                                parameters[0],
                                parameters[1],

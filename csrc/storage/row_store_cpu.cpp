@@ -5,7 +5,7 @@
 #include "kernel.h"
 #include "output_memory.h"
 #include "parallel.h"
-#include "storage/initial_rows_cpu.h"
+#include "storage/initial_writes_cpu.h"
 #include "storage/row_access_cpu.h"
 #include "storage/row_store_arguments.h"
 #include "storage/streamed_rows_cpu.h"
@@ -34,7 +34,8 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
                 int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
   check_tensor("init_rows_", "ids", ids, ScalarType::Long);
   check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
-  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters);
+  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
+  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters.data());
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     BlockList<T> list("init_rows_", "blocks", blocks);
@@ -43,22 +44,7 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
     SeparateMemory().writes(blocks).reads(ids).reads(rows).check("init_rows_");
     const int64_t* id = const_data<int64_t>(ids);
     const int64_t* row = const_data<int64_t>(rows);
-    const bool is_constant = initial.kind == InitialKind::kConstant;  // as fresh optimizer state is
-    T constant;
-    store_nearest(static_cast<float>(initial.low), &constant);
-    for_each_task_apart((rows.numel() + kGrain - 1) / kGrain, [&](int64_t piece) {
-      const int64_t begin = piece * kGrain, end = std::min(rows.numel(), begin + kGrain);
-      for (int64_t i = begin; i < end; ++i) {
-        if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
-          for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, row[next]);
-        T* out = table.row(row[i]);
-        if (is_constant) {
-          std::fill(out, out + columns, constant);
-          continue;
-        }
-        store_initial_row(initial, static_cast<uint64_t>(key), id[i], first_column, columns, out);
-      }
-    });
+    write_initial_rows(initial, static_cast<uint64_t>(key), first_column, id, row, rows.numel(), table);
   });
 }
 

@@ -55,7 +55,8 @@ void init_rows_(const Tensor& ids, const Tensor& rows, std::vector<Tensor> block
                 int64_t first_column, int64_t kind, std::vector<double> parameters, int64_t key) {
   check_tensor("init_rows_", "ids", ids, ScalarType::Long, kDevice);
   check_size("init_rows_", "the number of rows", ids.numel(), rows.numel());
-  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters);
+  check_size("init_rows_", "the number of parameters", 6, static_cast<int64_t>(parameters.size()));
+  const InitialRows initial = initial_rows_of("init_rows_", first_column, kind, parameters.data());
   dispatch_row_type("init_rows_", blocks, [&](auto zero) {
     using T = decltype(zero);
     DeviceCall call(ids);

@@ -15,6 +15,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs, ops
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.lookup import Batch
 from torchrec_dyn.state_dict import saved_sums, saving
 from torchrec_dyn.whole_model import tables_of
 
@@ -194,10 +195,11 @@ def test_a_row_of_an_erased_id_that_a_later_forward_notes_is_not_in_the_sums():
     model, ids = plain(20), ids_of(3, 4)
     first = mark(model)
     (group,) = model.unsharded_lookup.table_groups()
-    ahead = group.prefetch_step(ids, [2])
+    batch = Batch(ids, offsets=torch.tensor([0, 1, 2]))
+    ahead = group.prefetch_step(batch)
     model.table("t").erase(ids_of(3))
     second = mark(model)
-    output = group(ids, torch.tensor([0, 1, 2]), training=True, counts=[2], ahead=ahead)
+    output = group(batch, ahead)
     assert check_sums(model) == 1
     output.sum().backward()
     assert check_sums(model) == 1 and first is not second

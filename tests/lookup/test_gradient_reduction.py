@@ -1,7 +1,5 @@
 """`DynamicTableConfig.gradient`: the reduction of gradients that several ranks send for one row."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import workers
@@ -15,8 +13,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.compute_kernel import DynamicKernel
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup, set_batch
+from torchrec_dyn.sharding.grouped_lookups import PooledLookup
 from torchrec_dyn.table.shard import TableShard
 
 POOLED = [
@@ -148,11 +145,7 @@ def test_node_row_wise_batches_lie_by_place_in_the_node():
     """TorchRec's staggered recat orders the ranks of nodes {0, 1} and {2, 3} as 0, 2, 1, 3."""
     lookup = PooledLookup.__new__(PooledLookup)  # its constructor needs a process group
     torch.nn.Module.__init__(lookup)
-    kernel = DynamicKernel.__new__(DynamicKernel)
-    torch.nn.Module.__init__(kernel)
-    lookup._emb_modules = [kernel]
-    batch = SimpleNamespace(batch_size_per_rank=[10, 11, 12, 13])
+    lookup._emb_modules = [lambda features, bags_of_ranks, ahead: bags_of_ranks]
     for node_size, arrived in ((2, [10, 12, 11, 13]), (1, [10, 11, 12, 13])):
         lookup.node_size = node_size
-        set_batch([lookup], [batch], {})
-        assert kernel.bags_of_ranks == arrived
+        assert lookup._outputs([None], [10, 11, 12, 13], {}) == [arrived]

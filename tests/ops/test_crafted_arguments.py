@@ -13,7 +13,6 @@ from op_samples import (
     SAMPLES,
     blocks,
     filled_slots,
-    of_unseen,
     pool_sample,
     pooled,
     update,
@@ -91,6 +90,9 @@ HARMLESS = {
     ("sort_by_owner", "weights", "dtype"),
     ("gather_pool", "rows", "size"),  # an id in no bag
     ("weights_grad_prepared", "rows", "size"),
+    *(("find_and_pool", "ids", how) for how in ("size", "nothing")),  # the result says so
+    ("find_and_pool", "lengths", "dtype"),  # int32 or int64
+    *((op, "tables", "strides") for op in SAMPLES if "tables" in SAMPLES[op][0]()),  # one
     ("grow_block", "block", "dtype"),
     *(("raise_errors", "like", how) for how in ("dtype", "strides", "size", "nothing")),
 }
@@ -143,6 +145,18 @@ WRONG = [
     ("grow_block", {"limit": 2**62}, r"a limit of at most 2\^47 bytes, got 4611686018427387904"),
     ("grow_block", {"block": torch.ones(4, 0)}, r"shape \[R, D\] with D > 0, got 2 dim"),
     ("grow_block", {"block": torch.ones(4)}, r"shape \[R, D\] with D > 0, got 1 dim"),
+    ("prepare_tables", {"slots": [], "moved": whole()}, "the number of maps = 2, got 0"),
+    ("find_and_pool", {"tables": whole(1)}, "the result of prepare_tables in this process"),
+    ("find_and_pool", {"pools": 3}, r"pools in \[0, 2\], got 3"),
+    ("find_and_pool", {"elements": -1}, "elements >= 0, got -1"),
+    ("find_and_pool", {"elements": 11}, "the elements that the segments cover = 11, got 10"),
+    ("find_and_pool", {"dtype": torch.int8}, "float32, float16 or bfloat16, got another"),
+    ("find_and_pool", {"lengths": None}, "lengths or offsets of the bags, got none"),
+    ("find_and_pool", {"segments": None}, "the columns of each table of sequences = 3, got 2"),
+    ("find_and_pool", {"first_bags": whole(0, 3, 2)}, "first_bags that ascend from 0"),
+    ("find_and_pool", {"first_bags": whole(1, 2, 4)}, "first_bags that ascend from 0"),
+    ("find_and_pool", {"first_features": whole(0, 1, 1)}, "first_features that ascend from 0"),
+    ("find_and_pool", {"first_features": whole(0, 2)}, "number of first_features = 3, got 2"),
     # the last block of a table may have fewer rows, no other block, and states have the same rows
     ("gather_rows", {"rows": whole(9), "blocks": SHORT_LAST}, r"rows in \[-1, 9\), got 9"),
     ("gather_rows", {"blocks": SHORT_LAST[::-1]}, "the elements of a block = 12, got 3"),
@@ -155,9 +169,7 @@ WRONG = [
     ),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
-    ("prepare_tables", of_unseen(-1, 3), r"kind in \[0, 2\], got 3"),
-    ("prepare_tables", of_unseen(0), "the number of parameters = 12, got 6"),
-    ("prepare_tables", {"parameters": [1.0]}, "the number of parameters = 0, got 1"),
+    ("prepare_tables", {"initial": whole(1, 5, 0, 0, 3, 6, 0, 1)}, r"kind in \[0, 2\], got 3"),
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),
     ("init_rows_", {"parameters": [1.0]}, "the number of parameters = 6, got 1"),
     ("gather_rows", {"rows": whole(-2)}, r"rows in \[-1, 12\), got -2"),
@@ -275,7 +287,7 @@ WRONG = [
     ("update_rows_", {"hyper": []}, "the number of hyper-parameters = 1, got 0"),
     (
         "update_rows_",
-        {"optimizer": 2, "hyper": [0.1, 0.1, 0.1, 3.0, 0.0]},
+        {**update(2), "hyper": [0.1, 0.1, 0.1, 3.0, 0.0]},
         r"weight_decay_mode in \[0, 2\], got 3",
     ),
     ("update_rows_", {"rows": whole(0, 8, 0, 0, 0)}, r"rows in \[-1, 8\), got one outside"),
@@ -434,7 +446,7 @@ SHARED = [
     for other in tensors(op)[1]
     if other != target
     and target in tensors(op)[1]
-    and other not in ("layout", "segments", "streams")
+    and other not in ("layout", "segments", "streams", "tables")
 ]
 
 

@@ -13,6 +13,7 @@ from shards import deep_but
 from torchrec_dyn import ops
 
 CASES = [(op, make) for op, makes in SAMPLES.items() for make in makes]
+COMPILED = [case for case in CASES if case[0] != "prepare_tables"]  # its result is random
 KERNELS = {op: getattr(torch.ops.torchrec_dyn, op).default for op in SAMPLES}
 DEVICES = ["simt", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
 
@@ -32,8 +33,8 @@ def test_opcheck(op, make):
 
 @pytest.mark.parametrize(
     ("op", "make"),
-    deep_but([(op, makes[0]) for op, makes in SAMPLES.items()], CASES),
-    ids=[op for op, _ in CASES],
+    deep_but([(op, makes[0]) for op, makes in SAMPLES.items()], COMPILED),
+    ids=[op for op, _ in COMPILED],
 )
 def test_opcheck_of_torch_compile(op, make):
     torch.library.opcheck(KERNELS[op], (), make(), test_utils="test_aot_dispatch_dynamic")

@@ -188,6 +188,11 @@ KNOWS_TORCH = {
     "parallel.h",
     "sent_lists.h",
     "struct_kernel.h",
+    "lookup/prepared_tables.h",
+    "lookup/pooling_cpu.h",
+    "lookup/pooling_cuda.h",
+    "storage/find_rows_cpu.h",
+    "storage/initial_writes_cpu.h",
 }  # of the ground
 
 

@@ -61,6 +61,11 @@ READ = {
     ],
     f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env", "_sharder_map"],
     f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
+    "torchrec.sparse.jagged_tensor.KeyedJaggedTensor": [
+        "_inverse_indices", "_jt_dict", "_length_per_key", "_lengths", "_lengths_offset_per_key",
+        "_offset_per_key", "_offsets", "_stride", "_stride_per_key", "_stride_per_key_per_rank",
+        "_values", "_variable_stride_per_key", "_weights",
+    ],
 }  # fmt: skip
 
 

@@ -31,6 +31,9 @@ DESCRIPTIONS |= {
     "first_features",
     "tables",
     "initial",
+    "parameters",
+    "first_rows",
+    "reused_offsets",
 }
 CPU = torch.ops.torchrec_dyn
 ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512

@@ -167,6 +167,8 @@ def make_call(schema: Any, seed: int, show: bool = False) -> str:
         raise Finding("wrote outside of the arguments that it may write")
     if faults:
         return "legal"
+    if op == "prepare_tables":  # its result is another number each time
+        return "valid"
     torch.set_num_threads(3 if torch.get_num_threads() == 1 else 1)
     if difference := differing((result, given), (getattr(OPS, op).default(**again), again)):
         raise Finding(f"gave other numbers on other threads: {difference}")

@@ -110,7 +110,8 @@ def check_whole(model: Any) -> None:
             assert not torch.isin(life.waiting.id_map.contents()[0], table.ids()).any()
         free = table.row_numbers.prepare(high - table.num_rows)
         assert free.high_water_mark == high, "a row is lost"
-        assert not in_use[free.rows].any() and free.rows.unique().numel() == free.rows.numel()
+        rows = free.reused
+        assert not in_use[rows].any() and rows.unique().numel() == rows.numel()
 
 
 def check_every_place(

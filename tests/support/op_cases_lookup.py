@@ -15,12 +15,15 @@ from op_cases import (
     a_shift,
     a_width,
     cuts,
+    draw_key,
+    draw_maps,
     numbers_of,
     size,
     some_ids,
     whole,
     with_short_last,
 )
+from raw_maps import a_map
 from torch import Tensor
 from update_rules import NUMBERS, hyper_of, state_blocks
 
@@ -186,19 +189,25 @@ def draw_tables(rng: random.Random, given: Arguments) -> tuple[Arguments, list[l
     """Returns the arguments of prepare_tables for rows of some update, and the ids of each map."""
     maps, ids = draw_maps(rng, len(given["layout"]))
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    unseen = draw_unseen(rng, len(given["layout"]))
-    return {**maps, **{name: given[name] for name in names}, **unseen}, ids
+    initial = draw_initial(rng, given)
+    return {**maps, **{name: given[name] for name in names}, **initial}, ids
 
 
-def draw_unseen(rng: random.Random, tables: int) -> Arguments:
-    """Draws what ids without a row read as, by table, or nothing: zeros."""
-    if rng.random() < 0.3:
-        return {"initial": None, "parameters": []}
+def draw_initial(rng: random.Random, given: Arguments) -> Arguments:
+    """Draws the initial rows of tables, or none."""
+    if not given["weights"] or rng.random() < 0.3:
+        return {}
+    tables, states = len(given["layout"]), len(given["states"]) // len(given["weights"])
     lines = [
-        [rng.randrange(-1, 3), draw_key(rng), rng.choice((0, 3, 4, 64))] for _ in range(tables)
+        [rng.randrange(3), draw_key(rng), rng.choice((0, 3, 64)), rng.randrange(2)]
+        for _ in range(tables)
     ]
-    parameters = [-1.0, 1.0, 0.0, rng.choice((0.01, 1.0)), 0.125, 0.75] * tables
-    return {"initial": torch.tensor(lines, dtype=I64).view(-1, 3), "parameters": parameters}
+    numbers = [-1.0, 1.0, 0.0, rng.choice((0.01, 1.0)), 0.125, 0.75]
+    return {
+        "initial": torch.tensor(lines, dtype=I64),
+        "parameters": torch.tensor([numbers] * tables, dtype=torch.float64),
+        "initial_states": [0.5] * states,
+    }
 
 
 def draw_initial_ids(rng: random.Random, rows: Tensor) -> Tensor | None:
@@ -222,7 +231,6 @@ def draw_find_and_pool(rng: random.Random) -> Arguments:
         "weights": [numbers_of(rng, (16, columns), torch.float32) for _ in tables],
         "layout": torch.tensor(tables, dtype=I64),
         **{"states": [], "optimizer": 0, "on_nonfinite": [], "nonfinite": []},
-        **{"initial": None, "parameters": []},
     }
     maps = [a_map(whole(*range(16)), whole(*range(16)), False, 1.7, draw_key(rng)) for _ in tables]
     given["slots"] = [one[0][0] for one in maps]

@@ -5,7 +5,7 @@ from update_rules import NUMBERS, hyper_of, state_blocks
 
 from torchrec_dyn import ops
 
-__all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "of_unseen", "update", "whole"]
+__all__ = ["I64", "SAMPLES", "blocks", "empty", "filled_slots", "update", "whole"]
 I64 = torch.int64
 
 
@@ -103,60 +103,44 @@ HANDLES = []  # a handle in the arguments of a call is a copy, which does not ke
 
 
 def tables_sample(given):
-    """Returns maps without slots, and the rows and states of an update."""
-    nothing = torch.empty(0, 2, dtype=I64)
+    """Returns two maps, and the rows and states of an update."""
     names = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
     own = {name: given[name] for name in names}
-    unseen = {"initial": None, "parameters": []}
-    return {"slots": [nothing, nothing], "moved": whole(-1, 1, -1, 2).view(2, 2), **own, **unseen}
-
-
-def of_unseen(*kinds):
-    """Returns what ids without a row read as, in tables of these kinds of initial rows; -1 for zeros."""
-    lines = [[kind, -3 + t, 2 * t + 1] for t, kind in enumerate(kinds)]
-    return {
-        "initial": torch.tensor(lines),
-        "parameters": [-1.0, 1.0, 0.0, 1.0, 0.25, 1.0] * len(kinds),
+    states = len(given["states"]) // len(given["weights"])
+    initial = {
+        "initial": whole(1, 5, 0, 0, 1, 6, 0, 1).view(2, 4),
+        "initial_states": [0.5] * states,
     }
+    initial["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * 2).double()
+    return {**two_maps(), **own, **initial}
 
 
 def prepared(given, *names, **more):
     """Returns the arguments of an op of prepared tables: some of an update, and others."""
-    tables = {**tables_sample(given), **of_unseen(-1, 2)}
-    HANDLES.append(torch.ops.torchrec_dyn.prepare_tables(**tables))
-    return {
-        "initial_ids": None,
-        **{name: given[name] for name in names},
-        **more,
-        "tables": HANDLES[-1],
-    }
+    HANDLES.append(ops.prepare_tables(**tables_sample(given)))
+    return {**{name: given[name] for name in names}, **more, "tables": HANDLES[-1]}
 
 
-def pool_prepared_sample(new_index, dtype=torch.float32, initial_ids=None, **options):
+def pool_prepared_sample(new_index, output=torch.float32, initial_ids=None, **options):
     names = ("rows", "offsets", "bag_weights", "segments", "mean")
-    out = torch.ones(10, dtype=dtype)
-    return prepared(
-        update(0, **options), *names, out=out, new_index=new_index, initial_ids=initial_ids
-    )
+    out = torch.ones(10, dtype=output)
+    own = {"out": out, "new_index": new_index, "initial_ids": initial_ids}
+    return prepared(update(0, **options), *names, **own)
 
 
 def find_sample(**changed):
-    """Returns two features of bags of five absent ids."""
+    """Returns two features of two bags each; two of five ids are absent."""
     own = {
-        "ids": whole(7, 8, 9, 7, 7), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
+        "ids": whole(7, 8, 5, 5, 9), "lengths": whole(2, 1, 0, 2), "offsets": None, "bag_weights": None,
         "first_bags": whole(0, 2, 4), "first_features": whole(0, 1, 2), "pools": 2, "elements": 10,
         "dtype": torch.float32,
     }  # fmt: skip
-    given = prepared(update(0), "segments", "mean", **{**own, **changed})
-    del given["initial_ids"]
-    return given
+    return prepared(update(0), "segments", "mean", **{**own, **changed})
 
 
 def update_prepared_sample(given):
     left_out = ("weights", "states", "layout", "optimizer", "on_nonfinite", "nonfinite")
-    sample = prepared(given, *(name for name in given if name not in left_out))
-    del sample["initial_ids"]
-    return sample
+    return prepared(given, *(name for name in given if name not in left_out))
 
 
 def weights_grad_sample(given, elements=10, initial_ids=None):
@@ -316,16 +300,21 @@ SAMPLES = {
     "prepare_tables": [
         lambda: tables_sample(update(2)),
         lambda: tables_sample(update_with_refusals(2, 1, 2)),
-        lambda: tables_sample(update(2)) | of_unseen(-1, 1),
     ],
     "find_and_pool": [
         find_sample,
-        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), pools=0),
+        lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
+    ],
+    "init_new_rows": [
+        lambda: prepared(
+            update(2), new_ids=whole(7, 8, 9), new_offsets=whole(0, 2, 3), first_rows=whole(6, 0),
+            reused=whole(1), reused_offsets=whole(0, 1, 1),
+        ),
     ],
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
         lambda: pool_prepared_sample(None, initial_ids=whole(7, 8, 9, 7, 7)),
-        lambda: pool_prepared_sample(None, torch.float16, weighted=True),
+        lambda: pool_prepared_sample(None, torch.float16, dtype=torch.bfloat16, weighted=True),
     ],
     "weights_grad_prepared": [
         lambda: weights_grad_sample(pooled()),

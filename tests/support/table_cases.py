@@ -94,7 +94,7 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().reshape(-1).view(torch.uint8)
 
 
-def prepared_rows(library, weights, layout, on_device, unseen=(None, ())):
+def prepared_rows(library, weights, layout, on_device, initial=()):
     """Returns prepared tables, which have no ids, on the device of a tensor."""
     nothing, tables = on_device.new_empty(0, 2, dtype=torch.int64), len(layout)
     moved, rule = (
@@ -102,7 +102,7 @@ def prepared_rows(library, weights, layout, on_device, unseen=(None, ())):
         RULES[OptimizerKind.EXACT_SGD].number,
     )
     slots = [nothing] * tables
-    return library.prepare_tables(slots, moved, weights, [], layout, rule, [], [], *unseen)
+    return library.prepare_tables(slots, moved, weights, [], layout, rule, [], [], *initial)
 
 
 def weights_grad(library, grad, rows, offsets, weights, layout, segments, mean):

@@ -107,6 +107,8 @@ def test_each_step_of_a_chain_is_the_table_of_then(tmp_path: Path, seed: int) ->
     for step, states in run.states.items():
         for name, state in states.items():
             size = SMALL << step
+            if not len(state["ids"]):  # saved without the numbers of no row
+                state = {own: state[own] for own in ("ids", "weight")}
             read = read_batches(tmp_path / "run", name, step=step, batch_bytes=size)
             assert_is(read.read_all(), state)
             columns = [*read.schema.names, *(STATES if len(state["ids"]) else ())][::-1]

@@ -16,6 +16,7 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -45,8 +46,6 @@ from torchrec_dyn.sharding import (
     kernels_of,
     outputs_by_column,
     pad_batch,
-    remove_stale_forwards,
-    with_mode_of,
 )
 
 
@@ -133,6 +132,8 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         outputs = chain.from_iterable(self._embedding_names_per_sharding)
         self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
+    _has_uninitialized_input_dist: bool
+
     @classmethod
     def create_embedding_sharding(
         cls,
@@ -157,9 +158,10 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
         if self._has_uninitialized_input_dist:
             # An interrupted first batch may have created some dists.
-            self._input_dists: list[nn.Module] = []
-        remove_stale_forwards(self._input_dists)
-        return self._send(ctx, features, super().input_dist)
+            self._input_dists = []
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
+        return self._send(ctx, features)
 
     @not_compiled
     def write(self, embeddings: KeyedJaggedTensor) -> None:
@@ -192,6 +194,18 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         """The type of the unsharded collection."""
         return DynamicEmbeddingCollection
 
+    def _noted(
+        self, ctx: SequenceContext, parts: list[KeyedJaggedTensor]
+    ) -> list[KeyedJaggedTensor]:
+        if self._use_index_dedup:
+            once = [send(part) for send, part in zip(self._send_once, parts, strict=True)]
+            ctx.input_features, ctx.expansions = parts, [expansion for _, expansion in once]
+            parts = [sent for sent, _ in once]
+        ctx.sharding_contexts = [
+            SequenceShardingContext(features_before_input_dist=part) for part in parts
+        ]
+        return parts
+
     def _prepare_to_send_once(self, setup: ShardingSetup) -> None:
         scored = [name for name, options in setup.dynamic.items() if options.scores_weights]
         if scored:
@@ -218,19 +232,6 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         self, feature_names: list[str], ctx: EmbeddingCollectionContext | None = None
     ) -> None:
         """Does nothing: TorchRec's method serves an op that treats ids as rows below num_embeddings."""
-
-    def _dedup_indices(
-        self, ctx: SequenceContext, input_feature_splits: list[KeyedJaggedTensor]
-    ) -> list[KeyedJaggedTensor]:
-        """Returns the batches to send, with each id once; the context keeps the expansions of their rows."""
-        sent = []
-        for send_once, features in zip(self._send_once, input_feature_splits, strict=True):
-            once, expansion = send_once(features)
-            once = with_mode_of(once, features)
-            ctx.input_features.append(features)
-            ctx.expansions.append(expansion)
-            sent.append(once)
-        return sent
 
     def _generate_permute_indices_per_feature(
         self,

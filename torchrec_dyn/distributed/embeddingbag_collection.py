@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
@@ -37,7 +41,6 @@ from torchrec_dyn.sharding import (
     BatchCheck,
     divide,
     mean_divisor,
-    remove_stale_forwards,
     with_an_example,
     without_examples,
 )
@@ -134,11 +137,22 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         if features.variable_stride_per_key() and not features.inverse_indices()[1].numel():
             features, ctx.has_examples = with_an_example(features), False
         self._prepare_dists(features)
-        remove_stale_forwards(self._input_dists)
         if any(self._divided_by):
             with torch.no_grad():
                 ctx.divisor = mean_divisor(features, self._divided_by)
-        return self._send(ctx, features, super().input_dist)
+        ctx.inverse_indices = features.inverse_indices_or_none()
+        return self._send(ctx, features)
+
+    def _noted(self, ctx: PooledContext, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        ctx.variable_batch_per_feature = varies = parts[0].variable_stride_per_key()
+        ctx.sharding_contexts = [
+            EmbeddingShardingContext(
+                batch_size_per_feature_pre_a2a=part.stride_per_key() if varies else [],
+                variable_batch_per_feature=varies,
+            )
+            for part in parts
+        ]
+        return parts
 
     def create_context(self) -> PooledContext:
         """Creates the state of one forward."""
@@ -150,9 +164,6 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         return DynamicEmbeddingBagCollection
 
     _has_uninitialized_input_dist: bool
-    _input_dists: list[nn.Module]
-    _feature_splits: list[int]
-    _features_order: list[int]
 
     def _prepare_dists(self, features: KeyedJaggedTensor) -> None:
         """Creates input dists at the first batch, as TorchRec does, without its warning about raw ids."""

@@ -6,16 +6,16 @@ carries what they have in common.
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -30,20 +30,18 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.modules import check_runs_once
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
+    ArrivedIds,
     PrefetchedSteps,
     check_modes,
     expect_modes,
     kernels_of,
     prefetch,
-    set_batch,
+    remove_stale_forwards,
+    staying,
     with_mode,
 )
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import OpenForward, stream_on, wait_for_stream
-
-_Output = TypeVar("_Output")
-# Of each thread: `is_forward` while a forward sends ids to look them up at once. Pipelines send ids ahead.
-_running = threading.local()
 
 
 class ForwardOutsideGraphs(ShardedModule[Any, Any, Any, Any]):
@@ -59,12 +57,10 @@ class ForwardOutsideGraphs(ShardedModule[Any, Any, Any, Any]):
 
     @forward_of_tables
     def _forward(self, *input: Any, **kwargs: Any) -> LazyAwaitable[Any]:
-        _running.is_forward = True
-        try:
-            output: LazyAwaitable[Any] = super().forward(*input, **kwargs)
-        finally:
-            _running.is_forward = False
-        return output
+        ctx = self.create_context()
+        ctx.is_ahead = False
+        ids = self.input_dist(ctx, *input, **kwargs).wait().wait()
+        return self.compute_and_output_dist(ctx, ids)
 
 
 @not_compiled
@@ -77,13 +73,14 @@ class BatchContext:
     """Mixin for TorchRec's contexts: our state of one forward, from input dist to output dist.
 
     `sent` is open from sending the ids to their lookup. `has_modes` is True until the modes that were sent
-    with the batch are checked.
+    with the batch are checked. `is_ahead` is True if a pipeline sends the batch while another one trains.
     """
 
     sent: OpenForward | None = None
     sending_stream: Any = None
     prefetched_steps: PrefetchedSteps = field(default_factory=dict)
     has_modes: bool = False
+    is_ahead: bool = True
 
 
 class ShardedTables(ForwardOutsideGraphs):
@@ -92,6 +89,14 @@ class ShardedTables(ForwardOutsideGraphs):
     _lookups: list[Any]
     _shards: LocalShards
     _env: ShardingEnv
+    _features_order: list[int]
+    _features_order_tensor: Tensor
+    _feature_splits: list[int]
+    _input_dists: list[nn.Module]
+    _output_dists: list[Any]
+    _module_fqn: str | None
+    post_lookup_tracker_fn: Callable[..., None] | None
+    post_odist_tracker_fn: Callable[[], None] | None
 
     @not_compiled
     def table(self, name: str) -> TableHandle:
@@ -148,7 +153,7 @@ class ShardedTables(ForwardOutsideGraphs):
     @not_compiled
     def compute(self, ctx: Any, dist_input: KJTList) -> list[Tensor]:
         """Looks up the ids that arrived."""
-        return self._with_batch(ctx, partial(super().compute, ctx, dist_input))
+        return [*self._looked_up(ctx, dist_input)]
 
     @not_compiled
     def output_dist(self, ctx: Any, output: list[Tensor]) -> LazyAwaitable[Any]:
@@ -157,12 +162,15 @@ class ShardedTables(ForwardOutsideGraphs):
 
     @not_compiled
     def compute_and_output_dist(self, ctx: Any, input: KJTList) -> LazyAwaitable[Any]:
-        """Looks up the ids that arrived and sends outputs back."""
-        look_up = partial(super().compute_and_output_dist, ctx, input)
-        return self._finished(self._with_batch(ctx, look_up), ctx)
+        """Looks up the ids that arrived and sends outputs back: those of a type before the next lookup."""
+        outputs: Any = self._looked_up(ctx, input)
+        awaitable = self._finished(super().output_dist(ctx, outputs), ctx)
+        if self.post_odist_tracker_fn is not None:
+            self.post_odist_tracker_fn()
+        return awaitable
 
-    def _with_batch(self, ctx: Any, look_up: Callable[[], _Output]) -> _Output:
-        """Runs a lookup of the batch, with its senders and with the steps that were taken ahead of it."""
+    def _looked_up(self, ctx: Any, ids: KJTList) -> Iterator[Tensor]:
+        """Yields the output of each sharding type."""
         if ctx.sent is not None:
             ctx.sent.close()
         if ctx.sending_stream is not None:
@@ -170,15 +178,17 @@ class ShardedTables(ForwardOutsideGraphs):
         self._check_modes(ctx)
         if self.training:
             check_runs_once(self._shards.where, lambda: self._shards.trained)
-        with_steps = len(ctx.prefetched_steps) > 0
+        steps, ctx.prefetched_steps = ctx.prefetched_steps, {}  # a second forward takes its own
         try:
-            set_batch(self._lookups, ctx.sharding_contexts, ctx.prefetched_steps)
-            return look_up()
+            for lookup, features, context in zip(
+                self._lookups, ids, ctx.sharding_contexts, strict=True
+            ):
+                output = lookup(features, context, steps)
+                if self.post_lookup_tracker_fn is not None:
+                    self.post_lookup_tracker_fn(features, output, self, None)
+                yield output
         finally:
-            if with_steps:
-                # A step that a failed forward has not used keeps its rows from being reused.
-                for kernel in kernels_of(self._lookups):
-                    kernel.prefetched_step = None
+            steps.clear()  # a step that a failed forward has not used keeps its rows from being reused
 
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
@@ -196,31 +206,51 @@ class ShardedTables(ForwardOutsideGraphs):
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
 
-    def _send(
-        self,
-        ctx: Any,
-        features: KeyedJaggedTensor,
-        input_dist: Callable[[Any, KeyedJaggedTensor], Awaitable[Awaitable[KJTList]]],
-    ) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by TorchRec's input dist, with the mode of this rank.
+    def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it.
 
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
         is_torn = bool(self._shards.lock.torn)
-        if not getattr(_running, "is_forward", False) and not is_torn:
+        if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):
                 kernel.ask_ahead(features)
+        if self._features_order:
+            if getattr(self, "_free_features_storage_early", False):
+                ctx.early_releasable_inputs.append(features)
+            features = features.permute(self._features_order, self._features_order_tensor)
+        parts = [features]
+        if len(self._feature_splits) > 1:
+            parts = features.split(self._feature_splits)
+        parts = self._noted(ctx, parts)
         if self._env.world_size == 1:
-            return input_dist(ctx, features)
-        sending = input_dist(ctx, with_mode(features, self.training, is_torn))
+            return ArrivedIds(parts, ctx)
+        remove_stale_forwards(self._input_dists)
+        sending = []
+        for input_dist, part, context in zip(
+            self._input_dists, parts, ctx.sharding_contexts, strict=True
+        ):
+            sending.append(input_dist(with_mode(part, self.training, is_torn)))
+            if isinstance(context, SequenceShardingContext):
+                where = getattr(input_dist, "unbucketize_permute_tensor", None)
+                context.unbucketize_permute_tensor = where
         expect_modes(ctx.sharding_contexts)
         ctx.has_modes = True
-        return sending
+        return KJTListSplitsAwaitable(sending, ctx, self._module_fqn)
 
     def _check_modes(self, ctx: Any) -> None:
         if ctx.has_modes:
             ctx.has_modes = False
             check_modes(ctx.sharding_contexts, self._shards.where)
+
+    @abstractmethod
+    def _noted(self, ctx: Any, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        """Returns the ids to send of those for each sharding type; makes TorchRec's context of each type."""
+
+    def _create_output_dist(self) -> None:
+        super()._create_output_dist()
+        if self._env.world_size == 1:
+            self._output_dists = [staying(output_dist) for output_dist in self._output_dists]
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:

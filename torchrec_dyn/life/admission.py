@@ -128,11 +128,11 @@ class AdmissionCounters:
         new_ids = ids.index_select(0, new)
         taking = self._numbers.prepare(num_new)
         num_ids = self.id_map.num_ids + num_new
-        rows[new] = taking.rows
+        rows[new] = new_rows = self._numbers.rows_of(taking)
 
         def commit(again: bool) -> None:
             self._numbers.commit(taking)
-            self.id_map.put(new_ids, taking.rows, num_ids, again)
+            self.id_map.put(new_ids, new_rows, num_ids, again)
             self._scores.write(rows, last_seen, counts)
 
         run_to_end(commit)

@@ -54,30 +54,26 @@ def check_input(tables: Sequence[TableShard], batch: Batch) -> None:
 def wrong_bags(tables: Sequence[TableShard], batch: Batch) -> ValueError:
     """Returns the error of a batch whose lengths or offsets are wrong. A GPU's host waits for the numbers."""
     ids, lengths, offsets = batch.ids.numel(), batch.lengths, batch.offsets
-    least, total = 0, ids
-    if lengths is not None and lengths.numel():
-        least, total = int(lengths.min()), int(lengths.sum())
-    if lengths is None and offsets is not None:
-        ends = offsets.tolist()
-        if ends != sorted(ends):
-            return _misfit(
-                tables, "ascending offsets, got descending ones. Are there negative lengths?"
+    where = batch.where or lookup_of(tables)
+    if lengths is not None:
+        least, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
+        if least < 0 or total != ids:
+            return ValueError(
+                f"{where}: expected lengths that are not negative and add up to the {ids} ids, got a minimum "
+                f"of {least} and a sum of {total}."
             )
-        return _misfit(
-            tables,
-            f"offsets from 0 to {ids}, the number of ids, got {ends[0]} to {ends[-1]}. Do lengths and values "
-            "agree?",
+        return ValueError(
+            f"{where}: expected offsets that begin at 0 and agree with the lengths of a batch, got others. "
+            "Pass lengths or offsets to the KeyedJaggedTensor, not both."
         )
-    if least < 0 or total != ids:
-        return _misfit(
-            tables,
-            f"lengths that are not negative and add up to the {ids} ids, got a minimum of {least} and a sum "
-            f"of {total}.",
+    ends = [] if offsets is None else offsets.tolist()
+    if ends != sorted(ends):
+        return ValueError(
+            f"{where}: expected ascending offsets, got descending ones. Are there negative lengths?"
         )
-    return _misfit(
-        tables,
-        "offsets that begin at 0 and agree with the lengths of a batch, got others. Pass lengths or offsets "
-        "to the KeyedJaggedTensor, not both.",
+    return ValueError(
+        f"{where}: expected offsets from 0 to {ids}, the number of ids, got {ends[0]} to {ends[-1]}. Do "
+        "lengths and values agree?"
     )
 
 
@@ -141,7 +137,6 @@ class BagLayout:
                 f"BagLayout: expected the number of features of each of {len(columns)} tables, got "
                 f"{list(features_per_table)}."
             )
-        self.is_mean = pooling == "mean"
         self._is_sequence = pooling == "none"
         self._columns = list(columns)
         self._table_of = [t for t, count in enumerate(features_per_table) for _ in range(count)]
@@ -241,7 +236,7 @@ class BagLayout:
         return Bags(table_offsets, offsets, all_lines, first_output, (first_output,)), places
 
     def offsets_of_tables(self, begins: Tensor) -> Tensor:
-        """Returns the begin of each table's ids, [T + 1] int64; begins [F + 1] int64 are those of features."""
+        """Returns where the ids of each table begin, [T + 1] int64; begins [F + 1], those of each feature."""
         if len(self._first_feature) == self._features + 1:  # each table has one feature
             return begins
         return begins[self.first_features]

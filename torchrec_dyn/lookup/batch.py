@@ -40,6 +40,7 @@ class Batch:
             None for 1 each.
         scores: [N] floating point, what each id adds to its score in tables with `LowestScore`; None without
             such tables, and in evaluation.
+        where: begins the errors of lengths and offsets; None: the tables.
         uses: of the ids, as soon as they are known; None if each does all, and in evaluation.
         begins: [F + 1] int64 on the CPU, where the ids of each feature begin, as soon as they are found.
         table_offsets: [T + 1] int64 on the CPU, where the ids of each table begin; as `begins`.
@@ -54,6 +55,7 @@ class Batch:
     senders: Senders | None = None
     times: Tensor | None = None
     scores: Tensor | None = None
+    where: str | None = None
     uses: Uses | None = None
     begins: Tensor = _NONE
     table_offsets: Tensor = _NONE

@@ -22,16 +22,13 @@ from torchrec_dyn.storage import OpenForward, TableLock
 class Group(Protocol):
     """The parts of a table group that a lookup uses."""
 
+    is_mean: bool
     output_dtype: torch.dtype
     deferred: DeferredUpdates | None
 
     @property
     def lock(self) -> TableLock:
         """The lock of the tables."""
-
-    @property
-    def is_mean(self) -> bool:
-        """True if each bag is divided by its length."""
 
     @property
     def max_gradient(self) -> float | None:

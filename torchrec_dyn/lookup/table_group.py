@@ -83,6 +83,7 @@ class TableGroup:
     """Tables that share pooling, row dtype and optimizer, looked up together.
 
     Attributes:
+        is_mean: True if each bag is divided by its length.
         learning_rate: every backward reads it, the fused optimizer writes it.
         has_life: True if any table has a life.
         in_files: numbers of the tables whose rows are in mapped files.
@@ -103,6 +104,7 @@ class TableGroup:
                 "TableGroup: expected tables of one row dtype and one optimizer, got "
                 f"{[(table.name, table.dtype, table.optimizer) for table in self.tables]}."
             )
+        self.is_mean = pooling == "mean"
         self.learning_rate: float = self.tables[0].optimizer.learning_rate
         self.output_dtype = output_dtype
         self._bag_layout = BagLayout(
@@ -131,11 +133,6 @@ class TableGroup:
     def lock(self) -> TableLock:
         """The lock of the tables: a forward holds it, and a backward while it updates rows."""
         return self.tables[0].lock
-
-    @property
-    def is_mean(self) -> bool:
-        """True if each bag is divided by its length."""
-        return self._bag_layout.is_mean
 
     @property
     def max_gradient(self) -> float | None:
@@ -225,8 +222,15 @@ class TableGroup:
                 self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
             )
         out, weights = found.out, batch.weights
+        is_pooled = trained is None or not found.num_absent
+        if ahead is not None or self.in_files:
+            blocks, is_pooled = lists.prepared.rows(), True
+            out = ops.gather_pool(
+                step.rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
+                bags.segments, self.is_mean, bags.elements, self.output_dtype,
+            )  # fmt: skip
         initial_ids = batch.ids if step.missing and lists.shows_initial else None
-        if initial_ids is not None or (trained is not None and found.num_absent):
+        if initial_ids is not None or not is_pooled:
             ops.pool_prepared_(
                 out, step.new_index, step.rows, initial_ids, bags.offsets, as_float(weights),
                 bags.segments, lists.prepared.get(), self.is_mean,
@@ -280,6 +284,8 @@ class TableGroup:
 
     def _find(self, batch: Batch, shape: BatchShape, lists: TableLists, pools: int) -> Found:
         """Finds the rows of a batch, and pools them; notes in the batch what is known of it then."""
+        if self.in_files:  # their pages are asked for first
+            pools = _NONE
         out, rows, offsets, numbers = ops.find_and_pool(
             batch.ids, batch.lengths, batch.offsets, as_float(batch.weights), shape.first_bags,
             self._bag_layout.first_features, shape.segments, lists.prepared.get(), self.is_mean, pools,
@@ -315,7 +321,7 @@ class TableGroup:
         found = self._find(batch, shape, lists, _NONE)
         missing = found.absent.tolist()
         if any(missing[t] for t in tables):
-            insert_unseen(tables, batch.ids, found.rows, batch.table_offsets)
+            insert_unseen(tables, lists.prepared, batch.ids, found.rows, batch.table_offsets)
 
     @locked
     @changes
@@ -350,7 +356,7 @@ class TableGroup:
     def _found_ahead(
         self, batch: Batch, shape: BatchShape, ahead: PrefetchedStep, lists: TableLists
     ) -> tuple[Found, TakenStep]:
-        """Returns the step that was taken ahead, for the tables that are trained now, and its output."""
+        """Returns the step that was taken ahead, for the tables that are trained now."""
         ahead.check_size(batch.ids)
         if not ahead.is_of(lists):  # again for the tables that were loaded or converted since
             as_then = ahead.tables_as_then(lists)
@@ -358,12 +364,7 @@ class TableGroup:
             ahead = ahead.joined(again, as_then, batch.table_offsets)
         batch.begins, batch.table_offsets, offsets = ahead.bags
         step = ahead.now(lists, batch.table_offsets)
-        bags = self._bag_layout.bags(shape, offsets, batch.table_offsets, batch.ids.numel())
-        out = ops.gather_pool(
-            step.rows, bags.offsets, as_float(batch.weights), *lists.blocks.of_weights(), bags.segments,
-            self.is_mean, bags.elements, self.output_dtype,
-        )  # fmt: skip
-        return Found(out, step.rows, offsets, _UNKNOWN, 0), step
+        return Found(_UNKNOWN, step.rows, offsets, _UNKNOWN, 0), step
 
     @locked
     def ask_ahead(self, ids: Mapping[int, Tensor], training: bool) -> None:
@@ -443,14 +444,9 @@ class TableGroup:
         """Returns the gradient of the weights of a forward, [N] float32; `grad` is of its output."""
         bags, prepared = forward.bags, self._current().prepared.get()
         return ops.weights_grad_prepared(
-            grad,
-            forward.shown,
-            forward.initial_ids,
-            bags.offsets,
-            bags.segments,
-            prepared,
+            grad, forward.shown, forward.initial_ids, bags.offsets, bags.segments, prepared,
             self.is_mean,
-        )
+        )  # fmt: skip
 
     def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""

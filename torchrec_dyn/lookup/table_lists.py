@@ -14,137 +14,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
-from torchrec_dyn.config import DynamicTableConfig, OnNonfinite
+from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import NO_STEP
-from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import (
     BLOCKS,
     CLOCKS,
-    SLOTS,
     TABLES,
     ChangeLog,
-    MapList,
     RowNumbers,
     RowStore,
-    host_numbers,
 )
-from torchrec_dyn.table import Counted, TableShard, on_shared_counters
+from torchrec_dyn.table import (
+    Counted,
+    PreparedTables,
+    TableBlocks,
+    TableShard,
+    blocks_of,
+    on_shared_counters,
+)
 
-_ON_NONFINITE = get_args(OnNonfinite)
 _NO_LIMIT = torch.iinfo(torch.int64).max
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
-@dataclass(frozen=True)
-class TableBlocks:
-    """The blocks of one store of each of T tables: one flat list, and a layout of each table.
+class ScoreBlocks:
+    """The scores of the trained tables among T tables, listed again when a store has other blocks."""
 
-    Attributes:
-        weights: the blocks of all tables, one after another.
-        layout: [T, 4] int64 (csrc/storage/blocks.h).
-    """
-
-    weights: list[Tensor]
-    layout: Tensor
-
-
-def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
-    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
-    lines: list[list[int]] = []
-    blocks: list[Tensor] = []
-    for place, store in enumerate(stores):
-        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
-        lines.append([len(blocks), len(own), store.shift, store.columns])
-        blocks.extend(own)
-    return TableBlocks(blocks, host_numbers(lines))
-
-
-class BlockLists:
-    """The blocks of the tables of a group, listed again when a store has other blocks."""
-
-    def __init__(self, tables: Sequence[TableShard], trained: Mapping[int, TableShard]) -> None:
-        self._tables = tables
+    def __init__(self, count: int, trained: Mapping[int, TableShard]) -> None:
+        self._count = count
         self._trained = trained
-        self._rows_token: object = None
         self._scores_token: object = None
-        self._rows: tuple[TableBlocks, list[Tensor]]
         self._scores: TableBlocks
 
-    def rows(self) -> tuple[TableBlocks, list[Tensor]]:
-        """Returns the blocks of the weights, and those of each optimizer state, one state after another."""
-        token = BLOCKS.now
-        if self._rows_token is not token:
-            self._rows, self._rows_token = _list_rows(self._tables), token
-        return self._rows
-
-    def of_weights(self) -> tuple[list[Tensor], Tensor]:
-        """Returns the blocks of the weights and their layout."""
-        rows, _ = self.rows()
-        return rows.weights, rows.layout
-
-    def scores(self) -> TableBlocks:
-        """Returns the blocks of the scores; a table that is frozen or without a life has no blocks."""
+    def get(self) -> TableBlocks:
+        """Returns the blocks; a table that is frozen or without a life has no blocks."""
         token = BLOCKS.now
         if self._scores_token is not token:
-            stores = [_NO_SCORES] * len(self._tables)
+            stores = [_NO_SCORES] * self._count
             for t, table in self._trained.items():
                 if table.life is not None:
                     stores[t] = table.life.scores.store
             self._scores, self._scores_token = blocks_of(stores), token
         return self._scores
-
-
-class PreparedTables:
-    """The maps and rows of the tables of a group as ops take them, prepared again when these have others."""
-
-    def __init__(self, tables: Sequence[TableShard], maps: MapList, blocks: BlockLists) -> None:
-        self._tables, self._maps, self._blocks = tables, maps, blocks
-        self._tokens: tuple[object, object] = (None, None)
-        self._handle = torch.empty(0, device="cpu")
-
-    def get(self) -> Tensor:
-        """Returns the result of `ops.prepare_tables`."""
-        tokens = (SLOTS.now, BLOCKS.now)
-        if self._tokens[0] is not tokens[0] or self._tokens[1] is not tokens[1]:
-            rows, states = self._blocks.rows()
-            slots, moved = self._maps.arrays()
-            optimizer, nonfinite = self._tables[0].optimizer, _nonfinite_of(self._tables)
-            rule = optimizer.rule
-            if optimizer.own is not None:  # the kernel has no part in its updates
-                rule, states = RULES[OptimizerKind.EXACT_SGD].number, []
-            what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self._tables]
-            self._handle = ops.prepare_tables(
-                slots,
-                moved,
-                rows.weights,
-                states,
-                rows.layout,
-                rule,
-                what if nonfinite else [],
-                nonfinite,
-                *_unseen_of(self._tables),
-            )
-            self._tokens = tokens
-        return self._handle
-
-
-def _list_rows(tables: Sequence[TableShard]) -> tuple[TableBlocks, list[Tensor]]:
-    # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
-    # room: memory is committed by the page.
-    rows = [min(store.capacity for store in table.stores) for table in tables]
-    states = [
-        block
-        for stores in zip(*(table.states for table in tables), strict=True)
-        for store, count in zip(stores, rows, strict=True)
-        for block in store.blocks_of_first(count)
-    ]
-    return blocks_of([table.weights for table in tables], rows), states
 
 
 class TrainedTables:
@@ -153,7 +68,8 @@ class TrainedTables:
     Attributes:
         tables: by number in the group.
         shared: the numbers that a step changes.
-        maps, blocks: of all tables of the group.
+        prepared: all tables of the group.
+        scores: the blocks of their scores.
         first_steps: [T] int64, the step of each table before the forwards of the shared counters; 0 for a
             frozen table.
         most_steps: the largest of `first_steps` among tables with a life.
@@ -168,14 +84,14 @@ class TrainedTables:
     """
 
     def __init__(
-        self, tables: Mapping[int, TableShard], count: int, maps: MapList, blocks: BlockLists
+        self, tables: Mapping[int, TableShard], count: int, prepared: PreparedTables
     ) -> None:
         self.tables = tables
         of_tables = on_shared_counters([table.own for table in tables.values()])
         for table, own in zip(tables.values(), of_tables, strict=True):
             table.own = own
         self.shared = of_tables[0].shared
-        self.maps, self.blocks = maps, blocks
+        self.prepared, self.scores = prepared, ScoreBlocks(count, tables)
         self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
         if len(tables) < count:
             self._is_trained = torch.tensor([t in tables for t in range(count)], device="cpu")
@@ -277,8 +193,6 @@ class TableLists:
     generations: list[int]
     configs: list[DynamicTableConfig]
     row_numbers: list[RowNumbers]
-    maps: MapList
-    blocks: BlockLists
     streams: Tensor
     stepping: Tensor
     is_frozen: Tensor | None
@@ -319,8 +233,8 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         if not table.is_frozen and not (is_held and is_held[t])
     }
     is_trained = [t in learning for t in range(len(tables))]
-    maps, blocks = MapList([table.id_map for table in tables]), BlockLists(tables, learning)
-    trained = TrainedTables(learning, len(tables), maps, blocks) if learning else None
+    prepared = PreparedTables(tables)
+    trained = TrainedTables(learning, len(tables), prepared) if learning else None
     streams = [
         [table.rounding_key, table.first_column, table.own.step if trains else table.step]
         for table, trains in zip(tables, is_trained, strict=True)
@@ -330,41 +244,12 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         generations=[table.generation for table in tables],
         configs=[table.config for table in tables],
         row_numbers=[table.row_numbers for table in tables],
-        maps=maps,
-        blocks=blocks,
         streams=torch.tensor(streams, device="cpu"),
         stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained], device="cpu"),
         is_frozen=None if all(is_trained) else ~torch.tensor(is_trained, device="cpu"),
         trained=trained,
-        shows_initial=_shows_initial(tables),
+        shows_initial=any(table.config.unseen == "initial" for table in tables),
         has_changes=any(table.changes is not None for table in tables),
         refuses_nonfinite=any(table.nonfinite is not None for table in tables),
-        prepared=PreparedTables(tables, maps, blocks),
+        prepared=prepared,
     )
-
-
-def _nonfinite_of(tables: Sequence[TableShard]) -> list[Tensor]:
-    """Returns where the tables count refused updates; empty if none does."""
-    counts = [table.nonfinite for table in tables]
-    if all(count is None for count in counts):
-        return []
-    device = tables[0].device
-    unused = torch.zeros(len(tables), dtype=torch.int64, device=device)
-    return [unused[t : t + 1] if count is None else count for t, count in enumerate(counts)]
-
-
-def _unseen_of(tables: Sequence[TableShard]) -> tuple[Tensor | None, list[float]]:
-    """Returns what ids without a row read as, for `ops.prepare_tables`."""
-    if not _shows_initial(tables):
-        return None, []
-    lines, parameters = [], []
-    for table in tables:
-        rows = table.initial_rows
-        kind = rows.kind if table.config.unseen == "initial" else -1
-        lines.append([kind, rows.key, rows.first_column])
-        parameters += rows.parameters
-    return torch.tensor(lines, device="cpu"), parameters
-
-
-def _shows_initial(tables: Sequence[TableShard]) -> bool:
-    return any(table.config.unseen == "initial" for table in tables)

@@ -61,6 +61,7 @@ from torchrec_dyn.table import (
     find_rows,
     insert_unseen,
     make_room,
+    prepare_rows,
     prepared_steps,
     ranges_of,
     touched_of,
@@ -91,7 +92,9 @@ def take_step(
     num_unseen, of_frozen = trained.num_absent(found.absent)
     new_index = None
     if num_unseen:
-        new_index = insert_unseen(trained.tables, batch.ids, found.rows, batch.table_offsets)
+        new_index = insert_unseen(
+            trained.tables, trained.prepared, batch.ids, found.rows, batch.table_offsets
+        )
     trained.shared.counted = trained.counted_after(
         batch.table_offsets, found.absent if num_unseen else None
     )
@@ -132,7 +135,7 @@ def _step_with_life(
         counted = trained.counted_after(occurrences, decided.absent)
         seen = _seen(trained, batch, rows, decided, added)
         steps = prepared_steps(tables, special, expired, decided.unseen, decided.distinct)
-        listed, at_steps = trained.blocks.scores(), trained.first_steps + counted.steps
+        listed, at_steps = trained.scores.get(), trained.first_steps + counted.steps
         watched = {step.number for step in steps if step.acts}
         frees_room = any(step.surplus > 0 or step.surplus_counters > 0 for step in steps)
         # Rows that an earlier forward of the step has seen look as if this forward had scored them.
@@ -171,7 +174,7 @@ def _step_with_life(
         if frees_room:
             actions.append(partial(make_room, steps))
         if decided.unseen:
-            actions += (step.prepare_rows for step in steps)
+            actions.append(partial(prepare_rows, steps, trained.prepared))
             actions.append(partial(add_rows, steps))
         if due:
             actions.append(lambda _: trained.note_looked(due))
@@ -199,7 +202,7 @@ def _found_again(
 
     rows [N] int64 and new_index [N] int64 are those of the step without this.
     """
-    left, absent = find_rows(trained.maps, batch.ids, batch.table_offsets)
+    left, absent = find_rows(trained.prepared.maps, batch.ids, batch.table_offsets)
     is_same = left == rows
     new_index = torch.full_like(rows, -1) if new_index is None else new_index
     return TakenStep(left, sum(absent.tolist()), torch.where(is_same, new_index, 0))

@@ -215,9 +215,15 @@ def _checked_counts(
         sums = lengths.reshape(len(batch_sizes), -1).sum(1)
     else:
         sums = torch.stack([part.sum() for part in torch.split(lengths, list(batch_sizes))])
-    bounds = torch.aminmax(lengths) if lengths.numel() else ()
-    *counts, least, most = (
-        torch.hstack([sums, *bounds]).tolist() if bounds else (*sums.tolist(), 0, 0)
+    read = [sums]
+    if lengths.numel():
+        read += torch.aminmax(lengths)
+        if stated is not None:
+            read.append((stated != complete_cumsum(lengths)).any())
+    numbers = torch.hstack(read).tolist()  # a GPU's host waits once
+    counts, (least, most, *differ) = (
+        numbers[: len(batch_sizes)],
+        numbers[len(batch_sizes) :] or (0, 0),
     )
     # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
     if least < 0 or most > ids or sum(counts) != ids:
@@ -225,7 +231,7 @@ def _checked_counts(
             f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
             f"got a minimum of {least} and a sum of {sum(counts)}."
         )
-    if stated is not None and not torch.equal(stated.long(), complete_cumsum(lengths)):
+    if any(differ):
         raise _offsets_that_differ(where)
     return counts
 

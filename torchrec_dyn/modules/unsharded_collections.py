@@ -217,7 +217,8 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
         """
-        features = maybe_td_to_kjt(features, None)
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         if self.training:
             self.unsharded_lookup.note_training()
@@ -327,7 +328,8 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
         """
-        features = maybe_td_to_kjt(features, None)
+        if not isinstance(features, KeyedJaggedTensor):
+            features = maybe_td_to_kjt(features, None)
         read = self._read(features)
         inverse_indices = features.inverse_indices_or_none()
         if inverse_indices is None and read.varies:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -24,7 +25,7 @@ from torchrec_dyn.modules.optimizer_choice import (
     placement_options,
     placement_warning,
 )
-from torchrec_dyn.modules.unsharded_table import UnshardedTable
+from torchrec_dyn.modules.unsharded_table import CHOICES, UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
@@ -64,7 +65,7 @@ def _batch(
 ) -> Batch:
     return Batch(
         features.ids, features.lengths, features.stated, features.weights, training, batch_sizes,
-        scores=features.scores,
+        scores=features.scores, where=features.where,
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ class UnshardedLookup:
         self.tables = list(tables)
         self.poolings = list(poolings)
         self.prefix = prefix
+        self.where = self.tables[0].where.partition("(")[0]
         for table in self.tables:
             table.lock = self.lock
         # Learning rates that schedulers have set, for optimizer objects that are rebuilt.
@@ -91,6 +93,7 @@ class UnshardedLookup:
     def _drop_groups(self) -> None:
         self._grouped_for: list[_State] = []
         self._grouped_at: object = None  # the token of all tables when they were compared last
+        self._grouped_marks: list[Any] = []  # what was chosen by the marks of their weights then
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
         self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
@@ -134,7 +137,7 @@ class UnshardedLookup:
         self, features: FeatureIds, look_up: Callable[[_Group, FeatureIds], list[Tensor]]
     ) -> list[Tensor]:
         """Looks up the features of each group, and returns the outputs in the order of all features."""
-        check_taken(self.lock, self._where)
+        check_taken(self.lock, self.where)
         outputs: list[Tensor] = [torch.empty(0)] * len(features.batch_sizes)
         for group in self._current_groups():
             if group.positions is None:
@@ -165,11 +168,11 @@ class UnshardedLookup:
 
     def note_training(self) -> None:
         """Checks the callers of a training forward. The first one warns of options without effect."""
-        check_runs_once(self._where, self._trained)
+        check_runs_once(self.where, self._trained)
         if self._has_warned:
             return
         names = [table.config.name for table in self.tables]
-        check_not_wrapped(f"{self._where}(tables={listed(names)})")
+        check_not_wrapped(f"{self.where}(tables={listed(names)})")
         self._has_warned = True
         names = [
             table.config.name
@@ -178,7 +181,7 @@ class UnshardedLookup:
         ]
         if names:
             warnings.warn(
-                f"{self._where}: expected an optimizer for tables "
+                f"{self.where}: expected an optimizer for tables "
                 f"{listed(names)}, got none; their rows train with EXACT_SGD at learning rate 0.01, and "
                 "an optimizer over model.parameters() does not touch them. "
                 "Set fused_params={'optimizer': ..., 'learning_rate': ...}.",
@@ -186,17 +189,22 @@ class UnshardedLookup:
                 stacklevel=_CALLER,
             )
         if options := placement_options(self.tables[0].fused_params):
-            warnings.warn(placement_warning(options, self._where), UserWarning, stacklevel=_CALLER)
+            warnings.warn(placement_warning(options, self.where), UserWarning, stacklevel=_CALLER)
 
     def _trained(self) -> list[str]:
         return [table.config.name for table in self.tables if not table.is_frozen]
 
-    @property
-    def _where(self) -> str:
-        return self.tables[0].where.partition("(")[0]
-
     def _current_groups(self) -> list[_Group]:
+        # Every forward asks: so no function is called for each table as long as none has changed.
         now = TABLES.now
+        weights = [table._parameters["weight"] for table in self.tables]
+        marks = [
+            (weight.is_meta, weight.requires_grad, *map(vars(weight).get, CHOICES))  # type: ignore[union-attr]
+            for weight in weights
+        ]
+        if now is self._grouped_at and marks == self._grouped_marks:
+            return self._groups
+        self._grouped_marks = deepcopy(marks)  # TorchRec writes to the marks in place
         shards = [table.rows() for table in self.tables]
         if now is self._grouped_at and now is TABLES.now:  # `rows` may have changed a table
             return self._groups
@@ -277,6 +285,7 @@ class UnshardedLookup:
             "tables": self.tables,
             "poolings": self.poolings,
             "prefix": self.prefix,
+            "where": self.where,
             "_kept_rates": {**self._kept_rates, **self._current_rates()},
             "_has_warned": self._has_warned,
         }

@@ -32,6 +32,7 @@ from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, copy_rows
 
 _META = torch.device("meta")
+CHOICES = ("_optimizer_classes", "_optimizer_kwargs")  # attributes of a weight, by TorchRec
 _NO_CHOICE: list[Any] = []
 
 
@@ -80,10 +81,7 @@ class UnshardedTable(nn.Module):
                 "and edit rows with `assign`."
             )
         marks = vars(weight)
-        choice = (
-            marks.get("_optimizer_classes", _NO_CHOICE),
-            marks.get("_optimizer_kwargs", _NO_CHOICE),
-        )
+        choice = (marks.get(CHOICES[0], _NO_CHOICE), marks.get(CHOICES[1], _NO_CHOICE))
         table = self.shard
         if table is None or choice != self._choice:
             table = self._rows_for(choice)

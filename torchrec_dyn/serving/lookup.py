@@ -194,7 +194,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
         weights [N] float32 or None.
         """
-        self._check_call(ids)
+        self.check_call(ids)
         generation = self.generation  # read once: refresh may replace it at any time
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         table_offsets = offsets[self._first_feature * batch]
@@ -223,7 +223,7 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
         feature in `ids`, and N.
         """
-        self._check_call(ids)
+        self.check_call(ids)
         generation = self.generation
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
@@ -265,7 +265,7 @@ class ServedLookup(nn.Module):
         """Raises ValueError: torch.jit.script calls it for each module of a model."""
         self._refuse("torch.jit.script")
 
-    def _check_call(self, ids: Tensor) -> None:
+    def check_call(self, ids: Tensor) -> None:
         """Raises ValueError for ids on a GPU, and in torch.jit.trace: it would record its bags."""
         if torch.jit.is_tracing():
             self._refuse("torch.jit.trace")

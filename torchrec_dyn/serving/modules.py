@@ -116,6 +116,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
                 features, self._features, self._is_weighted, type(self).__name__
             )
         else:
+            self._lookup.check_call(features.values())
             read = self._read(features)
             check_one_batch_size(features, type(self).__name__)
             ids, offsets, weights, batch = (
@@ -192,6 +193,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             lengths = offsets.diff().split([batch] * len(self._features))
             counts = counts_between(firsts, ids)
         else:
+            self._lookup.check_call(features.values())
             read = self._read(features)
             ids, counts = read.ids, read.counts
             firsts = host_numbers([*accumulate(counts, initial=0)]).to(ids.device)

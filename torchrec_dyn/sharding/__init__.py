@@ -4,7 +4,7 @@ Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `shar
 each sharding type of TorchRec, composed of `dists` and `grouped_lookups`. A new sharding type also needs a
 line in `SHARDING_TRAITS` of `ranks`; all other code reads that table.
 
-All-to-alls, awaitables and contexts are TorchRec's.
+All-to-alls, awaitables and contexts are TorchRec's, but those of a world of one rank: `one_rank`.
 """
 
 from torchrec_dyn.sharding.batches import (
@@ -27,7 +27,7 @@ from torchrec_dyn.sharding.grouped_lookups import (
     PrefetchedSteps,
     kernels_of,
     prefetch,
-    set_batch,
 )
-from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode, with_mode_of
+from torchrec_dyn.sharding.one_rank import ArrivedIds, staying
+from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode
 from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

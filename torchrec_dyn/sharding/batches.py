@@ -154,17 +154,25 @@ def _sendable(
     Tensors are contiguous: some backends cannot send e.g. a column of a matrix. Offsets and other numbers
     that a batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
     """
-    varies = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=read.ids.contiguous(),
-        lengths=read.lengths.long().contiguous(),
-        weights=None if weights is None else weights.contiguous(),
-        stride=None if varies else features.stride(),
-        stride_per_key_per_rank=[[size] for size in read.batch_sizes] if varies else None,
-        length_per_key=read.counts,  # else TorchRec adds up the lengths again, and waits for a GPU
-        inverse_indices=inverse,
+    varies, bags = features.variable_stride_per_key(), [[size] for size in read.batch_sizes]
+    batch = KeyedJaggedTensor.__new__(KeyedJaggedTensor)  # its constructor takes half of the time
+    batch.__dict__.update(
+        features.__dict__,
+        _values=read.ids.contiguous(),
+        _lengths=read.lengths.long().contiguous(),
+        _weights=None if weights is None else weights.contiguous(),
+        _offsets=None,
+        _stride=None if varies else features.stride(),
+        _stride_per_key=read.batch_sizes,
+        _stride_per_key_per_rank=torch.IntTensor(bags) if varies else None,
+        _variable_stride_per_key=None,
+        _length_per_key=read.counts,  # else TorchRec adds up the lengths again, and waits for a GPU
+        _offset_per_key=None,
+        _lengths_offset_per_key=None,
+        _jt_dict=None,
+        _inverse_indices=inverse,
     )
+    return batch
 
 
 @dataclass(frozen=True)
@@ -234,6 +242,7 @@ def pad_batch(
         weights=features.weights_or_none(),
         lengths=torch.cat(lengths),
         stride=even,
+        length_per_key=features.length_per_key(),
     )
     return padded, restoration
 

@@ -71,8 +71,7 @@ def _make_table(
 class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     """Looks up one table group, pooled or as sequences, and owns its optimizer.
 
-    It has no `nn.Parameter`: DDP must not see the rows. `bags_of_ranks` are the bags of each feature from
-    each sender of the next batch, and `prefetched_step` is its step, if it was taken ahead.
+    It has no `nn.Parameter`: DDP must not see the rows.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
@@ -87,8 +86,6 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._counts_weights = any(table.config.scores_weights for table in self.tables)
-        self.bags_of_ranks: Sequence[int] = ()
-        self.prefetched_step: PrefetchedStep | None = None
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options(shards[0].name).rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
@@ -128,18 +125,26 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         """The optimizer of the rows of this group."""
         return self._optimizer
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+    def forward(
+        self,
+        features: KeyedJaggedTensor,
+        bags_of_ranks: Sequence[int] = (),
+        ahead: PrefetchedStep | None = None,
+    ) -> Tensor:
         """Looks up N ids in the group's F features, in the order of its tables.
+
+        bags_of_ranks [ranks]: the bags of each feature from each sender, if all features have as many, and
+        empty if one rank sends all;
+        `ahead`: the step of the batch, if it was taken ahead.
 
         Pooled: [B, sum of columns], or with a batch size per feature one dimension, rank by rank and feature
         by feature. Sequences: [N, columns].
         """
-        ahead, self.prefetched_step = self.prefetched_step, None
         batch = self._batch(features, self.training)
         if self._config.is_weighted:
             batch.weights = features.weights_or_none()
-        if self.training and self._asks_for_senders:
-            batch.senders = self._senders(features)
+        if self.training:
+            batch.senders = self._senders(features, bags_of_ranks)
         output = self.group(batch, ahead)
         if torch.is_grad_enabled() and not output.requires_grad:
             # In evaluation, or all tables of this kernel are frozen. But another rank may train tables, or
@@ -170,11 +175,13 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
         weights = features.weights_or_none() if self._counts_weights else None
         return None if weights is None else weights.detach().float()
 
-    def _senders(self, features: KeyedJaggedTensor) -> Senders:
+    def _senders(self, features: KeyedJaggedTensor, bags_of_ranks: Sequence[int]) -> Senders | None:
+        if not self._asks_for_senders:
+            return None
         if features.variable_stride_per_key():
             bags = features.stride_per_key_per_rank()
         else:
-            bags = [list(self.bags_of_ranks)] * len(features.keys())
+            bags = [list(bags_of_ranks) or [features.stride()]] * len(features.keys())
         return Senders(bags, len(bags[0]) if get_gradient_division() else 1)
 
     def prefetch(self, features: KeyedJaggedTensor, keeps_step: bool) -> PrefetchedStep | None:

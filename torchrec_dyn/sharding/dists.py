@@ -72,7 +72,7 @@ class RowWiseInputDist(RwSparseFeaturesDist):
         by_owner, where = sorted_by_owner(sparse_features, self._world_size, self._is_sequence)
         self.unbucketize_permute_tensor = where if self._is_sequence else None
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(by_owner)
+        return self._dist(with_mode_of(by_owner, sparse_features))
 
 
 class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
@@ -98,10 +98,9 @@ class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
     ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner within the node and sends them."""
         by_owner, _ = sorted_by_owner(sparse_features, self._local_size)
+        by_place = by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(
-            by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
-        )
+        return self._dist(with_mode_of(by_place, sparse_features))
 
 
 def sorted_by_owner(
@@ -123,7 +122,7 @@ def sorted_by_owner(
         stride=None if varies else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() * ranks if varies else None,
     )
-    return with_mode_of(by_owner, features), where
+    return by_owner, where
 
 
 def remove_stale_forwards(input_dists: Iterable[nn.Module]) -> None:

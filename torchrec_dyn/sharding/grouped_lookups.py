@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torchrec.distributed.embedding_lookup import (
     GroupedEmbeddingsLookup,
     GroupedPooledEmbeddingsLookup,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -28,21 +29,51 @@ from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 PrefetchedSteps: TypeAlias = dict[DynamicKernel, PrefetchedStep]
 
 
-def _refuse_state_tracker(lookup: Any, record_fn: Callable[..., None]) -> None:
-    """Refuses TorchRec's tracker of changed rows with optimizer state, which it reads by row number."""
-    names = {name for group in lookup.grouped_configs for name in group.table_names()}
-    raise ValueError(
-        f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
-        "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
-        "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
-    )
+class _Lookup:
+    """Mixin for TorchRec's lookups: looks up by our kernels; `node_size` ranks share rows within a node."""
 
-
-class PooledLookup(GroupedPooledEmbeddingsLookup):
-    """Looks up the pooled tables of one sharding type; `node_size` ranks share rows within a node."""
-
+    grouped_configs: list[GroupedEmbeddingConfig]
     node_size: int = 1
-    register_optim_state_tracker_fn = _refuse_state_tracker
+    _emb_modules: Any  # kernels
+    _feature_splits: list[int]
+    _dummy_embs_tensor: Tensor
+
+    def _outputs(
+        self,
+        features: Sequence[KeyedJaggedTensor],
+        bags_of_ranks: Sequence[int],
+        steps: PrefetchedSteps,
+    ) -> list[Tensor]:
+        """Returns the output of each kernel, from the bags [ranks] that each rank has sent.
+
+        Steps that were taken ahead are taken out of `steps`.
+        """
+        size = self.node_size
+        if size > 1:
+            # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
+            bags_of_ranks = [bags for place in range(size) for bags in bags_of_ranks[place::size]]
+        return [
+            kernel(kernel_features, bags_of_ranks, steps.pop(kernel, None))
+            for kernel, kernel_features in zip(self._emb_modules, features, strict=True)
+        ]
+
+    def _by_kernel(self, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+        if len(self._feature_splits) == 1:
+            return [features]
+        return features.split(self._feature_splits)
+
+    def register_optim_state_tracker_fn(self, record_fn: Callable[..., None]) -> None:
+        """Refuses TorchRec's tracker of changed rows in its modes with optimizer state, of its own tables."""
+        names = {name for group in self.grouped_configs for name in group.table_names()}
+        raise ValueError(
+            f"tables {listed(sorted(names))}: expected a ModelDeltaTracker of ids (TrackingMode.ID_ONLY, "
+            "or EMBEDDING for a sequence collection), got a mode with optimizer state. "
+            "Export changed rows and their optimizer state with torchrec_dyn.checkpoint.export_delta."
+        )
+
+
+class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
+    """Looks up the pooled tables of one sharding type on this rank."""
 
     def _create_embedding_kernel(
         self,
@@ -55,25 +86,38 @@ class PooledLookup(GroupedPooledEmbeddingsLookup):
     ) -> BaseEmbedding:
         return DynamicKernel(config, device)
 
-    def _forward_with_vbe_merging(
-        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    def forward(
+        self,
+        sparse_features: KeyedJaggedTensor,
+        context: EmbeddingShardingContext,
+        steps: PrefetchedSteps,
     ) -> Tensor:
-        # TorchRec preallocates the output, as float32 or float16 only, and every kernel writes its part.
-        # Here outputs may be bfloat16.
-        by_group = [
-            output.split(
-                values_per_rank(
-                    zip(*features.stride_per_key_per_rank(), strict=True), config.embedding_dims()
-                )
-            )
-            for output, features, config in zip(
-                self._forward(features_by_group),
-                features_by_group,
-                self.grouped_configs,
-                strict=True,
+        """Returns the kernels' outputs side by side; with a size per feature those of a rank in a row."""
+        features = [
+            self._apply_feature_processor_and_gradient_scaling(part, config)
+            for part, config in zip(
+                self._by_kernel(sparse_features), self.grouped_configs, strict=True
             )
         ]
-        return torch.cat([part for parts in zip(*by_group, strict=True) for part in parts])
+        outputs = self._outputs(features, context.batch_size_per_rank, steps)
+        if len(outputs) == 1:
+            return outputs[0]
+        if not sparse_features.variable_stride_per_key():
+            if not outputs:
+                return self._dummy_embs_tensor.view(sparse_features.stride(), 0)
+            return torch.cat(outputs, dim=1)
+        # TorchRec preallocates the output, as float32 or float16 only, and every kernel writes its part.
+        # Here outputs may be bfloat16.
+        by_kernel = [
+            output.split(
+                values_per_rank(
+                    zip(*part.stride_per_key_per_rank(), strict=True), config.embedding_dims()
+                )
+            )
+            for output, part, config in zip(outputs, features, self.grouped_configs, strict=True)
+        ]
+        parts = [part for parts in zip(*by_kernel, strict=True) for part in parts]
+        return torch.cat(parts) if parts else self._dummy_embs_tensor
 
 
 def values_per_rank(bags: Iterable[Sequence[int]], widths: Sequence[int]) -> list[int]:
@@ -81,11 +125,23 @@ def values_per_rank(bags: Iterable[Sequence[int]], widths: Sequence[int]) -> lis
     return [sum(n * width for n, width in zip(row, widths, strict=True)) for row in bags]
 
 
-class SequenceLookup(GroupedEmbeddingsLookup):
+class SequenceLookup(_Lookup, GroupedEmbeddingsLookup):
     """Looks up the sequence tables of one sharding type on this rank."""
 
-    node_size: int = 1  # TorchRec does not spread rows of sequence tables within nodes
-    register_optim_state_tracker_fn = _refuse_state_tracker
+    def forward(
+        self,
+        sparse_features: KeyedJaggedTensor,
+        context: SequenceShardingContext,
+        steps: PrefetchedSteps,
+    ) -> Tensor:
+        """Returns the rows of the ids of all kernels, [N, columns]."""
+        lengths = sparse_features.lengths().view(-1, sparse_features.stride())
+        context.lengths_after_input_dist = lengths  # for the output dist
+        features = self._by_kernel(sparse_features)
+        outputs = self._outputs(features, context.batch_size_per_rank, steps)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs) if outputs else self._dummy_embs_tensor
 
     def _create_embedding_kernel(
         self,
@@ -126,20 +182,6 @@ def kernels_of(lookups: Iterable[nn.Module]) -> Iterator[DynamicKernel]:
             yield kernel
 
 
-def set_batch(
-    lookups: Iterable[nn.Module], contexts: Iterable[Any], steps: PrefetchedSteps
-) -> None:
-    """Sets the kernels to the next batch: its senders, and its steps of `steps`, which are removed there."""
-    for lookup, context in zip(lookups, contexts, strict=True):
-        bags, size = context.batch_size_per_rank, cast(PooledLookup, lookup).node_size
-        # Within nodes a batch arrives sorted by the position of its sender within the sender's node.
-        as_arrived = [rank_bags for place in range(size) for rank_bags in bags[place::size]]
-        for kernel in kernels_of([lookup]):
-            kernel.bags_of_ranks = as_arrived
-            # Also None: an interrupt may have left the step of another batch.
-            kernel.prefetched_step = steps.pop(kernel, None)
-
-
 class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
     """Mixin for TorchRec's shardings: creates the lookup with our kernels. List it before the sharding."""
 
@@ -168,6 +210,8 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
             names = ", ".join(groups[0].table_names())
             dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
             empty = lookup._dummy_embs_tensor.detach().to(dtype)
+            if self.lookup_class is SequenceLookup:
+                empty = empty.view(0, groups[0].embedding_tables[0].local_cols)
             lookup._dummy_embs_tensor = empty.requires_grad_()
         return lookup
 

@@ -46,16 +46,6 @@ class SentBatch(KeyedJaggedTensor):
     trains: bool
     is_torn: bool
 
-    def permute(
-        self, indices: list[int], indices_tensor: torch.Tensor | None = None
-    ) -> KeyedJaggedTensor:
-        """Permutes the features."""
-        return with_mode(super().permute(indices, indices_tensor), self.trains, self.is_torn)
-
-    def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """Splits the features."""
-        return [with_mode(part, self.trains, self.is_torn) for part in super().split(segments)]
-
     def dist_labels(self) -> list[str]:
         """Returns the labels of the rows of `dist_splits`: of the tensors, the mode, and the zeros if any."""
         labels = super().dist_labels()
@@ -132,18 +122,15 @@ def _without_ends(marked: Tensor, num_features: int) -> tuple[Tensor, Tensor] | 
 
 def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentBatch:
     """Returns a batch, with the same tensors, that is sent with a mode."""
-    if isinstance(features, SentBatch):
-        return features
     batch = SentBatch.__new__(SentBatch)
     batch.__dict__.update(features.__dict__)
     batch.trains, batch.is_torn = trains, is_torn
     return batch
 
 
-def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Returns a batch that is sent with the mode of another, if that has one."""
-    if not isinstance(other, SentBatch):
-        return features
+def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> SentBatch:
+    """Returns a batch that is sent with the mode of another."""
+    assert isinstance(other, SentBatch)
     return with_mode(features, other.trains, other.is_torn)
 
 

@@ -78,9 +78,10 @@ class OpenForwards:
 
 
 class Allocation(NamedTuple):
-    """Rows to hand out, [M] int64, and the free rows afterwards."""
+    """Rows to hand out: `reused` [M] int64, then those from `first` on; and the free rows afterwards."""
 
-    rows: Tensor
+    reused: Tensor
+    first: int
     high_water_mark: int
     whole: int
     rest: list[Tensor]
@@ -97,6 +98,7 @@ class RowNumbers:
     def __init__(self, forwards: OpenForwards, device: torch.device) -> None:
         self.high_water_mark = 0
         self._device = device
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
         self.forwards = forwards
         self._free: list[Tensor] = []  # each tensor: rows that were freed together
         self.num_free = 0
@@ -106,15 +108,22 @@ class RowNumbers:
         """Hands out and returns `count` distinct rows, [count] int64."""
         allocation = self.prepare(count)
         self.commit(allocation)
-        return allocation.rows
+        return self.rows_of(allocation)
+
+    def rows_of(self, allocation: Allocation) -> Tensor:
+        """Returns the rows that an allocation hands out, [M] int64."""
+        fresh = torch.arange(allocation.first, allocation.high_water_mark, device=self._device)
+        return torch.cat([allocation.reused, fresh]) if allocation.reused.numel() else fresh
 
     def prepare(self, count: int) -> Allocation:
         """Returns what `take(count)` would hand out. The rows stay free, so they may be written."""
         self._release()
         reused = min(count, self.num_free)
-        high, num_free = self.high_water_mark + count - reused, self.num_free - reused
-        fresh = torch.arange(self.high_water_mark, high, device=self._device)
-        rows, rest, whole = [fresh], [], len(self._free)
+        first, num_free = self.high_water_mark, self.num_free - reused
+        high = first + count - reused
+        rows: list[Tensor] = []
+        rest: list[Tensor] = []
+        whole = len(self._free)
         while reused:
             whole -= 1
             free = self._free[whole]
@@ -122,8 +131,8 @@ class RowNumbers:
             rows.append(free[:reused])
             rest = [free[reused:]] if free.numel() > reused else []
             reused -= rows[-1].numel()
-        taken = torch.cat(rows[::-1]) if len(rows) > 1 else fresh
-        return Allocation(taken, high, whole, rest, num_free)
+        taken = torch.cat(rows[::-1]) if rows else self._nothing
+        return Allocation(taken, first, high, whole, rest, num_free)
 
     def commit(self, allocation: Allocation) -> None:
         """Hands out the rows that were just prepared; a second call directly after changes nothing."""
@@ -148,8 +157,7 @@ class RowNumbers:
         """Returns the withheld rows, [M] int64."""
         self._release()
         keep_in_use(*(rows for _, rows in self.withheld_parts))  # as in `prepare`
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        return torch.cat([nothing, *(rows for _, rows in self.withheld_parts)])
+        return torch.cat([self._nothing, *(rows for _, rows in self.withheld_parts)])
 
     def _release(self) -> None:
         free: list[Tensor] = []

@@ -330,17 +330,21 @@ class InitialRows:
         initial_states: Sequence[float] = (),
     ) -> None:
         self._states = initial_states
-        self.kind, self.parameters = initializer.parameters()
-        self.key = table_key(seed, name, "initial row")
-        self.first_column = first_column
+        self._kind, self._parameters = initializer.parameters()
+        self._key = table_key(seed, name, "initial row")
+        self._first_column = first_column
+
+    def numbers(self) -> tuple[tuple[int, int, int], Sequence[float]]:
+        """Returns kind, key and first column, and the parameters, as `ops.prepare_tables` takes them."""
+        return (self._kind, self._key, self._first_column), self._parameters
 
     def write(
         self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
     ) -> None:
         """Writes the initial rows of ids [M] int64 to rows [M] int64, and those of `states`."""
         ops.init_rows_(
-            ids, rows, store.blocks, store.shift, store.columns, self.first_column,
-            self.kind, self.parameters, self.key,
+            ids, rows, store.blocks, store.shift, store.columns, self._first_column,
+            self._kind, self._parameters, self._key,
         )  # fmt: skip
         if states:
             for state, number in zip(states, self._states, strict=True):

@@ -25,6 +25,7 @@ from torchrec_dyn.table.insertion import (
     read_absent,
     rows_of_new,
 )
+from torchrec_dyn.table.prepared_tables import PreparedTables, TableBlocks, blocks_of
 from torchrec_dyn.table.row_writes import (
     Commit,
     append,
@@ -45,6 +46,7 @@ from torchrec_dyn.table.table_step import (
     admission,
     expired_of,
     make_room,
+    prepare_rows,
     prepared_steps,
     touched_of,
 )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torchrec_dyn.storage import (
     run_to_end,
 )
 from torchrec_dyn.table.arrays import TableArrays
+from torchrec_dyn.table.prepared_tables import PreparedTables
 
 _COUNT_BITS = 2**63 - 1  # all but the sign bit, which marks an error
 
@@ -66,26 +68,34 @@ def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
 
 
 def insert_unseen(
-    tables: Mapping[int, TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Mapping[int, TableArrays],
+    prepared: PreparedTables,
+    ids: Tensor,
+    rows: Tensor,
+    table_offsets: Tensor,
 ) -> Tensor:
     """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
 
     As `prepare_unseen`, of which it returns the numbers.
     """
-    added, new_index = prepare_unseen(tables, ids, rows, table_offsets)
+    added, new_index = prepare_unseen(tables, prepared, ids, rows, table_offsets)
     if added:
         insert_rows(added)
     return new_index
 
 
 def prepare_unseen(
-    tables: Mapping[int, TableArrays], ids: Tensor, rows: Tensor, table_offsets: Tensor
+    tables: Mapping[int, TableArrays],
+    prepared: PreparedTables,
+    ids: Tensor,
+    rows: Tensor,
+    table_offsets: Tensor,
 ) -> tuple[list[Addition], Tensor]:
     """Prepares rows for the absent ids of a lookup, whatever the policies, and writes them into `rows`.
 
-    `tables` by number; ids of a table that is not among them stay absent. ids [N] int64 in table order;
-    rows [N] int64 of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the
-    ids of each table begin.
+    `tables` by number in `prepared`; ids of others stay absent. ids [N] int64 in table order; rows [N] int64
+    of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the ids of each
+    table begin.
 
     Returns:
         The additions, for `insert_rows`; and [N] int64, -1 for an id that was not absent, else 0 or more.
@@ -102,7 +112,7 @@ def prepare_unseen(
         tables[t].check_room(ids_of_table.numel())
     for t, ids_of_table in fresh.items():
         tables[t].reserve(ids_of_table.numel())
-    added = {t: Addition(tables[t], ids_of_table) for t, ids_of_table in fresh.items()}
+    added = prepare_additions(tables, prepared, fresh)
     if added:
         new_rows = {t: of_table.rows for t, of_table in added.items()}
         ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
@@ -130,29 +140,70 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-class Addition:
-    """Prepared fresh rows of new ids of one table, which has room reserved. Preparing writes free rows only.
+def prepare_additions(
+    tables: Mapping[int, TableArrays],
+    prepared: PreparedTables,
+    ids: Mapping[int, Tensor],
+    counts: Mapping[int, Tensor] = MappingProxyType({}),
+) -> dict[int, Addition]:
+    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
 
-    ids [M] int64 are distinct and absent. counts [M] int64 are their occurrences, None outside training. In
-    training the ids have no admission counters any more.
+    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
+    training. Preparing writes free rows only.
+    """
+    if not ids:
+        return {}
+    numbers, number = sorted(ids), len(prepared.tables)
+    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
+    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
+    for t, allocation in taken.items():
+        sizes[t], firsts[t] = ids[t].numel(), allocation.first
+        reused[t] = allocation.reused.numel()
+    all_reused = _joined([taken[t].reused for t in numbers])
+    new_rows = ops.init_new_rows(
+        _joined([ids[t] for t in numbers]),
+        *(_offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused), prepared.get()),
+    )
+    own = new_rows.split([sizes[t] for t in numbers])
+    return {
+        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
+        for t, rows in zip(numbers, own, strict=True)
+    }
+
+
+def _offsets(sizes: Sequence[int]) -> Tensor:
+    return host_numbers([*accumulate(sizes, initial=0)])
+
+
+class Addition:
+    """Prepared fresh rows of new ids of one table.
+
+    ids [M] int64 are distinct and absent, rows [M] int64 theirs, which `allocation` hands out. counts [M]
+    int64 are their occurrences, None outside training. In training the ids have no admission counters any
+    more.
     """
 
-    def __init__(self, table: TableArrays, ids: Tensor, counts: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        table: TableArrays,
+        ids: Tensor,
+        rows: Tensor,
+        allocation: Allocation,
+        counts: Tensor | None,
+    ) -> None:
         self.table = table
         self.ids = ids
+        self.rows = rows
         self._num_ids = table.id_map.num_ids + ids.numel()
         self._own = table.own._replace(edits=table.own.edits + 1)
         self._inserted = table.counters["inserted"] + ids.numel()
-        self._allocation: Allocation = table.row_numbers.prepare(ids.numel())
-        table.initial_rows.write(ids, self.rows, table.weights, table.states)
+        self._allocation = allocation
+        if table.optimizer.own is not None:  # whose states the op does not know
+            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
+                store.fill(rows, number)
         self._add_scores = None
         if table.life is not None:
-            self._add_scores = table.life.prepare_rows(ids, self.rows, table.step, counts)
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows, [M] int64."""
-        return self._allocation.rows
+            self._add_scores = table.life.prepare_rows(ids, rows, table.step, counts)
 
     def commit(self) -> None:
         """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""

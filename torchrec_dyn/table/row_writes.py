@@ -20,7 +20,8 @@ from torchrec_dyn.life import Clock, RowLife, last_step
 from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
-from torchrec_dyn.table.insertion import Addition, Removal, insert_rows
+from torchrec_dyn.table.insertion import Removal, insert_rows, prepare_additions
+from torchrec_dyn.table.prepared_tables import PreparedTables
 
 Commit = Callable[[], None]
 _Shard = TypeVar("_Shard", bound=TableArrays)
@@ -160,7 +161,8 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
     known, new = ids[~is_new], ids[is_new]
     table.reserve(new.numel())
     removal = read(Removal.prepare(table, *table.id_map.find(removed.to(device)), "erased"))
-    additions = [Addition(table, new)] if new.numel() else []
+    fresh = {0: new} if new.numel() else {}
+    additions = [*prepare_additions({0: table}, PreparedTables([table]), fresh).values()]
     num_ids = removal.left + new.numel()
     offsets = torch.tensor([0, known.numel()], device="cpu")
     note_changed([log], known, targets[~is_new], offsets)

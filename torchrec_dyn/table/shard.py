@@ -51,6 +51,7 @@ from torchrec_dyn.table.insertion import (
     insert_unseen,
     prepare_unseen,
 )
+from torchrec_dyn.table.prepared_tables import PreparedTables
 from torchrec_dyn.table.row_writes import beside, copy_rows, replace, write_state
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 
@@ -87,7 +88,7 @@ class TableShard(TableArrays):
         """Returns the rows, [M] int64, of ids [M] int64, repeats allowed; an absent id gets a fresh row."""
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         rows, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        insert_unseen({0: self}, ids, rows, offsets)
+        insert_unseen({0: self}, PreparedTables([self]), ids, rows, offsets)
         return rows
 
     @locked
@@ -129,7 +130,7 @@ class TableShard(TableArrays):
         rows = rows.detach().to(self.device, self.dtype).contiguous()
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         places, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        added, _ = prepare_unseen({0: self}, ids, places, offsets)
+        added, _ = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
 
         def write() -> None:
             self.count_edit()

@@ -18,7 +18,14 @@ from torch import Tensor
 from torchrec_dyn.life import STEPS_WITHOUT_TIME, Asked, Decision, Drop
 from torchrec_dyn.storage import HostRead, read_together
 from torchrec_dyn.table.arrays import TableArrays
-from torchrec_dyn.table.insertion import Addition, Removal, commit_rows, rows_of_new
+from torchrec_dyn.table.insertion import (
+    Addition,
+    Removal,
+    commit_rows,
+    prepare_additions,
+    rows_of_new,
+)
+from torchrec_dyn.table.prepared_tables import PreparedTables
 
 _NONE = torch.empty(0, dtype=torch.int64, device="cpu")
 _ALL_KNOWN = Decision(_NONE, _NONE, 0)
@@ -167,6 +174,25 @@ class TableStep:
         need = table.id_map.num_ids + self._unseen.num_admitted
         return need - table.row_limit if replaces else 0
 
+    @property
+    def table(self) -> TableArrays:
+        """The table."""
+        return self._table
+
+    @property
+    def num_unseen(self) -> int:
+        """Number of ids without a row, admitted or not."""
+        return self._unseen.ids.numel()
+
+    @property
+    def admitted_ids(self) -> Tensor:
+        """The admitted ids, [K] int64."""
+        return self._admitted[0]
+
+    def first_counts(self) -> Tensor:
+        """What the rows of the admitted ids begin to count with, [K] int64."""
+        return self._unseen.first_counts()
+
     def reserve(self) -> None:
         """Reserves memory for the rows of the admitted ids and the counters of the refused ids."""
         admitted = self._unseen.num_admitted
@@ -226,11 +252,6 @@ class TableStep:
         dropped = self._num_waiting - len(waiting)
         self._table.counters["counters_dropped"] = self._counters_dropped + dropped
 
-    def prepare_rows(self, _: bool) -> None:
-        """Prepares rows for the admitted ids."""
-        if self._unseen.ids.numel():
-            self.added = Addition(self._table, self._admitted[0], self._unseen.first_counts())
-
     def new_rows(self, added: Addition) -> Tensor:
         """Returns the rows of all unseen ids, [M] int64, -1 for a refused id."""
         if self._unseen.admitted is None:
@@ -255,6 +276,16 @@ def make_room(steps: Sequence[TableStep], _: bool) -> None:
             removal.commit()
     for step, drop in zip(counting, lowest[len(full) :], strict=True):
         step.drop_counters(drop)
+
+
+def prepare_rows(steps: Sequence[TableStep], prepared: PreparedTables, _: bool) -> None:
+    """Prepares rows for the admitted ids of all tables: an action of `run_to_end`, before `add_rows`."""
+    adding = {step.number: step for step in steps if step.num_unseen}
+    tables = {number: step.table for number, step in adding.items()}
+    ids = {number: step.admitted_ids for number, step in adding.items()}
+    counts = {number: step.first_counts() for number, step in adding.items()}
+    for number, added in prepare_additions(tables, prepared, ids, counts).items():
+        adding[number].added = added
 
 
 def add_rows(steps: Sequence[TableStep], again: bool) -> None:

@@ -1,0 +1,117 @@
+"""PreparedTables: the maps and rows of tables in the form that ops take, checked once for many calls.
+
+Legend: T tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.config import OnNonfinite
+from torchrec_dyn.optimizers import RULES, OptimizerKind
+from torchrec_dyn.storage import BLOCKS, SLOTS, MapList, RowStore, host_numbers
+from torchrec_dyn.table.arrays import TableArrays
+
+_ON_NONFINITE = get_args(OnNonfinite)
+
+
+@dataclass(frozen=True)
+class TableBlocks:
+    """The blocks of one store of each of T tables: one flat list, and a layout of each table.
+
+    Attributes:
+        weights: the blocks of all tables, one after another.
+        layout: [T, 4] int64 (csrc/storage/blocks.h).
+    """
+
+    weights: list[Tensor]
+    layout: Tensor
+
+
+def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
+    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
+    lines: list[list[int]] = []
+    blocks: list[Tensor] = []
+    for place, store in enumerate(stores):
+        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
+        lines.append([len(blocks), len(own), store.shift, store.columns])
+        blocks.extend(own)
+    return TableBlocks(blocks, host_numbers(lines))
+
+
+class PreparedTables:
+    """T tables of one row dtype and one optimizer, prepared again when they have other slots or blocks.
+
+    Attributes:
+        tables: in the order of the ops.
+        maps: their maps.
+    """
+
+    def __init__(self, tables: Sequence[TableArrays]) -> None:
+        self.tables = tables
+        self.maps = MapList([table.id_map for table in tables])
+        self._tokens: tuple[object, object] = (None, None)
+        self._handle = torch.empty(0, device="cpu")
+        self._rows: TableBlocks
+        initial = [table.initial_rows.numbers() for table in tables]
+        shown = [int(table.config.unseen == "initial") for table in tables]
+        self._initial = host_numbers(
+            [(*words, is_shown) for (words, _), is_shown in zip(initial, shown, strict=True)]
+        )
+        parameters = [numbers for _, numbers in initial]
+        self._parameters = torch.tensor(parameters, dtype=torch.float64, device="cpu")
+
+    def get(self) -> Tensor:
+        """Returns the result of `ops.prepare_tables`."""
+        slots, blocks = SLOTS.now, BLOCKS.now
+        if self._tokens[0] is not slots or self._tokens[1] is not blocks:
+            self._prepare()
+            self._tokens = slots, blocks
+        return self._handle
+
+    def rows(self) -> TableBlocks:
+        """Returns the blocks of the weights."""
+        self.get()
+        return self._rows
+
+    def _prepare(self) -> None:
+        self._rows, states = _list_rows(self.tables)
+        optimizer, nonfinite = self.tables[0].optimizer, _nonfinite_of(self.tables)
+        rule, numbers = optimizer.rule, list(optimizer.initial_states)
+        if optimizer.own is not None:  # the kernel writes no state of its rule
+            rule, states, numbers = RULES[OptimizerKind.EXACT_SGD].number, [], []
+        what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self.tables]
+        slots, moved = self.maps.arrays()
+        self._handle = ops.prepare_tables(
+            slots, moved, self._rows.weights, states, self._rows.layout, rule,
+            what if nonfinite else [], nonfinite, self._initial, self._parameters, numbers,
+        )  # fmt: skip
+
+
+def _list_rows(tables: Sequence[TableArrays]) -> tuple[TableBlocks, list[Tensor]]:
+    # An interrupt may have left more rows in some stores of a table. In ranges, rows of fewer bytes have more
+    # room: memory is committed by the page.
+    rows = [min(store.capacity for store in table.stores) for table in tables]
+    states = [
+        block
+        for stores in zip(*(table.states for table in tables), strict=True)
+        for store, count in zip(stores, rows, strict=True)
+        for block in store.blocks_of_first(count)
+    ]
+    return blocks_of([table.weights for table in tables], rows), states
+
+
+def _nonfinite_of(tables: Sequence[TableArrays]) -> list[Tensor]:
+    """Returns where the tables count refused updates; empty if none does."""
+    counts = [table.nonfinite for table in tables]
+    if all(count is None for count in counts):
+        return []
+    device = tables[0].device
+    unused = torch.zeros(len(tables), dtype=torch.int64, device=device)
+    return [unused[t : t + 1] if count is None else count for t, count in enumerate(counts)]
