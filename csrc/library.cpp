@@ -70,8 +70,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // add up, modulo 2^64, to the sum of the table.
   m.def("content_sum(Tensor ids, Tensor values, int first_column, int key) -> Tensor");
 
-  // Asks the system for 2 MiB pages for a block of any shape, before the block is first written. Changes no value.
-  m.def("advise_huge_pages(Tensor block) -> ()");
   // block [R, D] of any dtype -> [rows, D]: a block of more rows, the first R as in `block`. If `block` begins
   // where a result of this op does, and its addresses suffice, the address stays the same and both tensors share
   // memory. Otherwise the rows are copied to a new range of addresses, for `limit` rows. Other rows are not
@@ -139,8 +137,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Ops named `prepared` take the maps and the rows of T tables as `tables`, the result of prepare_tables [1], on the CPU.
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
-  // initial [T, 3]: kind, key and first column, and parameters [T, 6], of init_rows_; initial_states: the number in
-  // each state of a new row; without them init_new_rows is an error.
+  // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read as
+  // initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows is an error.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
@@ -162,15 +160,16 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "find_and_pool(Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? bag_weights, Tensor first_bags, "
       "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, SymInt elements, "
       "ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers)");
-  // As gather_pool, into `out` [elements], for offsets that are right. With new_index [N] a GPU may leave bags as they
-  // are of whose ids none has a new_index but -1.
+  // As gather_pool, into `out` [elements], for offsets that are right. With initial_ids [N], the ids of `rows`, an absent
+  // row is what its table has for an id without a row. With new_index [N] or initial_ids a GPU may leave bags as they
+  // are that have neither an id with another new_index than -1, nor an initial row.
   m.def(
-      "pool_prepared_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor segments, Tensor tables, bool mean) -> ()");
-  // As bag_weights_grad.
+      "pool_prepared_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? initial_ids, Tensor? offsets, "
+      "Tensor? bag_weights, Tensor segments, Tensor tables, bool mean) -> ()");
+  // grad [elements] -> the gradient of the bag weights [N]. initial_ids as for pool_prepared_.
   m.def(
-      "weights_grad_prepared(Tensor grad, Tensor rows, Tensor? offsets, Tensor segments, Tensor tables, bool mean) -> "
-      "Tensor");
+      "weights_grad_prepared(Tensor grad, Tensor rows, Tensor? initial_ids, Tensor? offsets, Tensor segments, "
+      "Tensor tables, bool mean) -> Tensor");
   // As update_rows_.
   m.def(
       "update_prepared_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
@@ -181,10 +180,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "gather_pool(Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor[] weights, Tensor layout, "
       "Tensor segments, bool mean, SymInt elements, ScalarType dtype) -> Tensor");
-  // grad [elements] -> [N].
-  m.def(
-      "bag_weights_grad(Tensor grad, Tensor rows, Tensor? offsets, Tensor[] weights, Tensor layout, "
-      "Tensor segments, bool mean) -> Tensor");
   // Sums grad [elements] over the ids of each row and applies the optimizer. states: for each state of the rule
   // (lookup/row_update.h), in its order, one block for each block of `weights`. streams [T, 3]: rounding key,
   // first column, step. hyper: the hyperparameters of the rule (lookup/row_update.h). Sets the bit of each updated row

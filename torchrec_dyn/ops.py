@@ -220,11 +220,6 @@ def mark_new_(
 
 
 @_op
-def advise_huge_pages(block: Tensor) -> None:
-    """Requests 2 MiB pages for a block from the operating system. Call it before the first write."""
-
-
-@_op
 def grow_block(block: Tensor, rows: int, limit: int) -> Tensor:
     """Returns a block with more rows; its first rows are those of `block`, other rows are not initialised."""
     return block.new_empty(rows, block.shape[1])
@@ -344,16 +339,17 @@ def init_new_rows(
 
 @_op
 def pool_prepared_(
-    out: Tensor, new_index: Tensor | None, rows: Tensor, offsets: Tensor | None,
-    bag_weights: Tensor | None, segments: Tensor, tables: Tensor, mean: bool,
+    out: Tensor, new_index: Tensor | None, rows: Tensor, initial_ids: Tensor | None,
+    offsets: Tensor | None, bag_weights: Tensor | None, segments: Tensor, tables: Tensor, mean: bool,
 ) -> None:  # fmt: skip
-    """Gathers rows of prepared tables and pools them, in place of `out`: all bags, or those of new ids."""
+    """Gathers rows of prepared tables and pools them, in place of `out`: all bags, or those that changed."""
 
 
 @_op
 def weights_grad_prepared(
-    grad: Tensor, rows: Tensor, offsets: Tensor | None, segments: Tensor, tables: Tensor, mean: bool
-) -> Tensor:
+    grad: Tensor, rows: Tensor, initial_ids: Tensor | None, offsets: Tensor | None,
+    segments: Tensor, tables: Tensor, mean: bool,
+) -> Tensor:  # fmt: skip
     """Computes the gradient of the bag weights, of prepared tables."""
     return grad.new_empty(rows.shape[0])
 
@@ -366,20 +362,6 @@ def update_prepared_(
     mark_layout: Tensor | None,
 ) -> None:  # fmt: skip
     """As `update_rows_`, of prepared tables."""
-
-
-@_op
-def bag_weights_grad(
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    weights: Sequence[Tensor],
-    layout: Tensor,
-    segments: Tensor,
-    mean: bool,
-) -> Tensor:
-    """Computes the gradient of the bag weights."""
-    return grad.new_empty(rows.shape[0])
 
 
 @_op

@@ -14,16 +14,31 @@ namespace torchrec_dyn {
 // A written output, and the new ids, or null.
 inline const int64_t* check_pooled_into(const char* op, const PreparedTables& tables, const Tensor& out,
                                         const std::optional<Tensor>& new_index, const Tensor& rows,
-                                        const std::optional<Tensor>& offsets,
+                                        const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
                                         const std::optional<Tensor>& bag_weights) {
   check_pooled_type(op, out.scalar_type());
   check_tensor(op, "out", out, out.scalar_type(), tables.device);
   SeparateMemory memory;
-  memory.writes(out).reads(rows).reads(offsets).reads(bag_weights).reads(new_index).check(op, &tables.written);
+  memory.writes(out)
+      .reads(rows)
+      .reads(offsets)
+      .reads(bag_weights)
+      .reads(new_index)
+      .reads(initial_ids)
+      .check(op, &tables.written);
   if (!new_index.has_value()) return nullptr;
   check_tensor(op, "new_index", *new_index, ScalarType::Long, tables.device);
   check_size(op, "the number of new_index", rows.numel(), new_index->numel());
   return const_data<int64_t>(*new_index);
+}
+
+// The ids of rows [N] whose initial rows are shown where they have no row, or null.
+inline const int64_t* initial_id_data(const char* op, const PreparedTables& tables,
+                                      const std::optional<Tensor>& initial_ids, int64_t ids) {
+  if (!initial_ids.has_value()) return nullptr;
+  check_tensor(op, "initial_ids", *initial_ids, ScalarType::Long, tables.device);
+  check_size(op, "the number of initial_ids", ids, initial_ids->numel());
+  return tables.initial.empty() ? nullptr : const_data<int64_t>(*initial_ids);
 }
 
 // Which batches are pooled: none, those without absent ids, or all. A device pools before it knows the ids.

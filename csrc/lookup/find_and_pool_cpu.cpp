@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
   } else {
     add_segments(lists, sequence_segments(tables, table_offsets));
   }
-  pool(op, tables, lists, row, batch.bag_weights, mean, out);
+  pool(op, tables, lists, row, batch.bag_weights, nullptr, mean, out);
   return {out, rows, bag_offsets, numbers};
 }
 

@@ -1,7 +1,7 @@
 // Gather and pool on the CPU, and the gradient of the bag weights.
 //
 //   out[bag] = sum over the ids i of the bag of bag_weight[i] * weights[rows[i]],   divided by the bag's
-//   length for the mean. An absent row (-1) counts as zeros; an empty bag is zeros.
+//   length for the mean. An absent row (-1) counts as zeros, or as the initial row of its id; an empty bag is zeros.
 // The terms of a bag are added in their order, in float32, so the result does not depend on threads.
 #include <algorithm>
 #include <cstring>
@@ -16,6 +16,7 @@
 #include "parallel.h"
 #include "simd.h"
 #include "storage/blocks_arguments.h"
+#include "storage/initial_rows_cpu.h"
 #include "storage/row_access_cpu.h"
 
 #if defined(__SSE__)
@@ -63,7 +64,18 @@ struct PoolJob {
   const int64_t* rows;
   const float* bag_weights;  // or null
   bool mean;
-  bool streams;  // the output is written past the caches
+  bool streams;                 // the output is written past the caches
+  const int64_t* initial_ids;   // null: all absent rows are zeros
+  const InitialTable* initial;  // of each table, for initial_ids
+
+  // The initial row of an id without a row, in `memory`; null if it counts as zeros.
+  const T* initial_row(int64_t i, int64_t table, T* memory) const {
+    if (initial_ids == nullptr || !initial[table].is_shown) return nullptr;
+    const InitialTable& own = initial[table];
+    const int64_t columns = tables[static_cast<size_t>(table)].columns;
+    store_initial_row(own.rows, own.key, initial_ids[i], own.first_column, columns, memory);
+    return memory;
+  }
 };
 
 // Pools kParts * 16 columns of a bag from `column` on. kBytes: of a register.
@@ -174,6 +186,41 @@ TORCHREC_DYN_INLINE void pool_segment(const PoolJob<T>& all, const Segment& segm
   }
 }
 
+// Pools the bags again that have initial rows, with the sums of pool_bag. `memory` and `sums`: of the widest row.
+template <typename T, typename Out>
+void pool_initial_rows(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, T* memory,
+                       float* sums, Out* out) {
+  if (!job.initial[segment.table].is_shown) return;
+  const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
+  Out* place = out + segment.out_offset + (first - segment.first_bag) * segment.out_stride;
+  for (int64_t bag = first; bag < last; ++bag, place += segment.out_stride) {
+    const int64_t begin = job.bags.begin(bag), end = job.bags.end(bag);
+    if (std::none_of(job.rows + begin, job.rows + end, [](int64_t row) { return row < 0; })) continue;
+    std::fill(sums, sums + table.columns, 0.0f);
+    for (int64_t i = begin; i < end; ++i) {
+      const T* row = job.rows[i] < 0 ? job.initial_row(i, segment.table, memory) : table.row(job.rows[i]);
+      const float scale = job.bag_weights ? job.bag_weights[i] : 1.0f;
+      for (int64_t c = 0; c < table.columns; ++c) sums[c] += scale * to_float(row[c]);
+    }
+    for (int64_t c = 0; c < table.columns; ++c) {
+      if (job.mean) sums[c] /= static_cast<float>(end - begin);
+      store_nearest(sums[c], &place[c]);
+    }
+  }
+}
+
+// The columns of the widest row.
+int64_t most_columns(const PreparedTables& tables) {
+  int64_t most = 0;
+  for (const TableLayout& table : tables.layout) most = std::max(most, table.columns);
+  return most;
+}
+
+template <typename Number>
+std::unique_ptr<Number[]> numbers_of(int64_t count) {
+  return std::make_unique_for_overwrite<Number[]>(static_cast<size_t>(count));
+}
+
 // True if the output is written past the caches: it is too large for them, and every bag's output begins on a 16-byte
 // boundary, which these stores require.
 bool streams_past_caches(const Bags& bags, int64_t elements) {
@@ -187,7 +234,7 @@ bool streams_past_caches(const Bags& bags, int64_t elements) {
 }  // namespace
 
 void pool(const char* op, const PreparedTables& tables, const BagLists& lists, const int64_t* rows,
-          const float* bag_weights, bool mean, const Tensor& out) {
+          const float* bag_weights, const int64_t* initial_ids, bool mean, const Tensor& out) {
   const Bags bags = lists.view();
   check_rows_of_bags(op, bags, tables.layout, rows);
   dispatch_row_type(op, tables.row_type, [&](auto row_zero) {
@@ -195,20 +242,23 @@ void pool(const char* op, const PreparedTables& tables, const BagLists& lists, c
     const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
     dispatch_row_type(op, out.scalar_type(), [&](auto out_zero) {
       const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, out.numel());
-      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams};
+      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams, initial_ids, tables.initial.data()};
       auto* place = mutable_data<decltype(out_zero)>(out);
-      int64_t sum_columns = 0;
-      for (const Segment& segment : lists.segments)
-        if (sizeof(out_zero) != sizeof(float) && segment.bags > 0)
-          sum_columns = std::max(sum_columns, row_tables[static_cast<size_t>(segment.table)].columns);
+      const int64_t columns = most_columns(tables);
+      const int64_t sum_columns = sizeof(out_zero) == sizeof(float) && initial_ids == nullptr ? 0 : columns;
       for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
-        const auto sums = std::make_unique_for_overwrite<float[]>(static_cast<size_t>(sum_columns));
+        const auto sums = numbers_of<float>(sum_columns);
         for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
           at_level([&](auto level) __attribute__((always_inline)) {
             pool_segment<level.kBytes>(job, segment, first, last, sums.get(), place);
           });
         });
         if (streams) finish_stores_past_caches();
+        if (initial_ids == nullptr) return;
+        const auto memory = numbers_of<T>(columns);
+        for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
+          pool_initial_rows(job, segment, first, last, memory.get(), sums.get(), place);
+        });
       });
     });
   });
@@ -227,33 +277,35 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
   const float* weight = bag_weight_data(op, bag_weights, rows.numel());
   check_pooled_type(op, dtype);
   Tensor out = new_output(elements, dtype);
-  pool(op, tables, lists, const_data<int64_t>(rows), weight, mean, out);
+  pool(op, tables, lists, const_data<int64_t>(rows), weight, nullptr, mean, out);
   return out;
 }
 
 void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                    const Tensor& segments, const Tensor& handle, bool mean) {
+                    const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
+                    const std::optional<Tensor>& bag_weights, const Tensor& segments, const Tensor& handle, bool mean) {
   const char* op = "pool_prepared_";
   const Handles::Shared tables = Handles::all().get(op, handle);
   check_tensor(op, "rows", rows, ScalarType::Long);
-  check_pooled_into(op, *tables, out, new_index, rows, offsets, bag_weights);
+  check_pooled_into(op, *tables, out, new_index, rows, initial_ids, offsets, bag_weights);
   const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), out.numel());
-  pool(op, *tables, lists, const_data<int64_t>(rows), bag_weight_data(op, bag_weights, rows.numel()), mean, out);
+  const int64_t* shown = initial_id_data(op, *tables, initial_ids, rows.numel());
+  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
+  pool(op, *tables, lists, const_data<int64_t>(rows), weight, shown, mean, out);
 }
 
 // d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
 template <typename T>
 void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, int64_t last, const float* grad,
-                 float* out) {
+                 T* memory, float* out) {
   const RowBlocks<T>& table = job.tables[static_cast<size_t>(segment.table)];
   for (int64_t bag = first; bag < last; ++bag) {
     const float* bag_grad = grad + segment.out_offset + (bag - segment.first_bag) * segment.out_stride;
     const int64_t begin = job.bags.begin(bag);
     const int64_t end = job.bags.end(bag);
     for (int64_t i = begin; i < end; ++i) {
-      if (job.rows[i] < 0) continue;
-      const T* row = table.row(job.rows[i]);
+      const T* row = job.rows[i] < 0 ? job.initial_row(i, segment.table, memory) : table.row(job.rows[i]);
+      if (row == nullptr) continue;
       double dot = 0.0;
       for (int64_t c = 0; c < table.columns; ++c) dot += static_cast<double>(bag_grad[c]) * to_float(row[c]);
       out[i] = static_cast<float>(job.mean ? dot / static_cast<double>(end - begin) : dot);
@@ -261,39 +313,33 @@ void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, i
   }
 }
 
-Tensor weights_grad(const char* op, const PreparedTables& tables, const Tensor& grad, const Tensor& rows,
-                    const std::optional<Tensor>& offsets, const Tensor& segments, bool mean) {
+Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& initial_ids,
+                             const std::optional<Tensor>& offsets, const Tensor& segments, const Tensor& handle,
+                             bool mean) {
+  const char* op = "weights_grad_prepared";
+  const Handles::Shared tables = Handles::all().get(op, handle);
   check_tensor(op, "grad", grad, ScalarType::Float);
   check_tensor(op, "rows", rows, ScalarType::Long);
-  const BagLists lists = read_bags(op, offsets, segments, tables.layout, rows.numel(), grad.numel());
+  const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), grad.numel());
+  const int64_t* shown = initial_id_data(op, *tables, initial_ids, rows.numel());
   const Bags bags = lists.view();
-  check_rows_of_bags(op, bags, tables.layout, const_data<int64_t>(rows));
+  check_rows_of_bags(op, bags, tables->layout, const_data<int64_t>(rows));
   Tensor out = new_tensor({rows.numel()}, ScalarType::Float);
   float* place = mutable_data<float>(out);
   std::fill(place, place + rows.numel(), 0.0f);
-  dispatch_row_type(op, tables.row_type, [&](auto zero) {
+  dispatch_row_type(op, tables->row_type, [&](auto zero) {
     using T = decltype(zero);
-    const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
-    const PoolJob<T> job{bags, row_tables, const_data<int64_t>(rows), nullptr, mean, false};
+    const std::vector<RowBlocks<T>> row_tables = tables->all_rows<T>();
+    const PoolJob<T> job{bags,  row_tables, const_data<int64_t>(rows), nullptr, mean,
+                         false, shown,      tables->initial.data()};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
+      const auto memory = numbers_of<T>(shown == nullptr ? 0 : most_columns(*tables));
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
-        dot_segment(job, segment, first, last, const_data<float>(grad), place);
+        dot_segment(job, segment, first, last, const_data<float>(grad), memory.get(), place);
       });
     });
   });
   return out;
-}
-
-Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  const char* op = "bag_weights_grad";
-  return weights_grad(op, rows_of(op, weights, layout, DeviceType::CPU), grad, rows, offsets, segments, mean);
-}
-
-Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                             const Tensor& segments, const Tensor& handle, bool mean) {
-  const char* op = "weights_grad_prepared";
-  return weights_grad(op, *Handles::all().get(op, handle), grad, rows, offsets, segments, mean);
 }
 
 }  // namespace
@@ -301,7 +347,6 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
   m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
-  m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
   m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 

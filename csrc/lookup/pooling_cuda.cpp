@@ -45,8 +45,8 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
   return all;
 }
 
-// Calls launch(bags, threads of units, whether each table is one block) and reports what the kernels find wrong. They
-// write an output only, which means nothing after an error.
+// Calls launch(bags, threads of units, whether each table is one block, initial rows) and reports what the kernels find
+// wrong. They write an output only, which means nothing after an error.
 template <typename T, typename Launch>
 void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintptr_t element_bytes,
          const Launch& launch) {
@@ -56,7 +56,11 @@ void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintp
   std::vector<DeviceSegment<T>> segments =
       segments_of(lists, given.tables.all_rows<T>(), given.tables.layout, outputs, element_bytes);
   const std::vector<WrongBags> wrong(1);
-  SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers));
+  std::vector<InitialTable> initial;
+  for (const Segment& segment : lists.segments)
+    if (given.initial_ids != nullptr && segment.bags > 0)
+      initial.push_back(given.tables.initial[static_cast<size_t>(segment.table)]);
+  SentLists sent(call, bytes_of(segments) + bytes_of(wrong) + bytes_of(pointers) + bytes_of(initial));
   T* const* device_blocks = sent.add(pointers);
   for (DeviceSegment<T>& segment : segments)
     segment.table.blocks = device_blocks + (segment.table.blocks - pointers.data());
@@ -68,12 +72,13 @@ void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintp
                            given.rows.numel(),
                            given.mean,
                            sent.add(wrong)};
+  const ShownRows shown{given.initial_ids, sent.add(initial)};
   sent.send();
   if (lists.count > 0) {
     const DeviceSegment<T>& last = segments.back();
     const bool is_plain =
         std::ranges::all_of(segments, [](const DeviceSegment<T>& segment) { return segment.block.memory != nullptr; });
-    launch(bags, last.first_thread + (lists.count - last.first_bag) * last.units.divisor, is_plain);
+    launch(bags, last.first_thread + (lists.count - last.first_bag) * last.units.divisor, is_plain, shown);
   }
   simt::launch(call.stream(), 1, ReportWrongBags<T>{bags, given.op, call.errors(raise_wrong_bags), given.is_checked});
   call.finish();
@@ -88,15 +93,18 @@ void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights,
     dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
       using Out = decltype(out_zero);
       auto* place = mutable_data<Out>(out);
-      run<T>(call, given, place, sizeof(Out), [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain) {
-        const PoolBags<T, Out, false> any{bags, bag_weights, place};
-        if (new_index != nullptr)
-          simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, new_index});
-        else if (is_plain && bag_weights == nullptr)
-          simt::launch(call.stream(), threads, PoolBags<T, Out, true>{bags, nullptr, place});
-        else
-          simt::launch(call.stream(), threads, any);
-      });
+      run<T>(call, given, place, sizeof(Out),
+             [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain, const ShownRows& shown) {
+               const PoolBags<T, Out, false> any{bags, bag_weights, place};
+               if (shown.ids != nullptr)
+                 simt::launch(call.stream(), threads, PoolShownBags<T, Out>{any, new_index, shown});
+               else if (new_index != nullptr)
+                 simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, new_index});
+               else if (is_plain && bag_weights == nullptr)
+                 simt::launch(call.stream(), threads, PoolBags<T, Out, true>{bags, nullptr, place});
+               else
+                 simt::launch(call.stream(), threads, any);
+             });
     });
   });
 }
@@ -127,49 +135,43 @@ Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, con
 }
 
 void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-                    const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                    const Tensor& segments, const Tensor& handle, bool mean) {
+                    const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
+                    const std::optional<Tensor>& bag_weights, const Tensor& segments, const Tensor& handle, bool mean) {
   const char* op = "pool_prepared_";
   const Handles::Shared tables = Handles::all().get(op, handle);
   check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
-  const int64_t* fresh = check_pooled_into(op, *tables, out, new_index, rows, offsets, bag_weights);
+  const int64_t* fresh = check_pooled_into(op, *tables, out, new_index, rows, initial_ids, offsets, bag_weights);
   BagArguments given = read_bags_on_device(op, *tables, rows, offsets, segments, mean, out.numel());
   given.is_checked = true;
+  given.initial_ids = initial_id_data(op, *tables, initial_ids, rows.numel());
   const float* weight = bag_weight_data(op, bag_weights, rows.numel(), rows.device());
   DeviceCall call(rows);
   if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
   pool(call, given, weight, fresh, out);
 }
 
-Tensor weights_grad(const char* op, const PreparedTables& tables, const Tensor& grad, const Tensor& rows,
-                    const std::optional<Tensor>& offsets, const Tensor& segments, bool mean) {
-  check_tensor(op, "grad", grad, ScalarType::Float, kDevice);
-  check_tensor(op, "rows", rows, ScalarType::Long, grad.device());
-  const BagArguments given = read_bags_on_device(op, tables, rows, offsets, segments, mean, grad.numel());
+Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& initial_ids,
+                             const std::optional<Tensor>& offsets, const Tensor& segments, const Tensor& handle,
+                             bool mean) {
+  const char* op = "weights_grad_prepared";
+  const Handles::Shared tables = Handles::all().get(op, handle);
+  check_tensor(op, "grad", grad, ScalarType::Float, tables->device);
+  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
+  BagArguments given = read_bags_on_device(op, *tables, rows, offsets, segments, mean, grad.numel());
+  given.initial_ids = initial_id_data(op, *tables, initial_ids, rows.numel());
   DeviceCall call(rows);
   Tensor out = new_device_tensor({rows.numel()}, ScalarType::Float);
   auto* place = mutable_data<float>(out);
   const auto* bag_grad = const_data<float>(grad);
   if (given.lists.count == 0) simt::fill_zero(call.stream(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
-  dispatch_row_type(op, tables.row_type, [&](auto zero) {
+  dispatch_row_type(op, tables->row_type, [&](auto zero) {
     using T = decltype(zero);
-    run<T>(call, given, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool) {
+    run<T>(call, given, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool, const ShownRows& shown) {
       simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
+      if (shown.ids != nullptr) simt::launch(call.stream(), bags.ids, DotShownRows<T>{bags, bag_grad, place, shown});
     });
   });
   return out;
-}
-
-Tensor bag_weights_grad(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                        std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean) {
-  const char* op = "bag_weights_grad";
-  return weights_grad(op, rows_of(op, weights, layout, grad.device()), grad, rows, offsets, segments, mean);
-}
-
-Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& offsets,
-                             const Tensor& segments, const Tensor& handle, bool mean) {
-  const char* op = "weights_grad_prepared";
-  return weights_grad(op, *Handles::all().get(op, handle), grad, rows, offsets, segments, mean);
 }
 
 }  // namespace
@@ -177,7 +179,6 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
   m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
-  m.impl(TORCHREC_DYN_KERNEL("bag_weights_grad", &bag_weights_grad));
   m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 

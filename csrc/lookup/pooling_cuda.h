@@ -17,10 +17,12 @@ struct BagArguments {
   const Tensor& rows;
   BagLists lists;
   bool mean;
-  bool is_checked = false;  // the caller checks the offsets
+  bool is_checked = false;               // the caller checks the offsets
+  const int64_t* initial_ids = nullptr;  // whose initial rows are shown, or null
 };
 
-// Pools all bags into `out`, or with `new_index` those of new ids; bag_weights may be null.
+// Pools all bags into `out`, or with `new_index` or initial ids those of new ids and of initial rows; bag_weights may
+// be null.
 void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const int64_t* new_index,
           const Tensor& out);
 

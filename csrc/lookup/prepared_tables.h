@@ -25,13 +25,6 @@
 
 namespace torchrec_dyn {
 
-// The rows of a table before they are first updated (storage/initial_rows.h).
-struct InitialTable {
-  InitialRows rows;
-  uint64_t key;
-  int64_t first_column;
-};
-
 struct PreparedTables {
   Device device = DeviceType::CPU;
   std::vector<IdMapView> maps;      // [T], or none for ops that find no ids
@@ -106,8 +99,8 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   check_size(op, "the number of blocks of states", facts.state_count() * blocks, static_cast<int64_t>(states.size()));
   BlockList<float> list(op, "states", states, tables.device);
   for (TableLayout table : tables.layout) {
-    TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op, ": expected at most 2^32 rows a table, got room for ",
-                       table.capacity(), ".");
+    TORCHREC_DYN_CHECK(table.capacity() <= (int64_t{1} << 32), op,
+                       ": expected at most 2^32 rows a table, got room for ", table.capacity(), ".");
     for (int s = 0; s < facts.state_count(); ++s, table.first_block += blocks)
       list.rows(table, state_columns(facts.states[s], table.columns));
   }
@@ -128,20 +121,22 @@ inline void read_states(const char* op, PreparedTables& tables, int64_t optimize
   }
 }
 
-// initial [T, 3]: kind, key, first column; parameters [T, 6]. states: the number in each state of the optimizer.
+// initial [T, 4]: kind, key, first column, 1 if ids without a row read as initial rows; parameters [T, 6]. states: the
+// number in each state of the optimizer.
 inline void read_initial(const char* op, PreparedTables& tables, const Tensor& initial, const Tensor& parameters,
                          const std::vector<double>& states) {
   const auto count = static_cast<int64_t>(tables.count());
   check_tensor(op, "initial", initial, ScalarType::Long);
   check_tensor(op, "parameters", parameters, ScalarType::Double);
-  check_size(op, "the elements of initial", 3 * count, initial.numel());
+  check_size(op, "the elements of initial", 4 * count, initial.numel());
   check_size(op, "the elements of parameters", 6 * count, parameters.numel());
   check_size(op, "the number of initial_states", rule_facts(tables.optimizer).state_count(),
              static_cast<int64_t>(states.size()));
   const int64_t* word = const_data<int64_t>(initial);
   const double* own = const_data<double>(parameters);
-  for (int64_t t = 0; t < count; ++t, word += 3, own += 6)
-    tables.initial.push_back({initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2]});
+  for (int64_t t = 0; t < count; ++t, word += 4, own += 6)
+    tables.initial.push_back(
+        {initial_rows_of(op, word[2], word[0], own), static_cast<uint64_t>(word[1]), word[2], word[3] != 0});
   for (const double number : states) tables.initial_states.push_back(static_cast<float>(number));
 }
 
@@ -203,8 +198,8 @@ class Handles {
 };
 
 inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
-                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout,
-                       int64_t optimizer, const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
+                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
+                       const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
                        const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
                        const std::vector<double>& initial_states) {
   const char* op = "prepare_tables";

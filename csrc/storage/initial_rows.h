@@ -143,4 +143,23 @@ TORCHREC_DYN_BOTH inline float initial_number(const InitialRows& initial, uint32
   return normal_of(initial, root <= kMostMiddle ? middle_quantile(p, root) : far_quantile(p, root));
 }
 
+// The initial rows of a table, or of the column shard of it that begins at first_column.
+struct InitialTable {
+  InitialRows rows;
+  uint64_t key;
+  int64_t first_column;
+  bool is_shown;  // ids without a row read as their initial rows, else as zeros
+};
+
+// The number of one column of the shard. A block of Philox is four columns of the table.
+TORCHREC_DYN_BOTH inline float initial_number(const InitialTable& table, int64_t id, int64_t column) {
+  const int64_t place = table.first_column + column, part = place % 4;
+  if (table.rows.kind == InitialKind::kConstant) return initial_number(table.rows, 0);
+  const Philox4 random = random_words(table.key, id, static_cast<uint32_t>(place / 4), 0);
+  // Not words[part]: on a GPU the words would stand in memory.
+  const uint32_t low = part == 0 ? random.words[0] : random.words[1];
+  const uint32_t high = part == 2 ? random.words[2] : random.words[3];
+  return initial_number(table.rows, part < 2 ? low : high);
+}
+
 }  // namespace torchrec_dyn

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "storage/initial_rows.h"
+#include "storage/row_types.h"
 
 namespace torchrec_dyn {
 
@@ -72,6 +73,19 @@ TORCHREC_DYN_INLINE void fill_normal(const InitialRows& initial, const uint32_t*
           [&](const uint32_t* words, int64_t place, int64_t begin, int64_t end)
               __attribute__((always_inline)) { fill_normal(initial, words + place, end - begin, out + begin); });
       return;
+  }
+}
+
+// Writes the initial row of `id`, rounded to nearest.
+template <typename T>
+void store_initial_row(const InitialRows& initial, uint64_t key, int64_t id, int64_t first_column, int64_t columns,
+                       T* out) {
+  constexpr int64_t kAtOnce = 1024;  // a multiple of kMostRandomWords
+  float values[kAtOnce];
+  for (int64_t done = 0; done < columns; done += kAtOnce, out += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, columns - done);
+    fill_initial_row(initial, key, id, first_column + done, count, values);
+    for (int64_t c = 0; c < count; ++c) store_nearest(values[c], &out[c]);
   }
 }
 

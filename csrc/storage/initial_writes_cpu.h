@@ -16,15 +16,13 @@ template <typename T>
 void write_initial_rows(const InitialRows& initial, uint64_t key, int64_t first_column, const int64_t* ids,
                         const int64_t* rows, int64_t count, const RowBlocks<T>& table) {
   constexpr int64_t kGrain = 512;
-  constexpr int64_t kBurst = 32;     // rows prefetched together, before their values are computed
-  constexpr int64_t kAtOnce = 1024;  // columns computed together, a multiple of kMostRandomWords
+  constexpr int64_t kBurst = 32;  // rows prefetched together, before their values are computed
   const bool is_constant = initial.kind == InitialKind::kConstant;  // as fresh optimizer state is
   const int64_t columns = table.columns;
   T constant;
   store_nearest(static_cast<float>(initial.low), &constant);
   for_each_task_apart((count + kGrain - 1) / kGrain, [&](int64_t piece) {
     const int64_t begin = piece * kGrain, end = std::min(count, begin + kGrain);
-    float values[kAtOnce];
     for (int64_t i = begin; i < end; ++i) {
       if ((i - begin) % kBurst == 0)  // reused rows of evicted ids lie anywhere
         for (int64_t next = i + kBurst; next < end && next < i + 2 * kBurst; ++next) prefetch_row(table, rows[next]);
@@ -33,11 +31,7 @@ void write_initial_rows(const InitialRows& initial, uint64_t key, int64_t first_
         std::fill(out, out + columns, constant);
         continue;
       }
-      for (int64_t done = 0; done < columns; done += kAtOnce, out += kAtOnce) {
-        const int64_t part = std::min(kAtOnce, columns - done);
-        fill_initial_row(initial, key, ids[i], first_column + done, part, values);
-        for (int64_t c = 0; c < part; ++c) store_nearest(values[c], &out[c]);
-      }
+      store_initial_row(initial, key, ids[i], first_column, columns, out);
     }
   });
 }

@@ -51,9 +51,4 @@ inline void raise_row_error(const int64_t* words) {
   check_row(reinterpret_cast<const char*>(words[0]), words[1], words[2], words[3]);
 }
 
-inline void check_advised_block(const Tensor& block) {
-  TORCHREC_DYN_CHECK(block.is_contiguous(), "advise_huge_pages: expected a contiguous block, got strides.");
-  check_memory("advise_huge_pages", "block", block);
-}
-
 }  // namespace torchrec_dyn

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "huge_pages.h"
 #include "kernel.h"
 #include "output_memory.h"
 #include "parallel.h"
@@ -95,15 +94,9 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
-void advise_huge_pages(const Tensor& block) {
-  check_advised_block(block);
-  ask_for_huge_pages(block.mutable_data_ptr(), block.numel() * static_cast<int64_t>(block.element_size()));
-}
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("advise_huge_pages", &advise_huge_pages));
   m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
   m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
   m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));

@@ -121,13 +121,9 @@ void scatter_rows_(const Tensor& rows, const Tensor& values, std::vector<Tensor>
   });
 }
 
-// Pages of a device are 2 MiB already.
-void advise_huge_pages(const Tensor& block) { check_advised_block(block); }
-
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("advise_huge_pages", &advise_huge_pages));
   m.impl(TORCHREC_DYN_KERNEL("init_rows_", &init_rows_));
   m.impl(TORCHREC_DYN_KERNEL("gather_rows", &gather_rows));
   m.impl(TORCHREC_DYN_KERNEL("scatter_rows_", &scatter_rows_));

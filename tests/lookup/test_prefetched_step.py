@@ -309,7 +309,7 @@ def test_initial_rows_of_frozen_tables_after_a_load_of_one(is_left):
 
 
 def test_a_forward_leaves_the_step_of_frozen_tables_as_it_is():
-    """Initial rows of unseen ids are shown; their numbers hold for one forward."""
+    """Initial rows of unseen ids are shown."""
     one = Trained(*LIVES)
     for table in one.tables:
         table.is_frozen = True

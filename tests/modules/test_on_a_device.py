@@ -241,6 +241,23 @@ def test_the_host_waits_once_in_a_step_and_twice_with_new_ids(device, kind, coun
     assert [note.op for note in reads] == ["find_and_pool", "collect_new"], reads
 
 
+@pytest.mark.mock_only
+@pytest.mark.parametrize("count", [1, SEVERAL])
+def test_the_host_waits_once_in_an_evaluation_with_initial_rows(device, count):
+    options = dyn.DynamicTableConfig(unseen="initial")
+    tables = configs(EmbeddingBagConfig, count)
+    module = dyn.DynamicEmbeddingBagCollection(
+        tables, device="cuda", dynamic=options, fused_params=fused()
+    )
+    step_of(module, torch.arange(5))()
+    module.eval()
+    keys = [name for config in tables for name in config.feature_names]
+    ids, lengths = torch.arange(3, 9).repeat(len(keys)), torch.ones(6 * len(keys)).int()
+    features = KeyedJaggedTensor(keys, ids, lengths=lengths).to(CUDA)
+    reads = waits(device, lambda: module(features))
+    assert [note.op for note in reads] == ["find_and_pool"], reads
+
+
 POLICIES = {
     "replaces": (590, {"eviction": dyn.LeastRecentlyUsed()}),
     "replaces by count": (590, {"eviction": dyn.LeastFrequentlyUsed()}),

@@ -275,5 +275,4 @@ def test_the_host_waits_for_the_size_of_a_range_only():
         assert [note.op for note in device.reads] == ["ids_between"]
         made = (cells, summed, ids, rows)
         assert device.mixed == [] and all(one.is_cuda for one in made)
-        ops.advise_huge_pages(device.of(values))
         assert device.without_kernel == []

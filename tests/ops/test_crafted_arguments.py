@@ -80,12 +80,10 @@ HARMLESS = {
     ("sort_by_owner", "lengths", "dtype"),  # int32 or int64
     ("sort_by_owner", "weights", "dtype"),
     ("gather_pool", "rows", "size"),  # an id in no bag
-    ("bag_weights_grad", "rows", "size"),
     ("weights_grad_prepared", "rows", "size"),
     *(("find_and_pool", "ids", how) for how in ("size", "nothing")),  # the result says so
     ("find_and_pool", "lengths", "dtype"),  # int32 or int64
     *((op, "tables", "strides") for op in SAMPLES if "tables" in SAMPLES[op][0]()),  # one
-    *(("advise_huge_pages", "block", how) for how in ("dtype", "size", "nothing")),
     ("grow_block", "block", "dtype"),
     *(("raise_errors", "like", how) for how in ("dtype", "strides", "size", "nothing")),
 }
@@ -155,6 +153,7 @@ WRONG = [
      "the elements of a block = 1, got 4"),
     ("init_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("init_rows_", {"rows": whole(0, -1)}, r"rows in \[0, 12\), got -1"),
+    ("prepare_tables", {"initial": whole(1, 5, 0, 0, 3, 6, 0, 1)}, r"kind in \[0, 2\], got 3"),
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),
     ("init_rows_", {"parameters": [1.0]}, "the number of parameters = 6, got 1"),
     ("gather_rows", {"rows": whole(-2)}, r"rows in \[-1, 12\), got -2"),
@@ -318,7 +317,7 @@ TILES = [
 
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(("segments", "rule"), TILES)
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad", "update_rows_"])
+@pytest.mark.parametrize("op", ["gather_pool", "update_rows_"])
 def test_segments_hold_each_bag_and_fill_each_element_once(op, segments, rule):
     """A bag in two segments was read with the columns of the wrong table; outputs had holes."""
     sample = SAMPLES[op][0]() | {"segments": torch.tensor(segments)}
@@ -362,7 +361,7 @@ def written(op):
             yield argument.name
 
 
-WRITES = [(op, name) for op in SAMPLES for name in written(op) if op != "advise_huge_pages"]
+WRITES = [(op, name) for op in SAMPLES for name in written(op)]
 
 
 def first_of(value):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from mock_device import MockDevice
 from op_cases import FLOATS
 from op_samples import tables_in
-from table_cases import assert_same, ids_of, random_bags
+from table_cases import assert_same, ids_of, random_bags, weights_grad
 
 from torchrec_dyn import ops
 
@@ -37,7 +38,7 @@ def pool_into(out, new_index, rows, offsets, bag_weights, weights, layout, segme
     """Pools into an output by the op of prepared tables, which have no ids here."""
     tables = {"slots": [rows.new_empty(0, 2)] * len(layout), "weights": weights, "layout": layout}
     handle = ops.prepare_tables(**tables_in(tables))
-    ops.pool_prepared_(out, new_index, rows, offsets, bag_weights, segments, handle, mean)
+    ops.pool_prepared_(out, new_index, rows, None, offsets, bag_weights, segments, handle, mean)
 
 
 def check_call(dtype, offset=0, grad_offset=0, mean=False, weighted=False, count=3):
@@ -64,7 +65,7 @@ def check_call(dtype, offset=0, grad_offset=0, mean=False, weighted=False, count
         assert_same(out, expected)
     grad = shifted(torch.randn(count * width), grad_offset)
     given = (grad, rows, offsets, blocks, layout, segments, mean)
-    assert_same(ops.bag_weights_grad(*given), CPU.bag_weights_grad(*given))
+    assert_same(weights_grad(ops, *given), weights_grad(CPU, *given))
 
 
 # Tables of one block without bag weights have a kernel of their own.
@@ -147,7 +148,7 @@ def test_no_bags_and_one_offset():
     nothing, rows = torch.empty(0, 5, dtype=torch.int64), ids_of(0, 99)
     given = (None, blocks, layout, nothing, False, 0, torch.float32)
     assert ops.gather_pool(rows, ids_of(2), *given).shape == (0,)
-    grads = ops.bag_weights_grad(torch.empty(0), rows, ids_of(1), blocks, layout, nothing, False)
+    grads = weights_grad(ops, torch.empty(0), rows, ids_of(1), blocks, layout, nothing, False)
     assert grads.tolist() == [0.0, 0.0]
     for wrong in (-1, 3):
         with pytest.raises(RuntimeError, match=rf"inside the ids \[0, 2\], got {wrong} to {wrong}"):
@@ -181,14 +182,15 @@ def second_of_two(**change):
         ({"offsets": ids_of(-3, 9, 4, 6, 8)}, r"offsets inside the ids \[0, 8\], got -3 to 8"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("op", ["gather_pool", "bag_weights_grad"])
+@pytest.mark.parametrize("op", ["gather_pool", "weights_grad_prepared"])
 def test_the_first_fault_is_named(op, change, rule):
     """Of two faults the error names the first, with the capacity of its own table."""
     more = {"gather_pool": {"bag_weights": None, "elements": 12, "dtype": torch.float32}}
     own = more.get(op, {"grad": torch.ones(12)})
-    getattr(ops, op)(**second_of_two(), **own)
+    call = ops.gather_pool if op in more else partial(weights_grad, ops)
+    call(**second_of_two(), **own)
     with pytest.raises(RuntimeError, match=f"{op}: expected {rule}"):
-        getattr(ops, op)(**second_of_two(**change), **own)
+        call(**second_of_two(**change), **own)
 
 
 wild = st.sampled_from([-(2**63), -2, -1, 0, 1, 4, 5, 8, 9, 12, 2**32, 2**62, 2**63 - 1])
@@ -201,14 +203,16 @@ def test_wild_offsets_and_rows_raise_the_cpus_error(offsets, rows):
     given = second_of_two(rows=ids_of(*rows), offsets=ids_of(*offsets))
     own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
 
-    def outcome(library, op, more):
+    def outcome(call, more):
         try:
-            return getattr(library, op)(**given, **more).tolist()
+            return call(**given, **more).tolist()
         except RuntimeError as error:
             return str(error).split("\n")[0]
 
-    for op, more in (("gather_pool", own), ("bag_weights_grad", {"grad": torch.ones(12)})):
-        assert outcome(ops, op, more) == outcome(CPU, op, more)
+    assert outcome(ops.gather_pool, own) == outcome(CPU.gather_pool, own)
+    grad = {"grad": torch.ones(12)}
+    here, there = (partial(weights_grad, library) for library in (CPU, ops))
+    assert outcome(there, grad) == outcome(here, grad)
 
 
 @pytest.mark.usefixtures("device")
@@ -260,7 +264,7 @@ def test_where_the_host_waits_for_pooling():
         given["weights"] = [device.of(block) for block in given["weights"]]
         own = {"bag_weights": None, "elements": 12, "dtype": torch.float32}
         out = ops.gather_pool(**given, **own)
-        ops.bag_weights_grad(grad=out, **given)
+        weights_grad(ops, grad=out, **given)
         pool_into(out=out, new_index=None, bag_weights=None, **given)
         assert device.reads == []
         assert device.mixed == [] and device.without_kernel == []

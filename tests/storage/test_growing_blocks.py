@@ -282,18 +282,6 @@ def test_copies_of_a_store_are_stores_of_their_own():
 
 
 @pytest.mark.usefixtures("ranges")
-@pytest.mark.parametrize("added", [1, 2, 5])
-def test_copies_of_rows_have_room_for_more(added):
-    store = filled(RowStore(5, 12, torch.float32, CPU), 300)
-    rows = torch.tensor([7, -1, 299])
-    copies = store.with_copies(rows, added)
-    fresh = torch.arange(3, 3 + added)
-    copies.write(fresh, torch.full((added, 5), 7.0))
-    assert torch.equal(copies.read(torch.arange(3)), store.read(rows))
-    assert copies.read(fresh).eq(7).all() and holds(store, 300)
-
-
-@pytest.mark.usefixtures("ranges")
 def test_ranges_of_rows_and_conversion(monkeypatch):
     store = filled(
         RowStore(40, 8, torch.float32, CPU), 600

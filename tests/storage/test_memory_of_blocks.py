@@ -49,16 +49,6 @@ def test_the_first_rows_are_on_small_pages_until_they_need_a_huge_page() -> None
     assert store.read(torch.arange(page)).sum() == few * COLUMNS  # the rest reads as zeros
 
 
-def test_added_blocks_are_beside_the_store() -> None:
-    store = RowStore(COLUMNS, 4, torch.float32, torch.device("cpu"))
-    store.reserve(16)
-    more = store.with_added_blocks(17)
-    assert (store.capacity, more.capacity) == (16, 48)
-    assert more.blocks[0].data_ptr() == store.blocks[0].data_ptr()
-    more.write(torch.tensor([16, 47]), torch.tensor([[1.0], [2.0]]).expand(2, COLUMNS))
-    assert more.read(torch.tensor([47, 16]))[:, 0].tolist() == [2, 1]
-
-
 @pytest.mark.parametrize("rows", [3, 1 << SHIFT])
 def test_blocks_made_in_inference_mode_are_written_outside_of_it(rows: int) -> None:
     few = RowStore(COLUMNS, rows.bit_length(), torch.float32, torch.device("cpu"))

@@ -264,10 +264,6 @@ def draw_raise_errors(rng: random.Random) -> Arguments:
     return {"like": torch.ones(rng.choice((0, 1, 7)))}
 
 
-def draw_advise_huge_pages(rng: random.Random) -> Arguments:
-    return {"block": torch.ones(rng.choice((0, 1, 7, 2**19 + 3, 2**20)))}
-
-
 def draw_grow_block(rng: random.Random) -> Arguments:
     """Half of the blocks are in a range already, of the same limit or a smaller one."""
     rows, columns = rng.choice((0, 1, 5, 600)), a_width(rng)

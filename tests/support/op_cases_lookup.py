@@ -123,11 +123,6 @@ def draw_gather_pool(rng: random.Random) -> Arguments:
     }
 
 
-def draw_bag_weights_grad(rng: random.Random) -> Arguments:
-    batch = draw_batch(rng)
-    return {"grad": numbers_of(rng, (batch.elements,), torch.float32), **batch.given}
-
-
 def draw_update_rows_(rng: random.Random) -> Arguments:
     batch = draw_batch(rng)
     optimizer = rng.choice(NUMBERS)
@@ -260,15 +255,25 @@ def draw_find_and_pool(rng: random.Random) -> Arguments:
     return prepared({**tables, **batch}, pools=rng.choice((0, 2)))
 
 
+def draw_initial_ids(rng: random.Random, rows: Tensor) -> Tensor | None:
+    return rng.choice((None, whole(*some_ids(rng, len(rows)))))
+
+
 def draw_pool_prepared_(rng: random.Random) -> Arguments:
     given = draw_gather_pool(rng)
     out = torch.full((given.pop("elements"),), 7.0, dtype=given.pop("dtype"))
     fresh = whole(*(rng.choice((-1, -1, -1, rng.randrange(2**40))) for _ in given["rows"]))
-    return prepared(given, out=out, new_index=rng.choice((None, fresh)))
+    initial = draw_initial_ids(rng, given["rows"])
+    return prepared(given, out=out, new_index=rng.choice((None, fresh)), initial_ids=initial)
 
 
 def draw_weights_grad_prepared(rng: random.Random) -> Arguments:
-    return prepared(draw_bag_weights_grad(rng))
+    batch = draw_batch(rng)
+    grad, initial = (
+        numbers_of(rng, (batch.elements,), torch.float32),
+        draw_initial_ids(rng, batch.given["rows"]),
+    )
+    return prepared(batch.given, grad=grad, initial_ids=initial)
 
 
 def draw_update_prepared_(rng: random.Random) -> Arguments:

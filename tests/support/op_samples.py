@@ -112,7 +112,7 @@ def tables_in(given):
     own = {"slots": [empty(0)] * count, "moved": torch.full((count,), -1), "states": []}
     own |= {"optimizer": 0, "on_nonfinite": [], "nonfinite": []}
     states = len(given.get("states", ())) // max(1, len(given["weights"]))
-    own |= {"initial": whole(1, 5, 0).repeat(count, 1), "initial_states": [0.5] * states}
+    own |= {"initial": whole(1, 5, 0, 1).repeat(count, 1), "initial_states": [0.5] * states}
     own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * count).double()
     return {**own, **{name: given[name] for name in OF_TABLES if name in given}}
 
@@ -124,8 +124,9 @@ def prepared(given, **more):
     return {**own, **more, "tables": HANDLES[-1].clone()}
 
 
-def pool_prepared_sample(new_index, output=torch.float32, **options):
-    return prepared(pooled(**options), out=torch.ones(10, dtype=output), new_index=new_index)
+def pool_prepared_sample(new_index, output=torch.float32, initial_ids=None, **options):
+    own = {"out": torch.ones(10, dtype=output), "new_index": new_index, "initial_ids": initial_ids}
+    return prepared(pooled(**options), **own)
 
 
 def find_sample(**changed):
@@ -308,15 +309,15 @@ SAMPLES = {
     "pool_prepared_": [
         lambda: pool_prepared_sample(whole(0, -1, -1, -1, 3)),
         lambda: pool_prepared_sample(None, torch.float16, dtype=torch.bfloat16, weighted=True),
+        lambda: pool_prepared_sample(None, initial_ids=whole(7, 8, 9, 7, 7)),
     ],
-    "weights_grad_prepared": [lambda: prepared(grad_sample(pooled()))],
+    "weights_grad_prepared": [
+        lambda: prepared(grad_sample(pooled()), initial_ids=None),
+        lambda: prepared(grad_sample(pooled()), initial_ids=whole(7, 8, 9, 7, 7)),
+    ],
     "update_prepared_": [
         *(lambda number=number: prepared(update(number)) for number in NUMBERS),
         lambda: prepared(update_with_marks()),
-    ],
-    "bag_weights_grad": [
-        lambda: grad_sample(pooled()),
-        lambda: grad_sample(sequence(), elements=15),
     ],
     "update_rows_": [
         *(lambda number=number: update(number) for number in NUMBERS),

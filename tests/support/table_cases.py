@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup import Batch, TableGroup
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 
 # A map starts with 64 slots and doubles: with key 0 these ids share homes before and after it grows.
@@ -98,3 +98,20 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     """NaN is NaN, whatever its bits: a GPU has one, x86 keeps the sign and the payload."""
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
+
+
+def prepared_rows(library, weights, layout, on_device, initial=()):
+    """Returns prepared tables, which have no ids, on the device of a tensor."""
+    nothing, tables = on_device.new_empty(0, 2, dtype=torch.int64), len(layout)
+    moved, rule = (
+        torch.tensor([[-1, 0]] * tables).view(-1, 2),
+        RULES[OptimizerKind.EXACT_SGD].number,
+    )
+    slots = [nothing] * tables
+    return library.prepare_tables(slots, moved, weights, [], layout, rule, [], [], *initial)
+
+
+def weights_grad(library, grad, rows, offsets, weights, layout, segments, mean):
+    """Returns the gradient of the bag weights by the op of prepared tables."""
+    handle = prepared_rows(library, weights, layout, rows)
+    return library.weights_grad_prepared(grad, rows, None, offsets, segments, handle, mean)

@@ -244,6 +244,30 @@ def test_evaluation_changes_nothing(pooling, unseen):
     assert torch.equal(table.id_map.slots, slots)
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unseen_ids_of_a_column_shard_read_as_the_rows_that_it_would_insert(dtype, is_frozen):
+    """In evaluation, and in training of a frozen table; the gradient of the weights is of these rows."""
+    options = {"embedding_dim": 9, "first_column": 3, "columns": 5, "dtype": dtype}
+    shards = [
+        make_table(initializer=Normal(0.0, 1.0), unseen="initial", **options) for _ in range(2)
+    ]
+    for shard in shards:
+        shard.find_or_insert(ids_of(1))
+    shards[0].find_or_insert(ids_of(5, 6))
+    shards[1].is_frozen = is_frozen
+    results = []
+    for shard, training in zip(shards, (False, is_frozen), strict=True):
+        ids, offsets = bags_of([1, 5, 6], [5], [], [1])
+        weights = torch.linspace(0.5, 2.0, len(ids)).requires_grad_()
+        output = make_group(shard, pooling="mean")(ids, offsets, weights, training=training)
+        ids.fill_(1)  # the caller's
+        output.square().sum().backward()
+        results.append((output.detach(), weights.grad))
+    assert all(map(torch.equal, *results)) and results[0][1].all()
+    assert shards[1].ids().tolist() == [1]
+
+
 def test_unseen_reads_as_zeros_or_as_the_initial_row():
     """Two tables of one call, each with its own option; trained rows beside unseen ids."""
     zeros = make_table(name="z", initializer=Constant(3.0))

@@ -15,7 +15,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates
 from torchrec_dyn.lookup.gradient_reduction import Reduction
-from torchrec_dyn.lookup.table_lists import TableBlocks, TrainedTables
+from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.storage import OpenForward, TableLock
 
 
@@ -47,16 +47,16 @@ class Forward:
 
     The caller may overwrite its batch as soon as the forward has returned, so no tensor here is the caller's.
     Until the backward, or until the graph is dropped, live: `rows`, `shown`, the offsets and segments of
-    `bags`, the senders of `reduction` and `begins`, made by this forward; `blocks` and `streams`, of the
-    tables; and the copy `ids`. The weights of bags are the caller's: autograd saves them, and raises its
+    `bags`, the senders of `reduction` and `begins`, made by this forward; `streams`, of the tables; and the
+    copies `ids` and `initial_ids`. The weights of bags are the caller's: autograd saves them, and raises its
     error if they were written in place.
 
     Attributes:
         group: the tables.
         rows: [N] int64, rows to update, -1 for an id without an update; None in evaluation.
-        shown: [N] int64, rows to read: -1 reads as zeros, or is replaced by a row of the added blocks in
-            `blocks`.
-        blocks: the rows of the tables, and initial rows; None if rows of the tables alone are shown.
+        shown: [N] int64, rows to read, -1 for an id without a row.
+        initial_ids: [N] int64, a copy of the ids, if the gradient of the weights needs initial rows of ids
+            without a row; else None.
         trained: the tables that are not frozen; none in evaluation.
         streams: of `ops.update_rows_`; None in evaluation.
         generations: of each table, at the forward.
@@ -72,7 +72,7 @@ class Forward:
     rows: Tensor | None
     shown: Tensor
     bags: Bags
-    blocks: TableBlocks | None
+    initial_ids: Tensor | None
     trained: TrainedTables | None
     streams: Tensor | None
     generations: list[int]

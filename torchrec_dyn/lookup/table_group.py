@@ -8,7 +8,7 @@ Forward:
 2. Find the row of each id and pool them by bag: one op, for which a GPU's host waits once.
 3. In training count a step, and give rows to unseen ids in all tables or in none (training_step.py); then
    pool the bags of these ids. Frozen tables are read as in evaluation.
-4. For ids still without a row: make initial rows for this forward, if the table's `unseen` is "initial".
+   An id still without a row reads as its initial row, if the table's `unseen` is "initial".
 
 A pipeline that prefetches has taken the step before (`PrefetchedStep`).
 
@@ -37,7 +37,6 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import (
     BagLayout,
-    Bags,
     BatchShape,
     Pooling,
     contiguous_input,
@@ -57,12 +56,7 @@ from torchrec_dyn.lookup.lookup_function import (
 from torchrec_dyn.lookup.row_sums import RowSums, norm_of, row_sums
 from torchrec_dyn.lookup.rows_ahead import ask_ahead, ask_for_batch
 from torchrec_dyn.lookup.rule_update import update_by_rule
-from torchrec_dyn.lookup.table_lists import (
-    TableLists,
-    TrainedTables,
-    blocks_with_initial_rows,
-    list_tables,
-)
+from torchrec_dyn.lookup.table_lists import TableLists, TrainedTables, list_tables
 from torchrec_dyn.lookup.training_step import take_step
 from torchrec_dyn.storage import (
     TABLES,
@@ -78,7 +72,7 @@ from torchrec_dyn.storage import (
     tokens_of,
     unrecorded,
 )
-from torchrec_dyn.table import TableBlocks, TableShard, count_late_grads, insert_unseen
+from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
 
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
@@ -218,7 +212,7 @@ class TableGroup:
         if ahead is not None:
             found, step = self._found_ahead(batch, shape, ahead, lists)
         elif trained is None:
-            found = self._find(batch, shape, lists, _ALL)
+            found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
             step = TakenStep(found.rows, found.num_absent)
         else:
             found, step = self._take_step(batch, shape, lists, trained)
@@ -227,17 +221,19 @@ class TableGroup:
             ask_for_batch(
                 self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
             )
-        out, rows, blocks = found.out, step.rows, None
-        if step.missing and lists.shows_initial:
-            rows = rows.clone() if trained or ahead else rows
-            blocks, _ = blocks_with_initial_rows(self.tables, batch.ids, rows, batch.table_offsets)
-            out = self._pooled(rows, bags, batch.weights, blocks)
-        elif ahead is not None or self.in_files:
-            out = self._pooled(rows, bags, batch.weights, lists.prepared.rows())
-        elif trained is not None and found.num_absent:
+        out, weights = found.out, batch.weights
+        is_pooled = trained is None or not found.num_absent
+        if ahead is not None or self.in_files:
+            blocks, is_pooled = lists.prepared.rows(), True
+            out = ops.gather_pool(
+                step.rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
+                bags.segments, self.is_mean, bags.elements, self.output_dtype,
+            )  # fmt: skip
+        initial_ids = batch.ids if step.missing and lists.shows_initial else None
+        if initial_ids is not None or not is_pooled:
             ops.pool_prepared_(
-                out, step.new_index, rows, bags.offsets, as_float(batch.weights), bags.segments,
-                lists.prepared.get(), self.is_mean,
+                out, step.new_index, step.rows, initial_ids, bags.offsets, as_float(weights),
+                bags.segments, lists.prepared.get(), self.is_mean,
             )  # fmt: skip
         if batch.senders is None:  # no dist has divided the gradients
             reduction = Reduction([1.0] * len(self.tables), None)
@@ -245,23 +241,18 @@ class TableGroup:
             reduction = reduction_of(
                 lists.configs, found.offsets, batch.table_offsets, batch.senders
             )
+        if initial_ids is not None:
+            has_grad = weights is not None and weights.requires_grad
+            initial_ids = initial_ids.clone() if has_grad else None
         forward = Forward(
-            self, step.learning, rows, bags, blocks, trained, step.streams, lists.generations,
-            step.noted, reduction,
+            self, step.learning, step.rows, bags, initial_ids, trained, step.streams,
+            lists.generations, step.noted, reduction,
         )  # fmt: skip
         if self.deferred is not None and trained is not None:
             forward.begins = batch.begins
         if trained is not None and self.tables[0].dtype != torch.float32:
             forward.ids = batch.ids.clone()
         return self._output(forward, batch, out, ahead).view(bags.shape)
-
-    def _pooled(
-        self, rows: Tensor, bags: Bags, weights: Tensor | None, blocks: TableBlocks
-    ) -> Tensor:
-        return ops.gather_pool(
-            rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout, bags.segments,
-            self.is_mean, bags.elements, self.output_dtype,
-        )  # fmt: skip
 
     def _output(
         self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
@@ -451,14 +442,11 @@ class TableGroup:
 
     def _weights_grad(self, forward: Forward, grad: Tensor) -> Tensor:
         """Returns the gradient of the weights of a forward, [N] float32; `grad` is of its output."""
-        bags, blocks = forward.bags, forward.blocks
-        given = grad, forward.shown, bags.offsets
-        if blocks is None:
-            prepared = self._current().prepared.get()
-            return ops.weights_grad_prepared(*given, bags.segments, prepared, self.is_mean)
-        return ops.bag_weights_grad(
-            *given, blocks.weights, blocks.layout, bags.segments, self.is_mean
-        )
+        bags, prepared = forward.bags, self._current().prepared.get()
+        return ops.weights_grad_prepared(
+            grad, forward.shown, forward.initial_ids, bags.offsets, bags.segments, prepared,
+            self.is_mean,
+        )  # fmt: skip
 
     def _take_gradient(self, forward: Forward, grad: Tensor, weights: Tensor | None) -> None:
         """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import NO_STEP
 from torchrec_dyn.storage import (
@@ -36,8 +35,6 @@ from torchrec_dyn.table import (
     TableShard,
     blocks_of,
     on_shared_counters,
-    ranges_of,
-    rows_of_new,
 )
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
@@ -256,41 +253,3 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
         refuses_nonfinite=any(table.nonfinite is not None for table in tables),
         prepared=prepared,
     )
-
-
-def blocks_with_initial_rows(
-    tables: Sequence[TableShard], ids: Tensor, rows: Tensor, table_offsets: Tensor
-) -> tuple[TableBlocks, Tensor]:
-    """Returns the blocks of the tables and, for one forward, initial rows of unseen ids.
-
-    The tables do not change. A table whose `unseen` is "zeros" gets no initial rows.
-
-    ids [N] int64 in table order; rows [N] int64, -1 for an unseen id, written in place: rows in the returned
-    blocks; table_offsets [T + 1] int64, where the ids of each table begin.
-
-    Returns:
-        The blocks, and [N] int64: -1 for an id that was not unseen, else 0 or more.
-    """
-    new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    stores, ranges = [table.weights for table in tables], ranges_of(new_offsets)
-    initial: dict[int, Tensor] = {}
-    for t, unseen_of_table in ranges.items():
-        table, weights, unseen = tables[t], tables[t].weights, new_ids[unseen_of_table]
-        if table.config.unseen != "initial":
-            continue
-        if weights.grows_in_place:
-            # The addresses after its last row are for later rows. A copy of the batch's rows costs little
-            # more than their pooling.
-            begin, end = table_offsets[t : t + 2].tolist()
-            found, first = rows[begin:end], end - begin
-            stores[t] = weights.with_copies(found, unseen.numel())
-            copies = torch.arange(first, device=rows.device)
-            found.copy_(copies.masked_fill_(found < 0, -1))
-        else:
-            first = weights.capacity
-            stores[t] = weights.with_added_blocks(unseen.numel())
-        initial[t] = torch.arange(first, first + unseen.numel(), device=rows.device)
-        table.initial_rows.write(unseen, initial[t], stores[t])
-    if ranges:  # `TakenStep.missing` may be too large
-        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, initial))
-    return blocks_of(stores), new_index

@@ -195,29 +195,6 @@ class RowStore:
             blocks[-1] = blocks[-1][: rows - ((len(blocks) - 1) << self.shift)]
         return blocks
 
-    def with_added_blocks(self, rows: int) -> RowStore:
-        """Returns a store of these rows and room for `rows` more, in memory; this store does not change.
-
-        The stores share memory. Not for a store that grows in place: only one may extend its last block.
-        """
-        store = RowStore(self.columns, self.shift, self.dtype, self.device)
-        block_rows = 1 << self.shift
-        # For one forward: malloc hands out the same pages each time, the system would have to clear them.
-        added = torch.empty(
-            -(-rows // block_rows) * block_rows, self.columns, dtype=self.dtype, device=self.device
-        )
-        ops.advise_huge_pages(added)
-        store.blocks = [*self.blocks, *added.split(block_rows)]
-        return store
-
-    def with_copies(self, rows: Tensor, added: int) -> RowStore:
-        """Returns a store of copies of rows [M] int64, -1 as zeros, and room for `added` more."""
-        block = self.read(torch.cat([rows, rows.new_full((added,), -1)]))
-        shift = max(1, len(block) - 1).bit_length()
-        store = RowStore(self.columns, shift, self.dtype, self.device)
-        store.blocks = [block]
-        return store
-
     def read(self, rows: Tensor) -> Tensor:
         """Returns copies of rows [M] int64, [M, columns]; -1 reads as zeros."""
         if self.files is not None:

@@ -60,7 +60,10 @@ class PreparedTables:
         self._handle = torch.empty(0, device="cpu")
         self._rows: TableBlocks
         initial = [table.initial_rows.numbers() for table in tables]
-        self._initial = host_numbers([words for words, _ in initial])
+        shown = [int(table.config.unseen == "initial") for table in tables]
+        self._initial = host_numbers(
+            [(*words, is_shown) for (words, _), is_shown in zip(initial, shown, strict=True)]
+        )
         parameters = [numbers for _, numbers in initial]
         self._parameters = torch.tensor(parameters, dtype=torch.float64, device="cpu")
 
