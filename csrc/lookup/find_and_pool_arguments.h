@@ -83,10 +83,13 @@ inline FoundBatch read_batch(const char* op, const Tensor& ids, const std::optio
   const PreparedTables& tables = *batch.tables;
   check_size(op, "the number of maps", static_cast<int64_t>(tables.count()), static_cast<int64_t>(tables.maps.size()));
   check_tensor(op, "ids", ids, ScalarType::Long, tables.device);
+  TORCHREC_DYN_CHECK(tables.count() > 0 || ids.numel() == 0, op, ": expected no ids without tables, got ", ids.numel(),
+                     ".");
   check_firsts(op, "first_bags", first_bags, -1);
   batch.features = first_bags.numel() - 1;
   batch.first_bags = const_data<int64_t>(first_bags);
   batch.bags = batch.first_bags[batch.features];
+  TORCHREC_DYN_CHECK(batch.bags < int64_t{1} << 48, op, ": expected fewer than 2^48 bags, got ", batch.bags, ".");
   check_firsts(op, "first_features", first_features, batch.features);
   check_size(op, "the number of first_features", static_cast<int64_t>(tables.count()) + 1, first_features.numel());
   batch.first_features = const_data<int64_t>(first_features);

@@ -19,7 +19,10 @@ namespace {
 template <typename Length>
 bool add_up(const Length* lengths, int64_t bags, int64_t ids, int64_t* offsets) {
   int64_t signs = 0;  // without comparisons, for which not every level of x86-64 has vectors
-  for (int64_t b = 0; b < bags; ++b) signs |= lengths[b] | (ids - lengths[b]);
+  for (int64_t b = 0; b < bags; ++b) {
+    const int64_t length = lengths[b];
+    signs |= length | static_cast<int64_t>(static_cast<uint64_t>(ids) - static_cast<uint64_t>(length));
+  }
   if (signs < 0) return false;
   uint64_t sum = 0;
   for (int64_t b = 0; b < bags; ++b) {

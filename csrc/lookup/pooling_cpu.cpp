@@ -318,8 +318,8 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
                              bool mean) {
   const char* op = "weights_grad_prepared";
   const Handles::Shared tables = Handles::all().get(op, handle);
-  check_tensor(op, "grad", grad, ScalarType::Float);
-  check_tensor(op, "rows", rows, ScalarType::Long);
+  check_tensor(op, "grad", grad, ScalarType::Float, tables->device);
+  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
   const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), grad.numel());
   const int64_t* shown = initial_id_data(op, *tables, initial_ids, rows.numel());
   const Bags bags = lists.view();

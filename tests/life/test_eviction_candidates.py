@@ -4,13 +4,10 @@ import random
 
 import pytest
 import torch
-from interrupts import interrupted
 from life_cases import EVICTIONS, living_table, model_of
 from table_cases import ids_of, make_group
 
 import torchrec_dyn as dyn
-from torchrec_dyn.life.eviction_candidates import EvictionCandidates
-from torchrec_dyn.storage import read
 
 LIMIT, SHARE = 640, 10  # a list has 80 rows
 LISTS = ["lru", "steps, lru", "time, lru", "lfu", "steps, lfu"]
@@ -54,48 +51,6 @@ def test_the_list_gives_what_a_search_would(eviction, monkeypatch):
     evictions = table.stats()["evicted_full"] / SHARE
     if eviction in ("lru", "lfu"):
         assert evictions > 100 and sum(most == 8 * SHARE for most in searches) < evictions / 4
-
-
-def test_a_list_is_cut_before_the_present_step():
-    """More rows with lower mixed ids may still be assigned for the present step."""
-    table = living_table(EVICTIONS["lru"], None, LIMIT)
-    group = make_group(table)
-    group(ids_of(*range(20)), torch.tensor([0, 20]), training=True)
-    table.assign(ids_of(*range(20, 30)), torch.zeros(10, 4))
-    oldest = table.life._candidates
-    oldest.list(table.life.scores, table.id_map, table.row_numbers.high_water_mark, 1, 80)
-    assert read(oldest.oldest(1, table.life.scores)) is None
-    oldest.list(table.life.scores, table.id_map, table.row_numbers.high_water_mark, 2, 80)
-    assert sorted(read(oldest.oldest(30, table.life.scores))[0].tolist()) == list(range(30))
-
-
-def test_evicted_rows_do_not_keep_the_list():
-    """Free rows and the log of changes keep what an eviction returns: of the 80 listed rows, 10."""
-    table = living_table(EVICTIONS["lru"], None, LIMIT)
-    table.find_or_insert(torch.arange(LIMIT))
-    make_group(table)(ids_of(), ids_of(0), training=True)
-    evicted = read(
-        table.life.lowest(1, table.step + 1, table.id_map, table.row_numbers.high_water_mark)
-    )
-    assert [part.untyped_storage().nbytes() for part in evicted] == [8 * SHARE] * 2
-
-
-def test_an_interrupt_leaves_all_of_a_list_or_nothing():
-    table = living_table(EVICTIONS["lru"], None, LIMIT)
-    group, scores, at = make_group(table), table.life.scores, 1
-    for ids in (range(20), range(20, 60)):
-        group(ids_of(*ids), torch.tensor([0, len(ids)]), training=True)
-
-    def listed(before):
-        oldest.list(scores, table.id_map, table.row_numbers.high_water_mark, before, 80)
-
-    hit = True
-    while hit:
-        oldest = EvictionCandidates(table.device)
-        listed(2)  # 20 rows
-        hit = interrupted(lambda: listed(3), at)  # 60 rows
-        assert sorted(read(oldest.oldest(20, scores))[0].tolist()) == list(range(20))
-        at += 1
 
 
 def test_counters_are_dropped_from_the_list(monkeypatch):
