@@ -134,11 +134,13 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // ---- lookup: forward and backward
   //
-  // Ops named `prepared` take the maps and the rows of T tables as `tables`, the result of prepare_tables [1], on the CPU.
+  // Ops named `prepared` take the maps and the rows of T tables as `tables`, the result of prepare_tables [1], on the
+  // CPU.
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
-  // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read as
-  // initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows is an error.
+  // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
+  // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows is an
+  // error.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
@@ -160,9 +162,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
       "find_and_pool(Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? bag_weights, Tensor first_bags, "
       "Tensor first_features, Tensor? segments, Tensor tables, bool mean, int pools, SymInt elements, "
       "ScalarType dtype) -> (Tensor out, Tensor rows, Tensor offsets, Tensor numbers)");
-  // As gather_pool, into `out` [elements], for offsets that are right. With initial_ids [N], the ids of `rows`, an absent
-  // row is what its table has for an id without a row. With new_index [N] or initial_ids a GPU may leave bags as they
-  // are that have neither an id with another new_index than -1, nor an initial row.
+  // As gather_pool, into `out` [elements], for offsets that are right. With initial_ids [N], the ids of `rows`, an
+  // absent row is what its table has for an id without a row. With new_index [N] or initial_ids a GPU may leave bags as
+  // they are that have neither an id with another new_index than -1, nor an initial row.
   m.def(
       "pool_prepared_(Tensor(a!) out, Tensor? new_index, Tensor rows, Tensor? initial_ids, Tensor? offsets, "
       "Tensor? bag_weights, Tensor segments, Tensor tables, bool mean) -> ()");

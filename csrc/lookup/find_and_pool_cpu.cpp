@@ -67,14 +67,15 @@ bool write_offsets(const std::optional<Tensor>& lengths, const std::optional<Ten
   return std::equal(written, written + bags + 1, const_data<int64_t>(*offsets));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
-    const Tensor& ids, const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
-    const std::optional<Tensor>& bag_weights, const Tensor& first_bags, const Tensor& first_features,
-    const std::optional<Tensor>& segments, const Tensor& handle, bool mean, int64_t pools, int64_t elements,
-    ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, const std::optional<Tensor>& lengths,
+                                                         const std::optional<Tensor>& offsets,
+                                                         const std::optional<Tensor>& bag_weights,
+                                                         const Tensor& first_bags, const Tensor& first_features,
+                                                         const std::optional<Tensor>& segments, const Tensor& handle,
+                                                         bool mean, int64_t pools, int64_t elements, ScalarType dtype) {
   const char* op = "find_and_pool";
-  const FoundBatch batch =
-      read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments, handle, pools, elements, dtype);
+  const FoundBatch batch = read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments,
+                                      handle, pools, elements, dtype);
   const PreparedTables& tables = *batch.tables;
   const auto count = static_cast<int64_t>(tables.count());
   Tensor bag_offsets = new_int64(batch.bags + 1);
@@ -94,7 +95,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
   const std::vector<int64_t> table_offsets = table_offsets_of(batch, number);
   int64_t* const absent = number + batch.features + 1;
   find_rows(tables.maps, const_data<int64_t>(ids), table_offsets.data(), row, absent);
-  if (batch.pools == Pools::kNothing || (batch.pools == Pools::kKnown && std::any_of(absent, absent + count, [](int64_t ids_without) { return ids_without > 0; })))
+  if (batch.pools == Pools::kNothing ||
+      (batch.pools == Pools::kKnown &&
+       std::any_of(absent, absent + count, [](int64_t ids_without) { return ids_without > 0; })))
     return {out, rows, bag_offsets, numbers};
   BagLists lists;
   lists.count = segments ? batch.bags : ids.numel();

@@ -37,9 +37,8 @@ void write_offsets(const simt::Stream& stream, const std::optional<Tensor>& leng
   });
   simt::exclusive_sum(stream, written, bags + 1);
   if (!offsets) return;
-  with_integers(*offsets, [&](const auto* given) {
-    simt::launch(stream, bags + 1, CompareOffsets{given, written, is_wrong});
-  });
+  with_integers(*offsets,
+                [&](const auto* given) { simt::launch(stream, bags + 1, CompareOffsets{given, written, is_wrong}); });
 }
 
 // Raises the error that an earlier call has left, which the sign of a count marks; takes the mark off.
@@ -51,13 +50,15 @@ void raise_earlier_error(int64_t& absent) {
   raise_device_error(record);  // nothing, if another thread has raised it
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
-    const Tensor& ids, const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets,
-    const std::optional<Tensor>& bag_weights, const Tensor& first_bags, const Tensor& first_features,
-    const std::optional<Tensor>& segments, const Tensor& handle, bool mean, int64_t pools, int64_t elements, ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, const std::optional<Tensor>& lengths,
+                                                         const std::optional<Tensor>& offsets,
+                                                         const std::optional<Tensor>& bag_weights,
+                                                         const Tensor& first_bags, const Tensor& first_features,
+                                                         const std::optional<Tensor>& segments, const Tensor& handle,
+                                                         bool mean, int64_t pools, int64_t elements, ScalarType dtype) {
   const char* op = "find_and_pool";
-  const FoundBatch batch =
-      read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments, handle, pools, elements, dtype);
+  const FoundBatch batch = read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments,
+                                      handle, pools, elements, dtype);
   const PreparedTables& tables = *batch.tables;
   const auto count = static_cast<int64_t>(tables.count());
   const int64_t features = batch.features, n = ids.numel();
@@ -82,8 +83,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(
   write_offsets(call.stream(), lengths, offsets, batch.bags, n, offset, is_wrong);
   simt::launch(call.stream(), features + 1, ReadBegins{offset, device_firsts, batch.bags, n, words, is_wrong});
   simt::launch(call.stream(), n,
-               FindRows{const_data<int64_t>(ids), {device_maps, count}, words, device_places,
-                        mutable_data<int64_t>(rows), absent, simt::error_record()});
+               FindRows{const_data<int64_t>(ids),
+                        {device_maps, count},
+                        words,
+                        device_places,
+                        mutable_data<int64_t>(rows),
+                        absent,
+                        simt::error_record()});
   simt::HostCopy copy(call.stream(), words, numbers.numel());
   BagArguments bags{op, tables, rows, {}, mean, true};
   const bool is_pooled = batch.pools != Pools::kNothing;

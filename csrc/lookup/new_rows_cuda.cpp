@@ -45,10 +45,14 @@ Tensor init_new_rows(const Tensor& new_ids, const Tensor& new_offsets, const Ten
   dispatch_row_type("init_new_rows", tables.row_type, [&](auto zero) {
     using T = decltype(zero);
     const std::vector<T*>& weights = tables.blocks<T>();
-    SentLists sent(call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again) + bytes_of(weights) +
-                             bytes_of(tables.states));
-    const NumberNewRows number{sent.add(offsets),           sent.add(firsts), sent.add(again),
-                               const_data<int64_t>(reused), count,            mutable_data<int64_t>(new_rows)};
+    SentLists sent(
+        call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again) + bytes_of(weights) + bytes_of(tables.states));
+    const NumberNewRows number{sent.add(offsets),
+                               sent.add(firsts),
+                               sent.add(again),
+                               const_data<int64_t>(reused),
+                               count,
+                               mutable_data<int64_t>(new_rows)};
     T* const* const device_weights = sent.add(weights);
     float* const* const device_states = sent.add(tables.states);
     sent.send();

@@ -56,8 +56,8 @@ struct UpdateCall {
   std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
 
   UpdateBatch batch() const {
-    return {grad, ids,         rows,    offsets, bag_weights, segments,   streams,
-            mean, hyper,       grad_scales, senders, marks,   mark_layout};
+    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
+            mean, hyper, grad_scales, senders, marks,       mark_layout};
   }
 
   PreparedTables tables(const Device& device) const {
@@ -89,8 +89,8 @@ struct PreparedUpdateCall {
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
 
   UpdateBatch batch() const {
-    return {grad, ids,         rows,    offsets, bag_weights, segments,   streams,
-            mean, hyper,       grad_scales, senders, marks,   mark_layout};
+    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
+            mean, hyper, grad_scales, senders, marks,       mark_layout};
   }
 };
 
@@ -113,11 +113,11 @@ inline UpdateRule read_rule(const char* op, Optimizer optimizer, const std::vect
   std::ranges::transform(hyper, rule.hyper, [](double number) { return static_cast<float>(number); });
   if (rule.optimizer == Optimizer::kRowwiseAdagrad) {
     const double mode = hyper[3];  // as it was sent, not as a float
-    TORCHREC_DYN_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0,
-                       op, ": expected weight_decay_mode in [0, 2], got ", mode, ".");
+    TORCHREC_DYN_CHECK(mode == 0.0 || mode == 1.0 || mode == 2.0, op, ": expected weight_decay_mode in [0, 2], got ",
+                       mode, ".");
   }
-  TORCHREC_DYN_CHECK(rule.optimizer != Optimizer::kFtrl || rule.hyper[0] > 0.0f,
-                     op, ": expected a learning rate above 0 with FTRL, which divides by it, got ", hyper[0],
+  TORCHREC_DYN_CHECK(rule.optimizer != Optimizer::kFtrl || rule.hyper[0] > 0.0f, op,
+                     ": expected a learning rate above 0 with FTRL, which divides by it, got ", hyper[0],
                      ". Begin a warm-up above 0, and freeze tables that must not learn.");
   return rule;
 }

@@ -54,8 +54,8 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   const bool is_sent = is_description && kDevice == DeviceType::CUDA;  // the simt build reads all memory in place
   const TableMaps maps = send_maps(call, views, is_sent ? offsets : nullptr);
   simt::launch(call.stream(), ids.numel(),
-               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, nullptr, mutable_data<int64_t>(rows),
-                        mutable_data<int64_t>(absent), simt::error_record()});
+               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, nullptr,
+                        mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
 

@@ -54,7 +54,8 @@ struct FindRows {
 
   TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
     if (begins == nullptr) return maps.table_of(i);
-    if (places == nullptr) return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
+    if (places == nullptr)
+      return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
     return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[places[table]]; });
   }
 
