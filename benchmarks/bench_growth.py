@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 from axes import GROWTH_MARKS, GROWTH_ROWS, GROWTH_STEP, THREADS, raw_ids
-from contestants import empty_table
+from contestants import empty_table, huge_memory
 from floor import compiled, write_fresh
 from interleaved import CLOCKS, finish, options, quartiles, result
 from layouts import IdMap, TableGroup, TableShard
 from resident import resident_bytes
 from torch import Tensor
 
-from torchrec_dyn.ops import advise_huge_pages, new_slots
+from torchrec_dyn.ops import new_slots
 
 BAG = 10
 SLOT_BYTES = 16
@@ -43,9 +43,7 @@ def touch_memory(size: int, huge_pages: bool = True) -> None:
     (measured: 4,800 against 240 us for 2 MiB). The tables do not cause that cost. A system that reports free
     pages to its host loses the backing some two seconds after they were freed.
     """
-    memory = torch.empty(size, dtype=torch.uint8)
-    if huge_pages:
-        advise_huge_pages(memory)
+    memory = huge_memory(size) if huge_pages else torch.empty(size, dtype=torch.uint8)
     memory.zero_()
 
 

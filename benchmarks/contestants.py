@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -16,11 +17,17 @@ from layouts import TableGroup, TableShard
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.ops import advise_huge_pages
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 LEARNING_RATE, EPS = 0.02, 1e-8
 OPTIMIZER = RowOptimizer(OptimizerKind.EXACT_ROWWISE_ADAGRAD, LEARNING_RATE, EPS)
+
+
+def huge_memory(size: int) -> Tensor:
+    """Returns memory [size] uint8 on 2 MiB pages, as the kernel has them; `size` is greater than 0."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def static_tables(
@@ -52,9 +59,7 @@ def static_tables(
     )
     if huge_pages:
         for held in (tables.weights_host, tables.momentum1_host):
-            moved = torch.empty_like(held.data)
-            advise_huge_pages(moved)
-            held.data = moved
+            held.data = huge_memory(held.nbytes).view(held.dtype)
     for weights in tables.split_embedding_weights():
         weights.uniform_(-0.001, 0.001)
     for states in tables.split_optimizer_states():

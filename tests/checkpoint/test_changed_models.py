@@ -27,7 +27,7 @@ from torchrec_dyn.checkpoint import (
     export_table,
     mark,
 )
-from torchrec_dyn.state_dict import StagedTable
+from torchrec_dyn.state_dict import StagedTable, staged_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -286,10 +286,10 @@ def on_two_ranks(path: str) -> list[str]:
             Job(kept, setup).restore()
         told.append(str(caught.value))
     assert Job(kept, replace(TWO, tables=1)).restore(allow_partial_load=True).step == 2
-    for name in ("_read", "replacing"):
+    for place, name in ((staged_table, "append_rows"), (StagedTable, "replacing")):
         at, error = 1 if rank else 99, MemoryError("too little")
         with (
-            failing(StagedTable, name, at, error),
+            failing(place, name, at, error),
             pytest.raises(RuntimeError, match="too little") as no_memory,
         ):
             job.restore()

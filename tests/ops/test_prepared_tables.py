@@ -131,7 +131,7 @@ def test_what_a_call_reads_or_writes_is_no_memory_of_the_tables(target):
 
     marks = {"marks": [torch.zeros(64).byte()], "mark_layout": torch.tensor([[0, 1, 6, 1]] * 2)}
     lists = update(2, torch.tensor([0, 1, 1, -1, -1]).int(), weighted=True) | marks | TABLES()
-    pool = {"out": torch.ones(10), "new_index": whole(0, -1, -1, -1, 3)}
+    pool = {"out": torch.ones(10), "new_index": whole(0, -1, -1, -1, 3), "initial_ids": None}
     pool |= {name: lists[name] for name in ("rows", "offsets", "bag_weights", "segments", "mean")}
     for op, sample in (("update_prepared_", prepared(lists)), ("pool_prepared_", pool)):
         for name in sample.keys() - {"segments", "streams", "mark_layout", "tables"}:

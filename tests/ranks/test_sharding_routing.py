@@ -13,6 +13,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
 from torchrec_dyn.sharding.dists import NodeRowWiseInputDist, RowWiseInputDist
+from torchrec_dyn.sharding.sent_modes import with_mode
 from torchrec_dyn.storage import canonical_order
 
 LAST = 2**64 - 1
@@ -110,7 +111,7 @@ def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:
         values=torch.cat(shifted),
         lengths=torch.tensor([len(ids), 0] * features),
     )
-    arrived = module(features_kjt).wait().wait()
+    arrived = module(with_mode(features_kjt, True, False)).wait().wait()
     values = arrived.values().split(arrived.length_per_key())
     assert arrived.stride() == 2 * world
     return [part.tolist() for part in values]

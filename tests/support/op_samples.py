@@ -3,7 +3,7 @@
 import collections
 
 import torch
-from update_rules import NUMBERS, hyper_of, state_blocks
+from update_rules import NUMBERS, hyper_of, state_blocks, state_widths
 
 from torchrec_dyn import ops
 
@@ -111,7 +111,7 @@ def tables_in(given):
     count = len(given["layout"])
     own = {"slots": [empty(0)] * count, "moved": torch.full((count,), -1), "states": []}
     own |= {"optimizer": 0, "on_nonfinite": [], "nonfinite": []}
-    states = len(given.get("states", ())) // max(1, len(given["weights"]))
+    states = len(state_widths({**own, **given}["optimizer"], 1))
     own |= {"initial": whole(1, 5, 0, 1).repeat(count, 1), "initial_states": [0.5] * states}
     own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * count).double()
     return {**own, **{name: given[name] for name in OF_TABLES if name in given}}
@@ -258,7 +258,6 @@ SAMPLES = {
             "rows": whole(), "table_offsets": whole(0), "marks": [], "layout": SCORE_LAYOUT[:0],
         },
     ],
-    "advise_huge_pages": [lambda: {"block": torch.ones(1 << 20)}],
     "grow_block": [
         lambda: {"block": blocks(3)[0], "rows": 5, "limit": 9},
         lambda: {"block": torch.empty(0, 2, dtype=I64), "rows": 1, "limit": 1},

@@ -28,7 +28,7 @@ from torchrec_dyn.state_dict import (
     save_tables,
     stage_table,
 )
-from torchrec_dyn.storage import TableLock, commit, lasting, locked, turn_of
+from torchrec_dyn.storage import TABLES, TableLock, commit, lasting, locked, turn_of
 from torchrec_dyn.table import ROW_DTYPES, TableShard, copy_rows
 
 _META = torch.device("meta")
@@ -139,6 +139,7 @@ class UnshardedTable(nn.Module):
     def drop_rows(self) -> None:
         """Drops all rows: the table is empty, as if new."""
         self.shard = None
+        TABLES.renew()  # groups look at the table again
 
     # The placeholder.
 
@@ -200,7 +201,7 @@ class UnshardedTable(nn.Module):
                     "Call the collection's reset_parameters() first to drop them."
                 )
             if device == _META:
-                self.shard = None
+                self.drop_rows()
             elif (dtype, device) != (self.shard.dtype, self.device):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
                     self.shard.convert(dtype=dtype, device=device)

@@ -26,7 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
-from torchrec_dyn.modules import FeatureReader, checked_configs, pooled_outputs
+from torchrec_dyn.modules import FeatureReader, check_keyed, checked_configs, pooled_outputs
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
 from torchrec_dyn.serving.lookup import ServedLookup
@@ -116,6 +116,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
                 features, self._features, self._is_weighted, type(self).__name__
             )
         else:
+            check_keyed(features, type(self).__name__)
             self._lookup.check_call(features.values())
             read = self._read(features)
             check_one_batch_size(features, type(self).__name__)
@@ -193,6 +194,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
             lengths = offsets.diff().split([batch] * len(self._features))
             counts = counts_between(firsts, ids)
         else:
+            check_keyed(features, type(self).__name__)
             self._lookup.check_call(features.values())
             read = self._read(features)
             ids, counts = read.ids, read.counts
