@@ -33,7 +33,7 @@ void write_offsets(const simt::Stream& stream, const std::optional<Tensor>& leng
       simt::launch(stream, bags + 1, CopyOffsets{given, bags, written, is_wrong});
     });
   with_integers(*lengths, [&](const auto* given) {
-    simt::launch(stream, bags + 1, ReadLengths{given, bags, ids, written, is_wrong});
+    simt::launch(stream, bags + 1, ReadBagLengths{given, bags, ids, written, is_wrong});
   });
   simt::exclusive_sum(stream, written, bags + 1);
   if (!offsets) return;

@@ -11,7 +11,7 @@ namespace torchrec_dyn {
 // One thread for each bag, and one more: writes the numbers of which the offsets are the sums. A wrong length counts
 // as 0, so the offsets ascend.
 template <typename Length>
-struct ReadLengths {
+struct ReadBagLengths {
   const Length* lengths;
   int64_t bags;
   int64_t ids;

@@ -4,8 +4,8 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(ReadLengths<int32_t>);
-TORCHREC_DYN_LAUNCH(ReadLengths<int64_t>);
+TORCHREC_DYN_LAUNCH(ReadBagLengths<int32_t>);
+TORCHREC_DYN_LAUNCH(ReadBagLengths<int64_t>);
 TORCHREC_DYN_LAUNCH(CopyOffsets<int32_t>);
 TORCHREC_DYN_LAUNCH(CopyOffsets<int64_t>);
 TORCHREC_DYN_LAUNCH(CompareOffsets<int32_t>);
