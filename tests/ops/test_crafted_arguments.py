@@ -46,8 +46,9 @@ def arguments(op):
         tensors = value if isinstance(value, list) else [value]
         if tensors and isinstance(tensors[0], torch.Tensor):
             first = tensors[0]
+            other = {I64: torch.int32, torch.float64: torch.float32}.get(first.dtype, torch.float64)
             spoilt = {
-                "dtype": first.to(torch.int32 if first.dtype == I64 else torch.float64),
+                "dtype": first.to(other),
                 "strides": torch.stack([first, first], -1)[..., 0],
                 "size": torch.cat([first.flatten(), first.flatten()[:1]]),
                 "nothing": first.flatten()[:0],
@@ -70,7 +71,9 @@ HARMLESS = {
     for how in ("size", "nothing")
 } | {
     ("fill_new_", "new_rows", "size"),
-    *((op, name, "strides") for op, name in [("fill_new_", "new_rows"), ("erase", "moved")]),  # one
+    ("fill_new_", "new_rows", "strides"),  # one
+    ("erase", "moved", "strides"),
+    ("init_new_rows", "reused", "strides"),
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
     *(
         (op, "moved", "strides")
