@@ -64,9 +64,8 @@ def map_of(ids: Tensor, load: float) -> IdMap:
 def copy_of(one: IdMap) -> IdMap:
     """Returns a copy of a map that is not growing, on huge pages as well."""
     made = IdMap()
-    made.slots, made.num_ids = torch.empty_like(one.slots), one.num_ids
+    made.slots, made.num_ids = ops.new_slots(one.slots, one.slots.shape[0]), one.num_ids
     made.key = getattr(one, "key", 0)  # maps had none until November 2026
-    ops.advise_huge_pages(made.slots)
     made.slots.copy_(one.slots)
     return made
 

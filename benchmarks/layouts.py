@@ -4,7 +4,12 @@
 second import here.
 """
 
-from torchrec_dyn.lookup import TableGroup
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from torchrec_dyn import lookup
 
 try:
     from torchrec_dyn.table import TableShard
@@ -20,5 +25,19 @@ try:
     from torchrec_dyn.table.changes import moment_of as begin_version  # until November 2026
 except ImportError:
     begin_version = TableShard.version  # type: ignore[assignment]
+
+_TAKES_BATCH = "batch" in inspect.signature(lookup.TableGroup.__call__).parameters
+
+
+class TableGroup(lookup.TableGroup):
+    """A group whose batches are ids and offsets."""
+
+    def __call__(self, ids: Tensor, offsets: Tensor, *, training: bool, **others: Any) -> Tensor:  # type: ignore[override]
+        """Looks up a batch; see the measured version."""
+        if not _TAKES_BATCH:  # until 28 November 2026
+            return super().__call__(ids, offsets, training=training, **others)
+        others.pop("counts", None)  # of the ids of each table: found by the lookup
+        return super().__call__(lookup.Batch(ids, offsets=offsets, training=training, **others))
+
 
 __all__ = ["IdMap", "TableGroup", "TableShard", "begin_version"]
