@@ -1,4 +1,4 @@
-"""What block and quotient-remainder collections share with an EmbeddingBagCollection of TorchRec's."""
+"""Block and quotient-remainder collections: the interface of EmbeddingBagCollection that both share."""
 
 import copy
 from functools import partial

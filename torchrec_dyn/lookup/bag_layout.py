@@ -113,7 +113,7 @@ class Bags:
 
 
 class BatchShape(NamedTuple):
-    """What the numbers of bags of a batch decide, whatever its ids.
+    """The part of a batch that follows from its numbers of bags, whatever its ids.
 
     Attributes:
         first_bags: [F + 1] int64 on the CPU, the first bag of each feature, and the number of bags.

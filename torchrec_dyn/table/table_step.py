@@ -190,7 +190,7 @@ class TableStep:
         return self._admitted[0]
 
     def first_counts(self) -> Tensor:
-        """What the rows of the admitted ids begin to count with, [K] int64."""
+        """The first counts of the rows of the admitted ids, [K] int64."""
         return self._unseen.first_counts()
 
     def reserve(self) -> None:
