@@ -111,8 +111,7 @@ class TakenStep(NamedTuple):
 
     Attributes:
         rows: [N] int64, the rows that the forward reads, -1 for an id without a row.
-        missing: at least the number of -1 in `rows`. With `times`, an id of a trained table counts `times`
-            times; of tables that took their step again, those of the first step count, too.
+        missing: True if some of `rows` may be -1.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
             tensor as `rows` if no table is frozen and every feature trains. None in evaluation.
@@ -121,7 +120,7 @@ class TakenStep(NamedTuple):
     """
 
     rows: Tensor
-    missing: int
+    missing: bool
     new_index: Tensor | None = None
     learning: Tensor | None = None
     streams: Tensor | None = None
@@ -186,7 +185,7 @@ class PrefetchedStep:
         kept = of_ids(is_kept, table_offsets, taken.rows)
         joined = TakenStep(
             torch.where(kept, taken.rows, again.rows),
-            taken.missing + again.missing,  # a GPU's host would wait for the number
+            taken.missing or again.missing,
             learning=torch.where(kept, taken.learning, again.learning),
             streams=torch.where(is_kept.unsqueeze(1), taken.streams, again.streams),
         )

@@ -164,29 +164,35 @@ class DeferredUpdates:
         if len(updates) == 1:
             reduction = Reduction(scales, last.reduction.senders)
             return replace(last, reduction=reduction)
-        begins = [update.begins for update in updates if update.begins is not None]
-        bags, places = layout.joined([update.bags for update in updates], begins)
-        places = places.to(last.rows.device, non_blocking=True)
-        if bags.offsets is None:
-            columns = last.bags.shape[1]
-            grad = torch.cat([update.grad.view(-1, columns) for update in updates])[places]
-        else:
-            grad = torch.cat([update.grad.flatten() for update in updates])
-        weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
-        senders = [update.reduction.senders for update in updates]
-        of_ids = _joined(senders, updates, -1, torch.int32)
-        return replace(
-            last,
-            grad=grad,
-            ids=None
-            if last.ids is None
-            else torch.cat([one.ids_or_rows for one in updates])[places],
-            rows=torch.cat([update.rows for update in updates])[places],
-            bags=bags,
-            weights=None if weights is None else weights[places],
-            reduction=Reduction(scales, None if of_ids is None else of_ids[places]),
-            noted=last.noted if all(one.noted == last.noted for one in updates) else None,
-        )
+        return _join(updates, layout, scales)
+
+
+def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> Update:
+    """Returns two or more updates as one; scales [T] of all gradients."""
+    last = updates[-1]
+    begins = [update.begins for update in updates if update.begins is not None]
+    bags, places = layout.joined([update.bags for update in updates], begins)
+    places = places.to(last.rows.device, non_blocking=True)
+
+    def ordered(numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else numbers[places]
+
+    grads = torch.cat([update.grad.flatten() for update in updates])
+    if bags.offsets is None:
+        grads = grads.view(-1, last.bags.shape[1])[places]
+    weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
+    senders = [update.reduction.senders for update in updates]
+    ids = None if last.ids is None else torch.cat([one.ids_or_rows for one in updates])
+    return replace(
+        last,
+        grad=grads,
+        ids=ordered(ids),
+        rows=torch.cat([update.rows for update in updates])[places],
+        bags=bags,
+        weights=ordered(weights),
+        reduction=Reduction(scales, ordered(_joined(senders, updates, -1, torch.int32))),
+        noted=last.noted if all(one.noted == last.noted for one in updates) else None,
+    )
 
 
 def _joined(

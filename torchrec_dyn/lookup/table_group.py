@@ -37,6 +37,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import (
     BagLayout,
+    Bags,
     BatchShape,
     Pooling,
     contiguous_input,
@@ -46,7 +47,7 @@ from torchrec_dyn.lookup.bag_layout import (
 from torchrec_dyn.lookup.batch import Batch, Found, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
-from torchrec_dyn.lookup.gradient_reduction import Reduction, reduction_of
+from torchrec_dyn.lookup.gradient_reduction import reduction_of
 from torchrec_dyn.lookup.lookup_function import (
     Forward,
     LookupFunction,
@@ -65,10 +66,10 @@ from torchrec_dyn.storage import (
     OpenForwards,
     TableLock,
     changes,
+    commit,
     locked,
     note_changed,
     note_update,
-    run_to_end,
     tokens_of,
     unrecorded,
 )
@@ -77,6 +78,16 @@ from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
 _UNKNOWN = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _inserting(
+    tables: Sequence[TableShard], features_per_table: Sequence[int], uses: Uses | None
+) -> set[int]:
+    """Returns the tables that give rows to all unseen ids; in others the steps decide, in their order."""
+    if uses is None or uses.inserts is None:
+        return {t for t, table in enumerate(tables) if table.life is None}
+    inserts = [bool(flags.all()) for flags in uses.inserts.split(list(features_per_table))]
+    return {t for t, table in enumerate(tables) if table.life is None and inserts[t]}
 
 
 class TableGroup:
@@ -114,15 +125,7 @@ class TableGroup:
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
         self.in_files = [t for t, table in enumerate(tables) if table.config.storage is not None]
         self._uses = uses  # of the features; None if each does all
-        flags = torch.ones(sum(features_per_table), dtype=torch.bool, device="cpu")
-        if uses is not None and uses.inserts is not None:
-            flags = uses.inserts
-        # Tables that give rows to all unseen ids. In others the steps decide, in the order of the batches.
-        self._insert_all = {
-            t
-            for t, inserts in enumerate(flags.split(list(features_per_table)))
-            if tables[t].life is None and bool(inserts.all())
-        }
+        self._insert_all = _inserting(self.tables, features_per_table, uses)
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
@@ -209,50 +212,72 @@ class TableGroup:
         if not batch.training:
             ahead = None
         shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
-        if ahead is not None:
-            found, step = self._found_ahead(batch, shape, ahead, lists)
-        elif trained is None:
-            found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
-            step = TakenStep(found.rows, found.num_absent)
-        else:
-            found, step = self._take_step(batch, shape, lists, trained)
+        found, step = self._rows_of(batch, shape, lists, trained, ahead)
         bags = self._bag_layout.bags(shape, found.offsets, batch.table_offsets, batch.ids.numel())
         if self.in_files:
             ask_for_batch(
                 self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
             )
-        out, weights = found.out, batch.weights
-        is_pooled = trained is None or not found.num_absent
-        if ahead is not None or self.in_files:
-            blocks, is_pooled = lists.prepared.rows(), True
-            out = ops.gather_pool(
-                step.rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
-                bags.segments, self.is_mean, bags.elements, self.output_dtype,
-            )  # fmt: skip
         initial_ids = batch.ids if step.missing and lists.shows_initial else None
-        if initial_ids is not None or not is_pooled:
-            ops.pool_prepared_(
-                out, step.new_index, step.rows, initial_ids, bags.offsets, as_float(weights),
-                bags.segments, lists.prepared.get(), self.is_mean,
-            )  # fmt: skip
-        if batch.senders is None:  # no dist has divided the gradients
-            reduction = Reduction([1.0] * len(self.tables), None)
-        else:
-            reduction = reduction_of(
-                lists.configs, found.offsets, batch.table_offsets, batch.senders
-            )
-        if initial_ids is not None:
-            has_grad = weights is not None and weights.requires_grad
-            initial_ids = initial_ids.clone() if has_grad else None
+        out = self._pooled(batch, bags, lists, found, step, initial_ids)
+        reduction = reduction_of(lists.configs, found.offsets, batch.table_offsets, batch.senders)
         forward = Forward(
-            self, step.learning, step.rows, bags, initial_ids, trained, step.streams,
+            self, step.learning, step.rows, bags, self._shown(batch, initial_ids), trained, step.streams,
             lists.generations, step.noted, reduction,
         )  # fmt: skip
-        if self.deferred is not None and trained is not None:
-            forward.begins = batch.begins
-        if trained is not None and self.tables[0].dtype != torch.float32:
-            forward.ids = batch.ids.clone()
+        if trained is not None:
+            forward.begins = None if self.deferred is None else batch.begins
+            forward.ids = None if self.tables[0].dtype == torch.float32 else batch.ids.clone()
         return self._output(forward, batch, out, ahead).view(bags.shape)
+
+    def _rows_of(
+        self,
+        batch: Batch,
+        shape: BatchShape,
+        lists: TableLists,
+        trained: TrainedTables | None,
+        ahead: PrefetchedStep | None,
+    ) -> tuple[Found, TakenStep]:
+        """Returns the rows of a batch, by a step if tables are trained and it was not taken ahead."""
+        if ahead is not None:
+            return self._found_ahead(batch, shape, ahead, lists)
+        if trained is not None:
+            return self._take_step(batch, shape, lists, trained)
+        found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
+        return found, TakenStep(found.rows, found.num_absent > 0)
+
+    def _pooled(
+        self,
+        batch: Batch,
+        bags: Bags,
+        lists: TableLists,
+        found: Found,
+        step: TakenStep,
+        initial_ids: Tensor | None,
+    ) -> Tensor:
+        """Returns the output: what was pooled with the lookup, with the bags of the new ids pooled again."""
+        out, weights = found.out, as_float(batch.weights)
+        is_pooled = step.learning is None or not found.num_absent
+        if out is _UNKNOWN or self.in_files:
+            blocks, is_pooled = lists.prepared.rows(), True
+            out = ops.gather_pool(
+                step.rows, bags.offsets, weights, blocks.weights, blocks.layout, bags.segments,
+                self.is_mean, bags.elements, self.output_dtype,
+            )  # fmt: skip
+        if initial_ids is not None or not is_pooled:
+            ops.pool_prepared_(
+                out, step.new_index, step.rows, initial_ids, bags.offsets, weights, bags.segments,
+                lists.prepared.get(), self.is_mean,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _shown(batch: Batch, initial_ids: Tensor | None) -> Tensor | None:
+        """Returns the ids that read as initial rows, for the gradient of the weights."""
+        weights = batch.weights
+        if initial_ids is None or weights is None or not weights.requires_grad:
+            return None
+        return initial_ids.clone()
 
     def _output(
         self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
@@ -350,7 +375,7 @@ class TableGroup:
         found = self._find(batch, shape, lists, _NONE)
         learning = torch.full_like(found.rows, -1)
         return found, TakenStep(
-            found.rows, found.num_absent, learning=learning, streams=lists.streams
+            found.rows, found.num_absent > 0, learning=learning, streams=lists.streams
         )
 
     def _found_ahead(
@@ -577,7 +602,10 @@ class TableGroup:
             written = update_by_rule(
                 optimizer.own, self.tables, sums, update.streams, self.learning_rate
             )
-            run_to_end(lambda _: note_changed(logs, id_maps, *batch), *written)
+            note_changed(logs, id_maps, *batch)
+            with commit(*self.tables):
+                for write in written:
+                    write()
             return
         listed_marks = note_update(logs, id_maps, *batch)
         ops.update_prepared_(

@@ -47,7 +47,6 @@ from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import (
     Removal,
     find_rows,
-    insert_rows,
     insert_unseen,
     prepare_unseen,
 )
@@ -134,8 +133,7 @@ class TableShard(TableArrays):
 
         def write() -> None:
             self.count_edit()
-            if added:
-                insert_rows(added)
+            added.commit()
             note_changed([self.change_log], ids, places, offsets)
             self.weights.write(places, rows)
 
