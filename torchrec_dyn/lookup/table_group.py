@@ -219,7 +219,8 @@ class TableGroup:
                 self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
             )
         initial_ids = batch.ids if step.missing and lists.shows_initial else None
-        out = self._pooled(batch, bags, lists, found, step, initial_ids)
+        is_pooled = trained is None or not found.num_absent
+        out = self._pooled(batch, bags, lists, found, step, initial_ids, is_pooled)
         reduction = reduction_of(lists.configs, found.offsets, batch.table_offsets, batch.senders)
         forward = Forward(
             self, step.learning, step.rows, bags, self._shown(batch, initial_ids), trained, step.streams,
@@ -254,10 +255,10 @@ class TableGroup:
         found: Found,
         step: TakenStep,
         initial_ids: Tensor | None,
+        is_pooled: bool,
     ) -> Tensor:
         """Returns the output: what was pooled with the lookup, with the bags of the new ids pooled again."""
         out, weights = found.out, as_float(batch.weights)
-        is_pooled = step.learning is None or not found.num_absent
         if out is _UNKNOWN or self.in_files:
             blocks, is_pooled = lists.prepared.rows(), True
             out = ops.gather_pool(
@@ -297,7 +298,7 @@ class TableGroup:
 
     def _await_backward(self, forward: Forward, ids: Tensor) -> None:
         """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
-        if forward.rows is None:
+        if forward.trained is None:
             return
         if self.deferred is not None:
             forward.step = self.deferred.step
@@ -477,13 +478,7 @@ class TableGroup:
         """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
-        assert forward.trained is not None
-        assert forward.rows is not None and forward.streams is not None
-        update = Update(
-            grad, forward.rows, forward.bags, weights, forward.trained, forward.streams,
-            forward.reduction, forward.noted, forward.generations, forward.ids, forward.begins,
-            forward.open_forward, forward.step,
-        )  # fmt: skip
+        update = Update(forward, grad, weights)
         if self.deferred is not None:
             self.deferred.add(update)
             return
@@ -493,8 +488,7 @@ class TableGroup:
             if not self._current().refuses_nonfinite and self.tables[0].optimizer.own is None:
                 raise
             raise_after_backward(error)
-        if forward.open_forward is not None:
-            forward.open_forward.close()
+        forward.close()
 
     @locked
     @changes
@@ -513,7 +507,7 @@ class TableGroup:
         if not deferred.updates:
             return
         generations = self._current().generations
-        if any(update.generations != generations for update in deferred.updates):
+        if any(update.forward.generations != generations for update in deferred.updates):
             raise self._changed_before_step()
         self._write(deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
@@ -584,23 +578,25 @@ class TableGroup:
 
     def _write(self, update: Update) -> None:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
-        lists, bags = self._current(), update.bags
+        lists, (forward, grad, weights) = self._current(), update
+        trained, bags = forward.trained, forward.bags
+        assert trained is not None
         withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.withheld_parts]
         if withheld:
             tables = {t: self.tables[t] for t in withheld}
-            count_late_grads(tables, update.rows, bags.table_offsets)
-        if lists.trained is not None and lists.trained.shared is update.trained.shared:
+            count_late_grads(tables, forward.rows, bags.table_offsets)
+        if lists.trained is not None and lists.trained.shared is trained.shared:
             lists.trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
-            for table in update.trained.tables.values():
+            for table in trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
-        optimizer, batch = self.tables[0].optimizer, (update.rows, bags.table_offsets)
-        logs = unrecorded(self._logs(), update.noted) if lists.has_changes else []
+        optimizer, batch = self.tables[0].optimizer, (forward.rows, bags.table_offsets)
+        logs = unrecorded(self._logs(), forward.noted) if lists.has_changes else []
         id_maps = [table.id_map for table in self.tables] if any(logs) else []
         if optimizer.own is not None:
             sums = self._row_sums(update)
             written = update_by_rule(
-                optimizer.own, self.tables, sums, update.streams, self.learning_rate
+                optimizer.own, self.tables, sums, forward.streams, self.learning_rate
             )
             note_changed(logs, id_maps, *batch)
             with commit(*self.tables):
@@ -609,7 +605,7 @@ class TableGroup:
             return
         listed_marks = note_update(logs, id_maps, *batch)
         ops.update_prepared_(
-            update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights, bags.segments,
-            lists.prepared.get(), update.streams, self.is_mean, optimizer.hyper(self.learning_rate),
-            update.reduction.scales, update.reduction.senders, *listed_marks,
+            grad, forward.ids_or_rows, forward.rows, bags.offsets, weights, bags.segments,
+            lists.prepared.get(), forward.streams, self.is_mean, optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders, *listed_marks,
         )  # fmt: skip
