@@ -54,10 +54,6 @@ def test_warps_hand_over_after_a_barrier_only():
     assert "got a race" in races(swapped.replace("{0}", "bar.warp.sync -1;"), block=64)
 
 
-def test_shared_memory_of_blocks_is_not_one():
-    assert races(HAND_OVER.replace("{0}", "bar.sync 0;"), grid=40) == ""
-
-
 def test_writers_of_one_word():
     assert "write after a write" in races("st.global.u32 [%out], %i;", grid=2, block=1)
     assert "write after a write" in races("st.global.u32 [%out], %i;"), "lanes of one instruction"
@@ -203,12 +199,3 @@ ld.global.u32 %y, [%at+72];"""
     assert "got a race" in of_new_memory(
         body.replace("{0}", "").replace("membar.gl;\natom", "atom")
     )
-
-
-def test_kernels_of_cub_are_left_out():
-    assert races("st.global.u32 [%out], %i;", grid=2, name="_ZN3cub6kernelEv") == ""
-
-
-def test_races_are_looked_for_when_asked():
-    program = Program(kernel("st.global.u32 [%out], %i;"))
-    program.run("kernel", 2, 32, [np.zeros(1)])
