@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from oracle import EXTREME_IDS, rounding_draws
+from oracle import EXTREME_IDS, GOLDEN, mix64
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
 
 from torchrec_dyn.initializers import Constant, Normal, table_key
@@ -43,6 +43,17 @@ def test_rounding_goes_to_a_neighbour(dtype, start):
     below, above = neighbours(dtype, (first + nudge).double())
     assert ((got == below) | (got == above)).all()
     assert (got == below).any() and (got == above).any()
+
+
+def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
+    """Returns the 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four per word, low first."""
+    of_step = mix64(key + step * GOLDEN)
+    draws = np.empty((len(ids), columns), dtype=np.uint32)
+    for row, number in enumerate(ids):
+        state = mix64(of_step ^ mix64(number))
+        words = [mix64(state + (word + 1) * GOLDEN) for word in range(-(-columns // 4))]
+        draws[row] = [words[c // 4] >> 16 * (c % 4) & 0xFFFF for c in range(columns)]
+    return draws
 
 
 @pytest.mark.parametrize("dtype", SHORT)

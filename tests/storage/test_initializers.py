@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import EXTREME_IDS, initial_units, philox4x32
+from oracle import EXTREME_IDS, philox4x32, random_words
 from table_cases import hard_ids, ids_of, make_group, make_table
 
 from torchrec_dyn import ops
@@ -61,6 +61,12 @@ def test_the_op_gives_the_first_known_answer():
     row = fresh_rows(Uniform(0.0, 2.0**32), [0], columns=4, key=0)[0]
     words = torch.tensor(KNOWN_ANSWERS[0][2], dtype=torch.float64) + 0.5
     assert torch.equal(row, words.float())
+
+
+def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
+    """Returns the uniform numbers in (0, 1), [M, columns], from which initial rows are computed."""
+    words = random_words(key, ids, columns, 4, 0)[:, :columns]
+    return (words.astype(np.float64) + 0.5) / 2.0**32
 
 
 def test_the_op_gives_the_oracles_words():

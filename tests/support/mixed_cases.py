@@ -21,13 +21,7 @@ OUTPUTS = [("a", "g"), ("a", "f"), ("b", "g"), ("c", "h")]
 def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
     """Returns three tables of two widths; one table has two features, and one feature has two tables."""
     return [
-        EmbeddingBagConfig(
-            name=name,
-            embedding_dim=width,
-            num_embeddings=1000,
-            feature_names=features,
-            pooling=pooling,
-        )
+        EmbeddingBagConfig(1000, width, name, feature_names=features, pooling=pooling)
         for name, width, features in (("a", 8, ["g", "f"]), ("b", 12, ["g"]), ("c", 8, ["h"]))
     ]
 

@@ -1,4 +1,4 @@
-"""Plain reference formulas of the core: Python integers, numpy and dense torch.
+"""Plain reference formulas of the core: Python integers and numpy.
 
 Nothing here imports the ops. Legend: M ids, D columns, R rows.
 """
@@ -8,11 +8,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-import torch
 from torch import Tensor
-from update_rules import state_widths, update
-
-from torchrec_dyn.optimizers import RULES, RowOptimizer
 
 WORD = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd
@@ -152,51 +148,3 @@ def random_words(key: int, ids: list[int], columns: int, words_per_call: int, st
         dtype=np.uint64,
     ).reshape(-1, 4)
     return philox4x32(key % WORD, counter).reshape(len(ids), calls * 4)
-
-
-def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
-    """Returns the uniform numbers in (0, 1), [M, columns], from which initial rows are computed."""
-    words = random_words(key, ids, columns, 4, 0)[:, :columns]
-    return (words.astype(np.float64) + 0.5) / 2.0**32
-
-
-def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
-    """Returns the 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four per word, low first."""
-    of_step = mix64(key + step * GOLDEN)
-    draws = np.empty((len(ids), columns), dtype=np.uint32)
-    for row, number in enumerate(ids):
-        state = mix64(of_step ^ mix64(number))
-        words = [mix64(state + (word + 1) * GOLDEN) for word in range(-(-columns // 4))]
-        draws[row] = [words[c // 4] >> 16 * (c % 4) & 0xFFFF for c in range(columns)]
-    return draws
-
-
-class DenseRows:
-    """Rows of one table as dense float64 tensors with plain update rules (update_rules.py)."""
-
-    def __init__(self, weight: Tensor, optimizer: RowOptimizer) -> None:
-        self.optimizer = optimizer
-        self.weight = weight.double().clone()
-        rows, columns = weight.shape
-        widths = state_widths(optimizer.rule, columns)
-        self.states = tuple(
-            torch.full((rows, width), start, dtype=torch.float64)
-            for width, start in zip(widths, optimizer.initial_states, strict=True)
-        )
-        self.step = 0
-
-    def update(self, rows: Tensor, grad: Tensor) -> None:
-        """Runs one optimizer step."""
-        self.step += 1
-        kind, states = self.optimizer.kind, (self.weight, *self.states)
-        hyper = {
-            name: np.float64(getattr(self.optimizer, name))
-            for name in ("learning_rate", *RULES[kind].hyper)
-        }
-        before = (grad.double().numpy(), *(state[rows].numpy() for state in states))
-        of_columns = (
-            (lambda x, how=how: how(x**2, axis=1, keepdims=True)) for how in (np.mean, np.sum)
-        )
-        after = update(kind, hyper, self.step, *of_columns, before)
-        for state, new in zip(states, after, strict=True):
-            state[rows] = torch.from_numpy(new)

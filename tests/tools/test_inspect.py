@@ -255,9 +255,7 @@ def train(collection, steps):
 
 
 def test_a_delta_begins_and_ends_at_full_checkpoints(tmp_path, capsys):
-    config = EmbeddingBagConfig(
-        name="user", embedding_dim=8, num_embeddings=60, feature_names=["f"]
-    )
+    config = EmbeddingBagConfig(60, 8, "user", feature_names=["f"])
     collection = DynamicEmbeddingBagCollection(
         [config],
         dynamic=DynamicTableConfig(eviction=LeastRecentlyUsed()),
