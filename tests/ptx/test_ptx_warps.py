@@ -33,23 +33,6 @@ def refusal(code, error, **environment):
     return reports[0]
 
 
-LOOP = """mov.u32 %x, 0;
-AGAIN:
-setp.ge.u32 %p, %x, %a;
-@%p bra DONE;
-add.u32 %x, %x, 1;
-and.b32 %y, %x, 1;
-setp.eq.u32 %q, %y, 1;
-@%q bra ODD;
-add.u32 %d, %d, 100;
-bra.uni AGAIN;
-ODD:
-add.u32 %d, %d, 1;
-bra AGAIN;
-DONE:
-"""
-
-
 def test_lanes_part_at_one_instruction_when_split():
     """The other schedules keep them together here."""
     program, seen = warp_program("activemask.b32 %d;"), {name: set() for name in SCHEDULES}
@@ -103,18 +86,3 @@ def test_lanes_that_wait_for_ever_are_a_deadlock(code):
 def test_an_endless_loop_ends():
     report = refusal("AGAIN:\nadd.u32 %x, %x, 1;\nbra AGAIN;", 702, STEPS=10000)
     assert "an endless loop" in report
-
-
-def test_a_seed_repeats_a_run():
-    """The lanes that are active together, as a random schedule leaves them."""
-    code = LOOP + "activemask.b32 %d;"
-    program = warp_program(code)
-    outs = {}
-    for seed in [*range(6), *range(6)]:
-        again = warp_program(code) if seed == 3 else program
-        out = np.zeros(32, np.uint32)
-        again.run(
-            "kernel", 1, 32, [out, np.arange(32, dtype=np.uint32)], SCHEDULE="random", SEED=seed
-        )
-        outs.setdefault(seed, []).append(out.tolist())
-    assert len({str(each) for pair in outs.values() for each in pair}) > 3
