@@ -59,6 +59,7 @@ vocabularies = st.lists(st.integers(0, 60), min_size=1, max_size=12)
 @example([2, 59, 9, 47, 2], 4)
 @example([10], 4)
 @example([0, 2, 0, 2, 0], 2)
+@example([1, 0, 1], 1)
 def test_pieces_are_a_partition(rows, ranks):
     if sum(rows) < ranks:
         with pytest.raises(ValueError, match="Use fewer ranks"):

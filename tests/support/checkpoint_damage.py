@@ -68,7 +68,7 @@ def items_of(folder: Path) -> Iterator[Item]:
     for index, place in sorted(where.items(), key=lambda one: (one[0].fqn, one[1].offset)):
         blob = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
         numbers = torch.load(io.BytesIO(blob))
-        if numbers.numel():
+        if isinstance(numbers, torch.Tensor) and numbers.numel():
             begin = place.offset + _begin_of_numbers(blob)
             yield Item(index.fqn, place.relative_path, begin, numbers)
 

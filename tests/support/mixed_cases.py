@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
@@ -65,11 +65,6 @@ def pooled_by_hand(
 def some_grad(output: Tensor) -> Tensor:
     """Returns a gradient whose numbers all differ."""
     return torch.linspace(-1, 1, output.numel()).reshape(output.shape) + 0.1 * output.detach()
-
-
-def numbers(module: nn.Module) -> int:
-    """Returns the number of parameters of a module; placeholders count by their shape."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def varied_batch() -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:

@@ -1,4 +1,4 @@
-"""Plain reference formulas of the core: Python integers and numpy.
+"""Plain reference formulas of the core, in Python integers.
 
 Nothing here imports the ops. Legend: M ids, D columns, R rows.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 from torch import Tensor
 
 WORD = 1 << 64
@@ -114,37 +113,3 @@ def probe_lengths(slots: Tensor, key: int = 0) -> list[int]:
 def canonical_order(ids: list[int]) -> list[int]:
     """Returns the ids in canonical order."""
     return sorted(ids, key=mix64)
-
-
-def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
-    """Returns Philox4x32-10 of counters [M, 4] of uint32, [M, 4].
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    low = np.uint64(0xFFFFFFFF)
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
-    for _ in range(10):
-        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            product1 >> np.uint64(32) ^ c1 ^ np.uint64(k0),
-            product1 & low,
-            product0 >> np.uint64(32) ^ c3 ^ np.uint64(k1),
-            product0 & low,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
-
-def random_words(key: int, ids: list[int], columns: int, words_per_call: int, stream: int):
-    """Returns uint32 words [M, columns]; `words_per_call` columns share one Philox call."""
-    calls = -(-columns // words_per_call)
-    counter = np.array(
-        [
-            [number % WORD & 0xFFFFFFFF, number % WORD >> 32, call, stream]
-            for number in ids
-            for call in range(calls)
-        ],
-        dtype=np.uint64,
-    ).reshape(-1, 4)
-    return philox4x32(key % WORD, counter).reshape(len(ids), calls * 4)
