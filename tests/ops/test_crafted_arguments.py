@@ -73,7 +73,7 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     ("fill_new_", "new_rows", "strides"),  # one
     ("erase", "moved", "strides"),
-    ("init_new_rows", "reused", "strides"),
+    ("init_new_rows_", "reused", "strides"),
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
     *(
         (op, "moved", "strides")

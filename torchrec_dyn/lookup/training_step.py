@@ -47,6 +47,7 @@ from torchrec_dyn.table import (
     admission,
     check_need,
     expired_of,
+    fill_new_rows,
     make_room,
     prepare,
     prepare_rows,
@@ -84,13 +85,14 @@ def take_step(
         return found, TakenStep(found.rows, of_frozen > 0)
     with change(*trained.tables.values()) as written:
         counted = trained.counted_after(batch.table_offsets, found.absent)
-        additions, new_index = prepare_unseen(
+        unseen = prepare_unseen(
             trained.tables, trained.prepared, batch.ids, found.rows, batch.table_offsets
         )
         written.commit()
-        additions.commit()
+        unseen.additions.commit()
         trained.shared.counted = counted
-    return found, TakenStep(found.rows, of_frozen > 0, new_index)
+    unseen.fill(found.rows)
+    return found, TakenStep(found.rows, of_frozen > 0, unseen.new_index)
 
 
 def _step_with_life(
@@ -128,7 +130,7 @@ def _step_with_life(
             touch()
         make_room(steps, written)
         taken = _rows_of_step(trained, batch, decided, steps, evicts)
-        additions, new_rows = prepare_rows(steps, trained.prepared, decided.new_ids, decided.ranges)
+        additions = prepare_rows(steps, trained.prepared)
         written.commit()
         shared.counted = counted
         trained.watched = {step.number for step in steps if step.acts}
@@ -138,8 +140,8 @@ def _step_with_life(
             step.commit()
         additions.commit()
         trained.note_looked(due)
-    if decided.unseen:
-        ops.fill_new_(taken.rows, decided.new_index, new_rows)
+    new = decided.new_ids, decided.new_index, decided.ranges
+    fill_new_rows(taken.rows, steps, additions, *new)
     return found, taken
 
 

@@ -43,6 +43,7 @@ from torchrec_dyn.table.table_step import (
     admission,
     check_need,
     expired_of,
+    fill_new_rows,
     make_room,
     prepare,
     prepare_rows,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,22 +67,40 @@ def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
 
 
+class Unseen(NamedTuple):
+    """The absent ids of a lookup with their prepared rows.
+
+    Attributes:
+        additions: of the tables that insert.
+        new_ids, new_index: as of `ops.collect_new`.
+        ranges: of each table's new ids.
+    """
+
+    additions: Additions
+    new_ids: Tensor
+    new_index: Tensor
+    ranges: dict[int, slice]
+
+    def fill(self, rows: Tensor) -> None:
+        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions."""
+        if self.additions.of_tables:
+            new_rows = {t: added.rows for t, added in self.additions.of_tables.items()}
+            ops.fill_new_(rows, self.new_index, rows_of_new(self.new_ids, self.ranges, new_rows))
+
+
 def insert_unseen(
     tables: Mapping[int, TableArrays],
     prepared: PreparedTables,
     ids: Tensor,
     rows: Tensor,
     table_offsets: Tensor,
-) -> Tensor:
-    """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
-
-    As `prepare_unseen`, of which it returns the numbers.
-    """
+) -> None:
+    """Inserts the absent ids of a lookup, as `prepare_unseen`, and writes their rows into `rows`."""
     with change(*tables.values()) as insertion:
-        added, new_index = prepare_unseen(tables, prepared, ids, rows, table_offsets)
+        unseen = prepare_unseen(tables, prepared, ids, rows, table_offsets)
         insertion.commit()
-        added.commit()
-    return new_index
+        unseen.additions.commit()
+    unseen.fill(rows)
 
 
 def prepare_unseen(
@@ -90,33 +109,23 @@ def prepare_unseen(
     ids: Tensor,
     rows: Tensor,
     table_offsets: Tensor,
-) -> tuple[Additions, Tensor]:
-    """Prepares rows for the absent ids of a lookup, whatever the policies, and writes them into `rows`.
+) -> Unseen:
+    """Prepares rows for the absent ids of a lookup, whatever the policies.
 
     `tables` by number in `prepared`; ids of others stay absent. ids [N] int64 in table order; rows [N] int64
-    of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the ids of each
-    table begin.
-
-    Returns:
-        The additions; and [N] int64, -1 for an id that was not absent, else 0 or more.
+    of the lookup; table_offsets [T + 1] int64, where the ids of each table begin.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    if not new_ids.numel():
-        return NO_ADDITIONS, new_index
     ranges = ranges_of(new_offsets)
     fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
     for t, ids_of_table in fresh.items():
         tables[t].check_room(ids_of_table.numel())
     for t, ids_of_table in fresh.items():
         tables[t].reserve(ids_of_table.numel())
-    added = prepare_additions(tables, prepared, fresh)
-    if added.of_tables:
-        new_rows = {t: of_table.rows for t, of_table in added.of_tables.items()}
-        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
-    return added, new_index
+    return Unseen(prepare_additions(tables, prepared, fresh), new_ids, new_index, ranges)
 
 
 def rows_of_new(
@@ -140,49 +149,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def prepare_additions(
-    tables: Mapping[int, TableArrays],
-    prepared: PreparedTables,
-    ids: Mapping[int, Tensor],
-    counts: Mapping[int, Tensor] = MappingProxyType({}),
-) -> Additions:
-    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
-
-    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
-    training. Preparing writes free rows only.
-    """
-    if not ids:
-        return NO_ADDITIONS
-    numbers, number = sorted(ids), len(prepared.tables)
-    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
-    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
-    for t, allocation in taken.items():
-        sizes[t], firsts[t] = ids[t].numel(), allocation.first
-        reused[t] = allocation.reused.numel()
-    all_reused = _joined([taken[t].reused for t in numbers])
-    new_ids = _joined([ids[t] for t in numbers])
-    new_rows = ops.init_new_rows(
-        new_ids,
-        *(_offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused), prepared.get()),
-    )
-    own = new_rows.split([sizes[t] for t in numbers])
-    of_tables = {
-        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
-        for t, rows in zip(numbers, own, strict=True)
-    }
-    return Additions(of_tables, new_ids, new_rows)
-
-
-def _offsets(sizes: Sequence[int]) -> Tensor:
-    return host_numbers([*accumulate(sizes, initial=0)])
-
-
 class Addition:
-    """Prepared fresh rows of new ids of one table.
+    """Fresh rows of new ids of one table; its parts are those of all tables, which `Additions` writes.
 
-    ids [M] int64 are distinct and absent, rows [M] int64 theirs, which `allocation` hands out. counts [M]
-    int64 are their occurrences, None outside training. In training the ids have no admission counters any
-    more.
+    ids [M] int64 are distinct and absent, rows [M] int64 theirs after the commit. counts [M] int64 are their
+    occurrences, None outside training. In training the ids have no admission counters any more.
     """
 
     def __init__(
@@ -197,9 +168,6 @@ class Addition:
         self.ids = ids
         self.rows = rows
         self._allocation = allocation
-        if table.optimizer.own is not None:  # whose states the op does not know
-            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
-                store.fill(rows, number)
         self._add_scores = None
         if table.life is not None:
             step = table.step if counts is None else table.next_step
@@ -209,6 +177,9 @@ class Addition:
         """Gives the rows to the ids, but for the slots of the map."""
         table = self.table
         table.row_numbers.commit(self._allocation)
+        if table.optimizer.own is not None:  # whose states the op does not know
+            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
+                store.fill(self.rows, number)
         if self._add_scores is not None:
             self._add_scores()
         log = table.change_log
@@ -219,21 +190,65 @@ class Addition:
 
 
 class Additions:
-    """Prepared fresh rows of several tables, by number of the table, with all ids and rows [M] int64."""
+    """Prepared fresh rows of the new ids of several tables, by number of the table.
 
-    def __init__(self, of_tables: Mapping[int, Addition], ids: Tensor, rows: Tensor) -> None:
-        self.of_tables, self._ids, self._rows = of_tables, ids, rows
+    Nothing is written before the commit: the rows may be those of ids that are removed in the same change,
+    which an exception brings back.
+    """
+
+    def __init__(self, of_tables: Mapping[int, Addition], *init: Tensor) -> None:
+        self.of_tables = of_tables
+        self._init = init  # the arguments of `ops.init_new_rows_`
 
     def commit(self) -> None:
-        """Gives the rows to their ids, in a commit of the tables."""
+        """Writes the rows and gives them to their ids, in a commit of the tables."""
+        if not self.of_tables:
+            return
+        rows, ids, *_ = self._init
+        ops.init_new_rows_(*self._init)
         added = self.of_tables.values()
         for of_table in added:
             of_table.commit()
         maps = [of_table.table.id_map for of_table in added]
-        insert_all(maps, [of_table.ids.numel() for of_table in added], self._ids, self._rows)
+        insert_all(maps, [of_table.ids.numel() for of_table in added], ids, rows)
 
 
-NO_ADDITIONS = Additions({}, *[torch.empty(0, dtype=torch.int64, device="cpu")] * 2)
+def prepare_additions(
+    tables: Mapping[int, TableArrays],
+    prepared: PreparedTables,
+    ids: Mapping[int, Tensor],
+    counts: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Additions:
+    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
+
+    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
+    training.
+    """
+    if not ids:
+        return Additions({})
+    numbers, number = sorted(ids), len(prepared.tables)
+    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
+    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
+    for t, allocation in taken.items():
+        sizes[t], firsts[t] = ids[t].numel(), allocation.first
+        reused[t] = allocation.reused.numel()
+    all_reused = _joined([taken[t].reused for t in numbers])
+    new_ids = _joined([ids[t] for t in numbers])
+    new_rows = torch.empty_like(new_ids)
+    own = new_rows.split([sizes[t] for t in numbers])
+    of_tables = {
+        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
+        for t, rows in zip(numbers, own, strict=True)
+    }
+    return Additions(
+        of_tables,
+        *(new_rows, new_ids, _offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused)),
+        prepared.get(),
+    )
+
+
+def _offsets(sizes: Sequence[int]) -> Tensor:
+    return host_numbers([*accumulate(sizes, initial=0)])
 
 
 class Removal:

@@ -165,8 +165,7 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
     additions = prepare_additions({0: table}, PreparedTables([table]), fresh)
     offsets = torch.tensor([0, known.numel()], device="cpu")
     note_changed([log], known, targets[~is_new], offsets)
-    for addition in additions.of_tables.values():
-        targets[is_new] = addition.rows
+    new_places = is_new.nonzero().flatten()
     high = table.row_numbers.highest_after(new.numel())
     life, scores = _life_after(table, rows, targets, high)
     stamp, step = stamp_of(table), rows.step
@@ -179,6 +178,8 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
             )
         table.life = life
         additions.commit()
+        for addition in additions.of_tables.values():
+            targets.index_copy_(0, new_places, addition.rows)
         removal.commit()
         for store, new_rows in zip(table.stores, rows.stores, strict=True):
             blocks = zip(targets.split(1 << new_rows.shift), new_rows.blocks, strict=False)

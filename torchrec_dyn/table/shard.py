@@ -129,11 +129,12 @@ class TableShard(TableArrays):
         rows = rows.detach().to(self.device, self.dtype).contiguous()
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         places, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        added, _ = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
+        unseen = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
 
         def write() -> None:
             self.count_edit()
-            added.commit()
+            unseen.additions.commit()
+            unseen.fill(places)
             note_changed([self.change_log], ids, places, offsets)
             self.weights.write(places, rows)
 

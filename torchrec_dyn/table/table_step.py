@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrec_dyn import ops
 from torchrec_dyn.life import STEPS_WITHOUT_TIME, Asked, Counters, Decision, Drop
 from torchrec_dyn.storage import HostRead, change, read_together
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.insertion import (
-    NO_ADDITIONS,
     Addition,
     Additions,
     Removal,
@@ -186,7 +186,7 @@ class TableStep:
             counters["counters_dropped"] += self._dropped.ids.numel()
 
     def new_rows(self, added: Addition) -> Tensor:
-        """Returns the rows of all unseen ids, [M] int64, -1 for a refused id."""
+        """Returns the rows of all unseen ids, [M] int64, -1 for a refused id, after the commit of `added`."""
         if self.unseen.admitted is None:
             return added.rows
         rows = torch.full_like(self.unseen.ids, -1)
@@ -213,25 +213,28 @@ def make_room(steps: Sequence[TableStep], written: change) -> None:
             removal.commit()
 
 
-def prepare_rows(
-    steps: Sequence[TableStep],
-    prepared: PreparedTables,
-    new_ids: Tensor,
-    ranges: Mapping[int, slice],
-) -> tuple[Additions, Tensor]:
-    """Prepares rows for the admitted ids of all tables.
-
-    Returns:
-        The additions, and the rows of the new ids of all tables. As `rows_of_new`.
-    """
-    if not ranges:
-        return NO_ADDITIONS, new_ids
+def prepare_rows(steps: Sequence[TableStep], prepared: PreparedTables) -> Additions:
+    """Prepares rows for the admitted ids of all tables."""
     adding = {step.number: step for step in steps if step.unseen.ids.numel()}
     tables = {number: step.table for number, step in adding.items()}
     ids = {number: step.unseen.at(step.unseen.admitted)[0] for number, step in adding.items()}
     counts = {number: step.unseen.first_counts() for number, step in adding.items()}
-    added = prepare_additions(tables, prepared, ids, counts)
-    new_rows = {
-        number: adding[number].new_rows(of_table) for number, of_table in added.of_tables.items()
-    }
-    return added, rows_of_new(new_ids, ranges, new_rows)
+    return prepare_additions(tables, prepared, ids, counts)
+
+
+def fill_new_rows(
+    rows: Tensor,
+    steps: Sequence[TableStep],
+    additions: Additions,
+    new_ids: Tensor,
+    new_index: Tensor,
+    ranges: Mapping[int, slice],
+) -> None:
+    """Writes the new rows into rows [N] int64 of a batch, after the commit. As `Unseen.fill`."""
+    if additions.of_tables:
+        new_rows = {
+            step.number: step.new_rows(additions.of_tables[step.number])
+            for step in steps
+            if step.number in additions.of_tables
+        }
+        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
