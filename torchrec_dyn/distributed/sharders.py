@@ -51,15 +51,22 @@ _Sharded = TypeVar("_Sharded", bound=nn.Module)
 class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
     """Shards collections of one type. Abstract: subclasses set the attributes.
 
-    `holder` is the attribute of the unsharded collection that holds the tables, `options` are further
-    arguments of the sharded one.
+    `holder` is the attribute of the unsharded collection that holds the tables.
     """
 
-    unsharded: type[_Unsharded]
-    sharded: type[_Sharded]
+    module_type: type[_Unsharded]
+    sharded_module_type: type[_Sharded]
     holder: str
     shardings: Iterable[str]
-    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        check_fused_params(fused_params, type(self).__name__)
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self._options: dict[str, Any] = {}  # further arguments of the sharded collection
 
     def shard(
         self,
@@ -70,7 +77,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         module_fqn: str | None = None,
     ) -> _Sharded:
         """Shards a collection."""
-        return self.sharded(
+        return self.sharded_module_type(
             module,
             params,
             env,
@@ -78,7 +85,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
-            **self.options,
+            **self._options,
         )
 
     def reshard(
@@ -121,16 +128,6 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         """Returns "fused", for which the planner can estimate costs; `shard` replaces it by our kernel."""
         return [EmbeddingComputeKernel.FUSED.value]
 
-    @property
-    def module_type(self) -> type[_Unsharded]:
-        """The type of the unsharded collection."""
-        return self.unsharded
-
-    @property
-    def sharded_module_type(self) -> type[_Sharded]:
-        """The type of the sharded collection."""
-        return self.sharded
-
 
 class DynamicEmbeddingBagCollectionSharder(
     _TableSharder[DynamicEmbeddingBagCollection, ShardedDynamicEmbeddingBagCollection]
@@ -144,19 +141,10 @@ class DynamicEmbeddingBagCollectionSharder(
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
     """
 
-    unsharded = DynamicEmbeddingBagCollection
-    sharded = ShardedDynamicEmbeddingBagCollection
+    module_type = DynamicEmbeddingBagCollection
+    sharded_module_type = ShardedDynamicEmbeddingBagCollection
     holder = "embedding_bags"
     shardings = POOLED_SHARDINGS
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-    ) -> None:
-        check_fused_params(fused_params, type(self).__name__)
-        super().__init__(fused_params, qcomm_codecs_registry)
-        self.options = {}
 
 
 class DynamicEmbeddingCollectionSharder(
@@ -171,8 +159,8 @@ class DynamicEmbeddingCollectionSharder(
             same; gradients of repeats are summed before they are sent.
     """
 
-    unsharded = DynamicEmbeddingCollection
-    sharded = ShardedDynamicEmbeddingCollection
+    module_type = DynamicEmbeddingCollection
+    sharded_module_type = ShardedDynamicEmbeddingCollection
     holder = "embeddings"
     shardings = SEQUENCE_SHARDINGS
 
@@ -182,53 +170,49 @@ class DynamicEmbeddingCollectionSharder(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        check_fused_params(fused_params, type(self).__name__)
         super().__init__(fused_params, qcomm_codecs_registry)
-        self.options = {"use_index_dedup": use_index_dedup}
+        self._options = {"use_index_dedup": use_index_dedup}
 
 
 # Keys of `fused_params` that FBGEMM does not have.
 _OURS = {*("defer_updates", "initial_accumulator_value", "l1", "l2", "use_rowwise_bias_correction")}
 
 
-def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterSharding]) -> None:
-    """Raises ValueError if FBGEMM would get `fused_params` that only dynamic tables have."""
-    given = sharder.fused_params or {}
-    dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
-    fused = [name for name, plan in params.items() if plan.compute_kernel != dense]
-    wrong = given.keys() & _OURS if fused else set()
-    if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
-        parameters = sharder.shardable_parameters(module)
-        if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
-            wrong.add("optimizer")
-    if wrong:
-        got = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
-        raise ValueError(
-            f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, "
-            f"got {got}. Give the static tables their own by TorchRec's sharder for their type of module, "
-            "behind the others: [*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)], "
-            "say; in feature-processed modules set the options of dynamic tables on their collection and "
-            "pass DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
-            "optimizer that both have as EmbOptimType."
-        )
+class _StaticSharder(BaseEmbeddingSharder[_Unsharded]):
+    """Mixin for TorchRec's sharders: `fused_params` that only dynamic tables have are an error."""
 
-
-class StaticBagSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
-
-    def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards a collection."""
-        _check_static(self, module, params)
+    def shard(
+        self, module: Any, params: Mapping[str, ParameterSharding], *args: Any, **options: Any
+    ) -> Any:
+        """Shards a collection, unless FBGEMM would get `fused_params` that it does not have."""
+        given = self.fused_params or {}
+        dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
+        fused = [name for name, plan in params.items() if plan.compute_kernel != dense]
+        wrong = given.keys() & _OURS if fused else set()
+        if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
+            parameters = self.shardable_parameters(module)
+            if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
+                wrong.add("optimizer")
+        if wrong:
+            got = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
+            raise ValueError(
+                f"{type(self).__name__}: expected fused_params that FBGEMM has for the static tables "
+                f"{fused}, got {got}. Give the static tables their own by TorchRec's sharder for their type "
+                "of module, behind the others: [*default_sharders(...), "
+                "EmbeddingBagCollectionSharder(fused_params=...)], say; in feature-processed modules set the "
+                "options of dynamic tables on their collection and pass "
+                "DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
+                "optimizer that both have as EmbOptimType."
+            )
         return super().shard(module, params, *args, **options)
 
 
-class StaticSequenceSharder(EmbeddingCollectionSharder):
-    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
+class StaticBagSharder(_StaticSharder[Any], EmbeddingBagCollectionSharder):
+    """Shards static pooled collections."""
 
-    def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards a collection."""
-        _check_static(self, module, params)
-        return super().shard(module, params, *args, **options)
+
+class StaticSequenceSharder(_StaticSharder[Any], EmbeddingCollectionSharder):
+    """Shards static sequence collections."""
 
 
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
@@ -313,10 +297,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         """Returns "fused", as the sharders of dynamic collections do."""
         return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
 
-    @property
-    def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """The type of the sharded module with dynamic tables."""
-        return ShardedDynamicFeatureProcessedEmbeddingBagCollection
+    sharded_module_type = ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 
 def default_sharders(

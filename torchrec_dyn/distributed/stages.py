@@ -32,12 +32,12 @@ from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     ArrivedIds,
     PrefetchedSteps,
+    StayingOutput,
     check_modes,
     expect_modes,
     kernels_of,
     prefetch,
     remove_stale_forwards,
-    staying,
     with_mode,
 )
 from torchrec_dyn.state_dict import check_taken
@@ -250,7 +250,7 @@ class ShardedTables(ForwardOutsideGraphs):
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
         if self._env.world_size == 1:
-            self._output_dists = [staying(output_dist) for output_dist in self._output_dists]
+            self._output_dists = [StayingOutput(output_dist) for output_dist in self._output_dists]
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:
