@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -36,8 +37,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.resharding import reshard
+from torchrec_dyn.distributed.sharded_collections import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
@@ -58,6 +59,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     its processors become this module's.
     """
 
+    unsharded_module_type = FeatureProcessedEmbeddingBagCollection
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
 
     def __init__(
@@ -75,8 +77,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             cast(DynamicEmbeddingBagCollection, collection).dynamic_configs(), self._where
         )
         plan = table_name_to_parameter_sharding
-        if spread := _spread_tables(plan):
-            _check_sends_positions(processors, spread, self._where)
+        _check_sends_positions(processors, plan, self._where)
         check_surroundings(env, device, self._where)  # before the processors move
         if not any(weight.is_meta for weight in processors.parameters()):
             processors.to(device)  # TorchRec resets weights that it moves, even trained ones
@@ -105,9 +106,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         """Moves tables to the ranks of another plan: all of these tables, or none. Collective."""
         collection, processors = self._embedding_bag_collection, self._feature_processors
 
-        def check() -> None:
-            if spread := _spread_tables(changed):
-                _check_sends_positions(processors, spread, self._where)
+        check = partial(_check_sends_positions, processors, changed, self._where)
 
         def follow() -> None:
             self._lookups = collection._lookups
@@ -120,14 +119,15 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread."""
-        features = self._embedding_bag_collection.checked_batch(features)
+        collection = self._embedding_bag_collection
+        features = collection._check_batch(features, collection.training)
         self._check_lengths(features)
         if self._row_wise_sharded:
             features = _with_own_weights(features)
             modify_input_for_feature_processor(
                 features, self._feature_processors, self._is_collection
             )
-        return self._embedding_bag_collection.send(ctx, features)
+        return collection.send(ctx, features)
 
     def prefetch(
         self,
@@ -164,11 +164,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             return lazy_awaitable_kt
         return super().add_fp_params_grad_sync_callback(lazy_awaitable_kt)
 
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        """The type of the unsharded module."""
-        return FeatureProcessedEmbeddingBagCollection
-
     def _check_lengths(self, features: KeyedJaggedTensor) -> None:
         """Raises ValueError if a bag has more ids than its feature has position weights."""
         lengths = features.lengths()
@@ -202,11 +197,14 @@ def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return copied
 
 
-def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
+def _check_sends_positions(
+    processors: Processors, plan: Mapping[str, ParameterSharding], where: str
+) -> None:
     """Checks that processors can send positions, where an owner gets only a part of each bag."""
+    spread = _spread_tables(plan)
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     each: Sequence[Any] = [processors] if is_collection else list(processors.values())
-    for processor in each:
+    for processor in each if spread else ():
         if not hasattr(processor, "pre_process_input"):
             raise ValueError(
                 f"{where}: expected feature processors with pre_process_input where rows are spread, "

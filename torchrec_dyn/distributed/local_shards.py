@@ -52,9 +52,7 @@ class LocalShards:
     the shards. `batches` are those whose ids were sent and not looked up yet.
     """
 
-    def __init__(
-        self, setup: ShardingSetup, collection: Any, env: ShardingEnv, holder: str
-    ) -> None:
+    def __init__(self, setup: ShardingSetup, collection: Any, env: ShardingEnv) -> None:
         self.where = setup.where
         self.layouts = setup.layouts
         self.unsharded: nn.Module = setup.module[0].without_rows()
@@ -71,7 +69,8 @@ class LocalShards:
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, Table] = {}
-        self._save_and_load_with(collection, holder)
+        self._save_and_load_with(collection, setup.holder)
+        self._fill_from(setup.module[0])
 
     # Called by the collection.
 
@@ -174,7 +173,7 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
-    def fill_from(self, collection: UnshardedCollection) -> None:
+    def _fill_from(self, collection: UnshardedCollection) -> None:
         """Copies this rank's part of the rows that were trained before sharding."""
         for name, shard in collection.local_tables().items():
             self._initializers[name] = shard.initializer

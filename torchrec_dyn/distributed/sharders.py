@@ -5,7 +5,7 @@ Those of TorchRec's own collections, for static tables, check `fused_params` too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -29,12 +29,15 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn.distributed.embedding_collection import ShardedDynamicEmbeddingCollection
-from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.feature_processors import (
     ShardedDynamicFeatureProcessedEmbeddingBagCollection,
 )
 from torchrec_dyn.distributed.resharding import reshard
+from torchrec_dyn.distributed.sharded_collections import (
+    ShardedDynamicEmbeddingBagCollection,
+    ShardedDynamicEmbeddingCollection,
+)
+from torchrec_dyn.distributed.stages import ShardedTables
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -42,22 +45,16 @@ from torchrec_dyn.modules import (
     check_fused_params,
     with_fbgemm_dtype,
 )
-from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
 _Unsharded = TypeVar("_Unsharded", bound=nn.Module)
-_Sharded = TypeVar("_Sharded", bound=nn.Module)
+_Sharded = TypeVar("_Sharded", bound=ShardedTables)
 
 
 class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
-    """Shards collections of one type. Abstract: subclasses set the attributes.
-
-    `holder` is the attribute of the unsharded collection that holds the tables.
-    """
+    """Shards collections of one type. Abstract: subclasses set the attributes."""
 
     module_type: type[_Unsharded]
     sharded_module_type: type[_Sharded]
-    holder: str
-    shardings: Iterable[str]
 
     def __init__(
         self,
@@ -117,12 +114,12 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 
     def shardable_parameters(self, module: _Unsharded) -> dict[str, nn.Parameter]:
         """Returns the placeholder of each table; the planner reads their shapes."""
-        tables: Mapping[str, UnshardedTable] = getattr(module, self.holder)
+        tables: Mapping[str, UnshardedTable] = getattr(module, self.sharded_module_type.holder)
         return {name: table.weight for name, table in tables.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the supported sharding types; the planner uses GRID only if constraints list it."""
-        return list(self.shardings)
+        return list(self.sharded_module_type.sharding_classes)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns "fused", for which the planner can estimate costs; `shard` replaces it by our kernel."""
@@ -143,8 +140,6 @@ class DynamicEmbeddingBagCollectionSharder(
 
     module_type = DynamicEmbeddingBagCollection
     sharded_module_type = ShardedDynamicEmbeddingBagCollection
-    holder = "embedding_bags"
-    shardings = POOLED_SHARDINGS
 
 
 class DynamicEmbeddingCollectionSharder(
@@ -161,8 +156,6 @@ class DynamicEmbeddingCollectionSharder(
 
     module_type = DynamicEmbeddingCollection
     sharded_module_type = ShardedDynamicEmbeddingCollection
-    holder = "embeddings"
-    shardings = SEQUENCE_SHARDINGS
 
     def __init__(
         self,

@@ -111,31 +111,33 @@ class ShardingSetup(nn.Module):
     TorchRec reads the tables, their optimizers and the state dict of the module that it shards. It gets
     configs and placeholders here, so it copies no rows, and the collection is not changed.
 
-    `holder` is the attribute of the unsharded collection that holds the tables, and `module_fqn` its path in
-    the model. `plan` has our compute kernel, and `is_scored` is True if some table scores ids by weights of
-    a batch.
+    `sharded` is the class of the sharded collection, and `module_fqn` the path in the model. `plan` has our
+    compute kernel, and `is_scored` is True if some table scores ids by weights of a batch.
     """
+
+    device = torch.device(
+        "meta"
+    )  # TorchRec then copies no weights; `copy_trained_rows` copies the rows
 
     def __init__(
         self,
+        sharded: Any,
         module: Any,
-        holder: str,
         plan: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         fused_params: Mapping[str, Any] | None,
-        sharding_types: Sequence[str],
         device: torch.device | None,
         module_fqn: str | None,
     ) -> None:
         super().__init__()
-        name = type(module).__name__
+        self.holder, name = sharded.holder, type(module).__name__
         self.where = where = f"{name}('{module_fqn}')" if module_fqn else name
         self.rows_device = check_surroundings(env, device, where)
-        tables: dict[str, UnshardedTable] = dict(getattr(module, holder).items())
+        tables: dict[str, UnshardedTable] = dict(getattr(module, sharded.holder).items())
         self.configs = [copy.deepcopy(table.config) for table in tables.values()]
         for config in self.configs:
             config.enable_embedding_update = False  # TorchRec would write by position
-        self.layouts = table_layouts(self.configs, plan, env, sharding_types, where)
+        self.layouts = table_layouts(self.configs, plan, env, list(sharded.sharding_classes), where)
         self.plan = checked_plan(plan, where)
         self.dynamic = {name: table.dynamic for name, table in tables.items()}
         self.frozen = {name for name, table in tables.items() if table.is_frozen}
@@ -144,7 +146,7 @@ class ShardingSetup(nn.Module):
         self.optimizers: dict[str, RowOptimizer] = {}
         merged = merged_fused_params(fused_params, module.fused_params)
         weights = {name: table.weight for name, table in tables.items()}
-        by_default, placed = self._add_placeholders(holder, weights, merged)
+        by_default, placed = self._add_placeholders(weights, merged)
         _claim_names([*tables], module_fqn, where)
         if by_default:
             warnings.warn(
@@ -161,7 +163,7 @@ class ShardingSetup(nn.Module):
             setattr(self, method, getattr(module, method))
 
     def _add_placeholders(
-        self, holder: str, weights: Mapping[str, nn.Parameter], fused_params: Mapping[str, Any]
+        self, weights: Mapping[str, nn.Parameter], fused_params: Mapping[str, Any]
     ) -> tuple[list[str], set[str]]:
         """Adds the placeholder of each table, with the options that its kernel reads.
 
@@ -169,9 +171,6 @@ class ShardingSetup(nn.Module):
         Returns the tables without a chosen optimizer, and the options for another place of rows.
         """
         kernel_options: dict[str, TableOptions] = {}
-
-        def options_of_table(table: str) -> TableOptions:
-            return kernel_options[table]
 
         placeholders = nn.ModuleDict()
         by_default: list[str] = []
@@ -200,11 +199,11 @@ class ShardingSetup(nn.Module):
             chosen = with_fbgemm_dtype(chosen, table)
             self.optimizers[name] = RowOptimizer.from_fused_params(chosen, table)
             output_dtypes[name] = chosen_output_dtype(chosen, table)
-            chosen[OPTIONS_KEY] = options_of_table
+            chosen[OPTIONS_KEY] = kernel_options.__getitem__
             placeholders[name] = _placeholder(weight, chosen)
         self.output_dtypes = set(output_dtypes.values())
         self._check_dtypes(output_dtypes)
-        self.add_module(holder, placeholders)
+        self.add_module(self.holder, placeholders)
         return by_default, placed
 
     def _check_dtypes(self, output_dtypes: Mapping[str, torch.dtype]) -> None:
@@ -228,11 +227,6 @@ class ShardingSetup(nn.Module):
                     f"{self.where}: expected one output_dtype of all tables{which}, got "
                     f"{got}. Set it in fused_params, or in the ParameterConstraints of every table."
                 )
-
-    @property
-    def device(self) -> torch.device:
-        """The meta device: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
-        return torch.device("meta")
 
     def embedding_bag_configs(self) -> list[Any]:
         """Returns the configs of a pooled collection."""

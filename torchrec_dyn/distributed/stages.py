@@ -7,12 +7,12 @@ carries what they have in common.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
@@ -21,7 +21,6 @@ from torchrec.distributed.types import (
     LazyAwaitable,
     LazyNoWait,
     ShardedModule,
-    ShardingEnv,
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -86,17 +85,14 @@ class BatchContext:
 class ShardedTables(ForwardOutsideGraphs):
     """Mixin for TorchRec's sharded collections, listed first: calls on tables, and a forward's stages."""
 
-    _lookups: list[Any]
+    holder: str  # the attribute of the unsharded collection that holds the tables
+    sharding_classes: Mapping[str, Any]
     _shards: LocalShards
-    _env: ShardingEnv
+    _has_uninitialized_input_dist: bool
     _features_order: list[int]
-    _features_order_tensor: Tensor
     _feature_splits: list[int]
-    _input_dists: list[nn.Module]
+    _input_dists: list[Any]
     _output_dists: list[Any]
-    _module_fqn: str | None
-    post_lookup_tracker_fn: Callable[..., None] | None
-    post_odist_tracker_fn: Callable[[], None] | None
 
     @not_compiled
     def table(self, name: str) -> TableHandle:
@@ -211,6 +207,13 @@ class ShardedTables(ForwardOutsideGraphs):
 
         A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
         """
+        if (
+            self._has_uninitialized_input_dist
+        ):  # as TorchRec does, without its warning about raw ids
+            # An interrupted first batch may have created some dists.
+            self._input_dists, self._feature_splits, self._features_order = [], [], []
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
         is_torn = bool(self._shards.lock.torn)
         if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):

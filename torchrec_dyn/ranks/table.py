@@ -25,7 +25,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks.agreement import exchange, gather_results
+from torchrec_dyn.ranks.agreement import gather_results
 from torchrec_dyn.ranks.layout import Piece, TableLayout
 from torchrec_dyn.ranks.routing import IdExchange, ids_per_rank, owners
 from torchrec_dyn.storage import (
@@ -378,20 +378,13 @@ class Table:
         check_draw(f"{self.where}.sample_ids", n, seed, rows)
         places = draw_places(rows, n, seed)
         part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
-        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
-        sizes = [0] * len(asked)
-        for rank, count in zip(first, drawn, strict=True):
-            sizes[rank] = count
-        sent = places[:0]
+        ids = torch.zeros_like(places)
         if self.has_first_column:
             part = first.index(self.rank)
+            own = part_of == part
             with turn_of(self):
-                sent = to_host(ids_at(self.shards[0], places[part_of == part] - begins[part]))
-            sent = sent.repeat(len(sizes))
-        received = exchange(self.group, sent, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
-        ids = torch.empty_like(places)
-        for part, rank in enumerate(first):
-            ids[part_of == part] = received[rank]
+                ids[own] = to_host(ids_at(self.shards[0], places[own] - begins[part]))
+        dist.all_reduce(ids, group=self.group)
         is_last = part_of == len(first)
         ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
         return ids.to(self.device)

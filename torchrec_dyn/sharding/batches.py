@@ -28,6 +28,7 @@ from typing import TypeAlias
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -225,10 +226,6 @@ def pad_batch(
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:
         return features, None
     even = max([1, *bags])
-    lengths = [
-        torch.nn.functional.pad(feature_lengths, (0, even - feature_lengths.numel()))
-        for feature_lengths in features.lengths().split(bags)
-    ]
     inverse = features.inverse_indices_or_none()
     restoration = Restoration(
         dict(zip(features.keys(), bags, strict=True)),
@@ -240,27 +237,31 @@ def pad_batch(
         keys=features.keys(),
         values=features.values(),
         weights=features.weights_or_none(),
-        lengths=torch.cat(lengths),
+        lengths=_padded_lengths(features, [even] * len(bags)),
         stride=even,
         length_per_key=features.length_per_key(),
     )
     return padded, restoration
 
 
+def _padded_lengths(features: KeyedJaggedTensor, bags: Sequence[int]) -> Tensor:
+    """Returns the lengths of a batch with empty bags behind each feature's, to `bags` [F] in all."""
+    lengths = features.lengths().split(features.stride_per_key())
+    return torch.cat(
+        [pad(part, (0, number - part.numel())) for part, number in zip(lengths, bags, strict=True)]
+    )
+
+
 def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Adds one example to a batch with a size per feature and no examples: the first bag of each feature."""
-    bags = features.stride_per_key()
-    lengths = [
-        torch.nn.functional.pad(feature_lengths, (0, int(not feature_lengths.numel())))
-        for feature_lengths in features.lengths().split(bags)
-    ]
+    bags = [max(1, number) for number in features.stride_per_key()]
     names, inverse = features.inverse_indices()
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
         weights=features.weights_or_none(),
-        lengths=torch.cat(lengths),
-        stride_per_key_per_rank=[[max(1, number)] for number in bags],
+        lengths=_padded_lengths(features, bags),
+        stride_per_key_per_rank=[[number] for number in bags],
         length_per_key=features.length_per_key(),
         inverse_indices=(names, inverse.new_zeros(len(names), 1)),
     )

@@ -69,14 +69,15 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
 
 def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
     """Returns by name the sharding type of each dynamic table of a model, or "unsharded"."""
-    types: dict[str, str] = {}
-    for _, collection in collections_of(model, call):
-        if isinstance(collection, ShardedCollection):
-            plan = collection.module_sharding_plan
-            types |= {name: plan[name].sharding_type for name in plan}
-        else:
-            types |= dict.fromkeys(table_names(collection), "unsharded")
-    return types
+    plans = [
+        (collection, getattr(collection, "module_sharding_plan", {}))
+        for _, collection in collections_of(model, call)
+    ]
+    return {
+        name: plan[name].sharding_type if name in plan else "unsharded"
+        for collection, plan in plans
+        for name in table_names(collection)
+    }
 
 
 def checked_collection(module: nn.Module, call: str) -> Collection:
