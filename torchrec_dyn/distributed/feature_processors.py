@@ -8,8 +8,7 @@ batch, and the processors on the owners compute the weights from the positions, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
-from torchrec.distributed.fp_embeddingbag import (
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
@@ -130,10 +127,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         return collection.send(ctx, features)
 
     def prefetch(
-        self,
-        dist_input: KJTList,
-        forward_stream: torch.Stream | None = None,
-        ctx: Any = None,
+        self, dist_input: KJTList, forward_stream: torch.Stream | None = None, ctx: Any = None
     ) -> None:
         """Prefetches as the collection does."""
         self._embedding_bag_collection.prefetch(dist_input, forward_stream, ctx)
@@ -153,8 +147,20 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     @not_compiled
     def apply_feature_processors_to_kjt_list(self, dist_input: KJTList) -> KJTList:
         """Computes the weights of the ids that arrived."""
-        with _positions_marked(self._feature_processors, self._row_wise_sharded):
+        # TorchRec's flag that the weights of a batch are positions: else that of an earlier batch would
+        # apply, perhaps of another plan. In an unsharded module it is False.
+        marked: list[Any] = [
+            processor
+            for processor in self._feature_processors.modules()
+            if hasattr(processor, "_pre_processed")
+        ]
+        for processor in marked:
+            processor._pre_processed = self._row_wise_sharded
+        try:
             return super().apply_feature_processors_to_kjt_list(dist_input)
+        finally:
+            for processor in marked:
+                processor._pre_processed = False
 
     def add_fp_params_grad_sync_callback(
         self, lazy_awaitable_kt: LazyAwaitable[KeyedTensor]
@@ -211,25 +217,6 @@ def _check_sends_positions(
                 f"as for tables {spread}, got {type(processor).__name__}. Add the method (it may do "
                 "nothing if positions do not matter), or shard these tables table-wise or column-wise."
             )
-
-
-@contextmanager
-def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
-    """Sets, within the context, TorchRec's flag that the weights of a batch are positions.
-
-    Otherwise the flag of an earlier batch would apply, perhaps of another plan; in an unsharded module it is
-    False.
-    """
-    marked: list[Any] = [
-        processor for processor in processors.modules() if hasattr(processor, "_pre_processed")
-    ]
-    for processor in marked:
-        processor._pre_processed = are_weights
-    try:
-        yield
-    finally:
-        for processor in marked:
-            processor._pre_processed = False
 
 
 def _longest_bags(processors: Processors) -> dict[str, int]:

@@ -57,13 +57,13 @@ class LocalShards:
         self.layouts = setup.layouts
         self.unsharded: nn.Module = setup.module[0].without_rows()
         self.batches = OpenForwards()
-        self.output_dtypes = setup.output_dtypes
+        self.output_dtypes = {options.output_dtype for options in setup.options.values()}
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
-        self._optimizers = setup.optimizers
+        self._optimizers = {name: options.optimizer for name, options in setup.options.items()}
         self._env = env
         self.device = setup.rows_device
-        self.frozen = set(setup.frozen)
+        self.frozen = {name for name, options in setup.options.items() if options.is_frozen}
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(kernels_of(collection._lookups))
         self._tables = self._by_name()
@@ -128,8 +128,8 @@ class LocalShards:
             tables = self._by_key(f"{prefix}{holder}.")
             load_tables(state_dict, tables, self.where, missing_keys)
 
-        module._optim = ShardedOptimizer(module._optim.params, self, self._optimizers, holder)
-        module._optim.drive(self.groups())
+        module._optim = ShardedOptimizer(self, self._optimizers, holder)
+        module._optim.drive(self.table_groups())
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
         module._state_dict_hooks.clear()
@@ -211,7 +211,7 @@ class LocalShards:
                 handle.follow(self.table(name))
             follow()
 
-    def groups(self) -> list[TableGroup]:
+    def table_groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
         return [kernel.group for kernel in self._kernels]
 
@@ -272,11 +272,7 @@ class ShardedOptimizer(KeyedOptimizer):
     """
 
     def __init__(
-        self,
-        placeholders: Mapping[str, Any],
-        shards: LocalShards,
-        optimizers: Mapping[str, RowOptimizer],
-        holder: str,
+        self, shards: LocalShards, optimizers: Mapping[str, RowOptimizer], holder: str
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
@@ -292,7 +288,7 @@ class ShardedOptimizer(KeyedOptimizer):
 
         for name, optimizer in optimizers.items():
             key = f"{holder}.{name}.weight"
-            params[key] = placeholders.get(key, torch.empty(0, device="meta"))
+            params[key] = torch.empty(0, device="meta")  # a placeholder
             state[params[key]] = saved_states(name, optimizer, save, partial(load, name), exported)
             by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {

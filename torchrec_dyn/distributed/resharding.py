@@ -86,9 +86,7 @@ def reshard(
 
 
 def _described(
-    collection: Any,
-    changed: Mapping[str, ParameterSharding],
-    wrapped: Callable[[], None] | None,
+    collection: Any, changed: Mapping[str, ParameterSharding], wrapped: Callable[[], None] | None
 ) -> list[Any]:
     """Returns a checked plan in plain values, so that ranks can compare their plans."""
     if wrapped is not None:
@@ -150,7 +148,9 @@ def _check_at_rest(shards: LocalShards) -> None:
     `step()` writes no update of the present one.
     """
     for attempt in range(3):
-        forwards = [len(shard.forwards) for group in shards.groups() for shard in group.tables]
+        forwards = [
+            len(shard.forwards) for group in shards.table_groups() for shard in group.tables
+        ]
         open_forwards = max(forwards, default=0)
         if not len(shards.batches) and not open_forwards:
             return
@@ -163,7 +163,7 @@ def _check_at_rest(shards: LocalShards) -> None:
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "
             "plan and not looked up yet. Run the train pipeline to the end of its iterator first."
         )
-    deferred = [group.deferred for group in shards.groups()]
+    deferred = [group.deferred for group in shards.table_groups()]
     waiting = max((len(one.updates) for one in deferred if one is not None), default=0)
     if waiting:
         raise ValueError(
@@ -180,7 +180,7 @@ def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] |
     attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
 
     def replace() -> None:
-        collection._optim.drive(made._shards.groups())
+        collection._optim.drive(made._shards.table_groups())
         vars(collection).update(attributes)
         if follow is not None:
             follow()

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
-    ShardedEmbeddingCollection,
-)
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import (
     EmbeddingSharding,
     EmbeddingShardingContext,
@@ -143,17 +140,15 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
     def create_embedding_bag_sharding(
         cls,
         sharding_infos: list[EmbeddingShardingInfo],
-        env: ShardingEnv,
-        device: torch.device | None = None,
+        *arguments: Any,
         permute_embeddings: bool = False,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        **options: Any,
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
         kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
-        options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
         if issubclass(kind, CwPooledEmbeddingSharding):
             options["permute_embeddings"] = permute_embeddings
-        return kind(sharding_infos, env, device, **options)
+        return kind(sharding_infos, *arguments, **options)
 
     @not_compiled
     def input_dist(
@@ -305,17 +300,10 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
 
     @classmethod
     def create_embedding_sharding(
-        cls,
-        sharding_type: str,
-        sharding_infos: list[EmbeddingShardingInfo],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        cls, sharding_type: str, *arguments: Any, **options: Any
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        return SEQUENCE_SHARDINGS[sharding_type](
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+        return SEQUENCE_SHARDINGS[sharding_type](*arguments, **options)
 
     @not_compiled
     def input_dist(

@@ -16,12 +16,7 @@ from torch import Tensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    LazyNoWait,
-    ShardedModule,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
@@ -33,7 +28,6 @@ from torchrec_dyn.sharding import (
     PrefetchedSteps,
     StayingOutput,
     check_modes,
-    expect_modes,
     kernels_of,
     prefetch,
     remove_stale_forwards,
@@ -237,7 +231,8 @@ class ShardedTables(ForwardOutsideGraphs):
             if isinstance(context, SequenceShardingContext):
                 where = getattr(input_dist, "unbucketize_permute_tensor", None)
                 context.unbucketize_permute_tensor = where
-        expect_modes(ctx.sharding_contexts)
+            else:
+                context.output_splits = []  # TorchRec writes the received modes there
         ctx.has_modes = True
         return KJTListSplitsAwaitable(sending, ctx, self._module_fqn)
 

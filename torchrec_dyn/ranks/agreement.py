@@ -63,10 +63,7 @@ def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], 
 
 
 def exchange(
-    group: dist.ProcessGroup,
-    sent: Tensor,
-    send_sizes: Sequence[int],
-    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
 ) -> Tensor:
     """Sends numbers to all ranks, without a meeting; returns those received, by sender. Collective.
 

@@ -228,9 +228,7 @@ class Table:
                 self.shards[0].assign(ids, rows)
             return
         exchange = self._send(
-            "assign",
-            ids,
-            lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim)),
+            "assign", ids, lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim))
         )
         whole = to_host(rows.detach().to(self.dtype))
         parts = exchange.send([whole[:, piece.span] for piece in self.layout.pieces])

@@ -34,10 +34,7 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_sharding import (
-    EmbeddingShardingContext,
-    KJTListSplitsAwaitable,
-)
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -202,10 +199,7 @@ def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
         repeats = _sent(widths, values.device)
         means = values / divisor.repeat_interleave(repeats, dim=1, output_size=sum(widths))
     return KeyedTensor(
-        keys=pooled.keys(),
-        length_per_key=widths,
-        values=means.to(values.dtype),
-        key_dim=1,
+        keys=pooled.keys(), length_per_key=widths, values=means.to(values.dtype), key_dim=1
     )
 
 

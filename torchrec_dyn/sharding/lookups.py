@@ -21,7 +21,6 @@ from torchrec.distributed.embedding_lookup import (
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingContext
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import knobs
@@ -34,7 +33,7 @@ from torchrec_dyn.lookup import (
     asks_for_senders,
     uses_of,
 )
-from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
+from torchrec_dyn.modules import initializer_of, row_dtype
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.sharding.batches import counts_of
@@ -50,23 +49,27 @@ class TableOptions:
     """Options of a table for which TorchRec's config has no field; `row_limit` is that of one rank."""
 
     config: DynamicTableConfig
+    optimizer: RowOptimizer
+    output_dtype: torch.dtype
     row_limit: int
     rows_are_spread: bool
     is_frozen: bool = False
 
 
+def _options_of(config: GroupedEmbeddingConfig, table: str) -> TableOptions:
+    options: Callable[[str], TableOptions] = config.fused_params[OPTIONS_KEY]
+    return options(table)
+
+
 def _make_table(
-    shard: ShardedEmbeddingTable,
-    options: TableOptions,
-    optimizer: RowOptimizer,
-    device: torch.device | None,
+    shard: ShardedEmbeddingTable, options: TableOptions, device: torch.device | None
 ) -> TableShard:
     assert shard.local_metadata is not None
     table = TableShard(
         name=shard.name,
         num_embeddings=shard.num_embeddings,
         embedding_dim=shard.embedding_dim,
-        optimizer=optimizer,
+        optimizer=options.optimizer,
         config=options.config,
         first_column=shard.local_metadata.shard_offsets[1],
         columns=shard.local_cols,
@@ -79,8 +82,8 @@ def _make_table(
     return table
 
 
-class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
-    """Looks up one table group, pooled or as sequences, and owns its optimizer.
+class DynamicKernel(BaseEmbedding):
+    """Looks up one table group, pooled or as sequences.
 
     It has no `nn.Parameter`: DDP must not see the rows.
     """
@@ -88,30 +91,22 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
         super().__init__()
         self._config = config
-        fused_params = dict(config.fused_params or {})
-        options: Callable[[str], TableOptions] = fused_params.pop(OPTIONS_KEY)
-        where = f"tables {', '.join(sorted(set(config.table_names())))}"
-        optimizer = RowOptimizer.from_fused_params(fused_params, where)
         shards = config.embedding_tables
-        self.tables = [_make_table(s, options(s.name), optimizer, device) for s in shards]
+        options = [_options_of(config, shard.name) for shard in shards]
+        self.tables = [_make_table(s, o, device) for s, o in zip(shards, options, strict=True)]
         self.ids_are_sent_once = False
         self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
         self._counts_weights = any(table.config.scores_weights for table in self.tables)
         pooling: Any = config.pooling.name.lower()
-        if pooling == "mean" and options(shards[0].name).rows_are_spread:
+        if pooling == "mean" and options[0].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
         self.group = TableGroup(
             self.tables,
             [shard.num_features() for shard in shards],
             pooling,
-            chosen_output_dtype(fused_params, where),
-            uses_of([(options(s.name).config, s.feature_names) for s in shards]),
+            options[0].output_dtype,
+            uses_of([(o.config, s.feature_names) for s, o in zip(shards, options, strict=True)]),
         )
-        params = {
-            f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
-            for table, shard in zip(self.tables, shards, strict=True)
-        }
-        self._optimizer = DynamicOptimizer([self.group], params, optimizer.learning_rate)
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -130,11 +125,6 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     def emb_module(self) -> nn.Module:
         """The kernel itself: there is no TBE inside."""
         return self
-
-    @property
-    def fused_optimizer(self) -> DynamicOptimizer:
-        """The optimizer of the rows of this group."""
-        return self._optimizer
 
     def forward(
         self,
@@ -217,10 +207,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
     # rows, and there is no cache of rows.
 
     def state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Adds nothing: the collection saves the rows."""
         return destination if destination is not None else {}
@@ -388,12 +375,7 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
 
     lookup_class: ClassVar[type[PooledLookup] | type[SequenceLookup]] = PooledLookup
 
-    def create_lookup(
-        self,
-        device: torch.device | None = None,
-        fused_params: dict[str, Any] | None = None,
-        feature_processor: Any = None,
-    ) -> PooledLookup | SequenceLookup:
+    def create_lookup(self, *unused: Any, **options: Any) -> PooledLookup | SequenceLookup:
         """Creates the lookup of the shards on this rank."""
         sharding: Any = self
         groups_per_rank = sharding._grouped_embedding_configs_per_rank
@@ -408,10 +390,10 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         # TorchRec makes the empty output of a rank without tables as float32, but a rank expects to receive
         # the dtype that it sends.
         if groups := list(chain.from_iterable(groups_per_rank)):
-            names = ", ".join(groups[0].table_names())
-            dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
-            empty = lookup._dummy_embs_tensor.detach().to(dtype)
+            table = groups[0].embedding_tables[0]
+            empty = lookup._dummy_embs_tensor.detach()
+            empty = empty.to(_options_of(groups[0], table.name).output_dtype)
             if self.lookup_class is SequenceLookup:
-                empty = empty.view(0, groups[0].embedding_tables[0].local_cols)
+                empty = empty.view(0, table.local_cols)
             lookup._dummy_embs_tensor = empty.requires_grad_()
         return lookup

@@ -15,11 +15,7 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingCollection,
 )
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import (
-    DynamicEmbeddingBagCollection,
-    UnshardedCollection,
-    check_is_no_dmp,
-)
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, check_is_no_dmp
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
@@ -140,20 +136,22 @@ def drop_load(model: nn.Module) -> list[str]:
     Raises:
         ValueError: if the model has no dynamic collection.
     """
-    locks = [
-        collection.unsharded_lookup.lock
-        if isinstance(collection, UnshardedCollection)
-        else collection._shards.lock
-        for _, collection in collections_of(model, "drop_load")
-    ]
+    collections = collections_of(model, "drop_load")
+    locks = [_here(collection).lock for _, collection in collections]
     return sorted(chain(*map(drop_awaited, locks)))
+
+
+def _here(collection: Collection) -> Any:
+    """Returns what holds the tables of a collection in this process, with their lock and table groups."""
+    if isinstance(collection, UnshardedCollection):
+        return collection.unsharded_lookup
+    return collection._shards
 
 
 def groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
     """Returns the ranks of a collection, None for one process, and the table groups of this rank."""
-    if isinstance(collection, UnshardedCollection):
-        return None, collection.unsharded_lookup.table_groups()
-    return collection._env.process_group, collection._shards.groups()
+    env = getattr(collection, "_env", None)
+    return env and env.process_group, _here(collection).table_groups()
 
 
 def optimizers_of(collection: Collection) -> list[RowOptimizer]:
