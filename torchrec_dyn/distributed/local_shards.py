@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class LocalShards:
     def set_time(self, time: int) -> None:
         """Sets the clocks of all tables to the latest time that any rank passed. Collective."""
         where = f"{self.where}.set_time"
-        shards = [shard for shards in self._tables.values() for shard in shards]
+        shards = self._here()
 
         def checked() -> tuple[int, int]:
             if fault := time_fault(time, None):
@@ -185,9 +186,8 @@ class LocalShards:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
         self._share(other.lock)
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.is_frozen = shard.name in self.frozen
+        for shard in self._here():
+            shard.is_frozen = shard.name in self.frozen
 
     def reuse(self, other: LocalShards, name: str) -> None:
         """Uses the shards of another plan for a table whose pieces are on the same ranks in both plans."""
@@ -199,12 +199,9 @@ class LocalShards:
     def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:
         """Replaces the shards, also in the tables that users hold; `follow` does the same elsewhere."""
         with commit(*self.tables()):
-            for shards in self._tables.values():
-                for shard in shards:
-                    if shard not in other._tables[shard.name]:
-                        shard.generation += (
-                            1  # earlier state dicts and graphs are not valid any more
-                        )
+            for shard in self._here():
+                if shard not in other._tables[shard.name]:
+                    shard.generation += 1  # earlier state dicts and graphs are not valid any more
             kept = {"batches": self.batches, "_handles": self._handles}
             self.__dict__.update({**other.__dict__, **kept})
             for name, handle in self._handles.items():
@@ -221,9 +218,11 @@ class LocalShards:
 
     def _share(self, lock: TableLock) -> None:
         self.lock = lock
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.lock = lock
+        for shard in self._here():
+            shard.lock = lock
+
+    def _here(self) -> list[TableShard]:
+        return [*chain.from_iterable(self._tables.values())]
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -235,7 +234,7 @@ class LocalShards:
     def _by_name(self) -> dict[str, list[TableShard]]:
         shards: dict[str, list[TableShard]] = {name: [] for name in self._configs}
         for kernel in self._kernels:
-            for table in kernel.tables:
+            for table in kernel.group.tables:
                 shards[table.name].append(table)
         for table_shards in shards.values():
             table_shards.sort(key=lambda shard: shard.first_column)
@@ -243,11 +242,7 @@ class LocalShards:
 
 
 def copy_trained_rows(trained: Table, table: Table) -> None:
-    """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
-
-    Every rank has the whole unsharded collection, so nothing is sent. Optimizer state is copied if the shards
-    have the same kind of optimizer; state of one number per row goes to every column shard.
-    """
+    """Fills empty shards with this rank's part of the rows trained before sharding, which every rank has."""
     if not table.shards:
         return
     (source,), rows = trained.shards, LiveRows(trained, table.where)

@@ -142,11 +142,8 @@ def _shard_again(
 
 
 def _check_at_rest(shards: LocalShards) -> None:
-    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open.
-
-    The forward of a deferred update is open, too. Tables that stay count as well: they get another group, and
-    `step()` writes no update of the present one.
-    """
+    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open."""
+    # Tables that stay count as well: they get another group, and `step()` writes no update of this one.
     for attempt in range(3):
         forwards = [
             len(shard.forwards) for group in shards.table_groups() for shard in group.tables
@@ -189,11 +186,7 @@ def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] |
 
 
 def move_table(before: Table, after: Table, call: str) -> None:
-    """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
-
-    `before` has the old shards of this rank, `after` the new shards, without rows. Each chunk of the old rows
-    goes to the ranks that own its ids now. An error is one of all ranks.
-    """
+    """Copies rows, state and counters of a table to the empty shards of another plan. Collective."""
     source, group, pieces = LiveRows(before, call), after.group, after.layout.pieces
     _copy_counters(before, after, source.clock, call)
     assert group is not None
@@ -230,11 +223,7 @@ def _in_piece(source: RowSource, name: str, values: Tensor, piece: Piece) -> Ten
 
 
 def _copy_counters(before: Table, after: Table, clock: Tensor, call: str) -> None:
-    """Copies step, clock, counters and initializer of a table to the new shards. Collective.
-
-    Counters of `OF_EVERY_SHARD` are copied to every shard. Other counters are summed over the old shards that
-    share the rows, and the sums are put on the first of the new ranks that share the rows.
-    """
+    """Copies step, clock, counters and initializer of a table to the new shards. Collective."""
 
     def counters_here() -> tuple[int, dict[str, int], bool] | None:
         if not before.has_first_column:
@@ -249,6 +238,7 @@ def _copy_counters(before: Table, after: Table, clock: Tensor, call: str) -> Non
         shard.start_as(after.initializers.get(after.name, shard.initializer))
         complete(shard, max(steps), clock)
         for name in shard.counters:
+            # Others are summed over the old shards that share the rows, on the first of the new ones.
             counts = [counters[name] for counters in held]
             if name in OF_EVERY_SHARD:
                 shard.counters[name] = max(counts)

@@ -74,10 +74,7 @@ _tables_of_model: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref
 
 
 def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> None:
-    """Raises ValueError if another collection of the model has a table of the same name.
-
-    Both would have the same initial rows. Collections that are sharded one by one are not compared.
-    """
+    """Raises ValueError if another collection of the model has a table of the same name."""
     model = model_being_sharded()
     if module_fqn is None or model is None:
         return
@@ -157,11 +154,7 @@ class ShardingSetup(nn.Module):
     def _add_placeholders(
         self, tables: Mapping[str, UnshardedTable], fused_params: Mapping[str, Any]
     ) -> tuple[list[str], set[str]]:
-        """Adds the placeholder of each table, with the options that its kernel reads.
-
-        Options on a table's parameter have priority over `fused_params`, and those in the plan over both.
-        Returns the tables without a chosen optimizer, and the options for another place of rows.
-        """
+        """Adds placeholders; returns the tables without a chosen optimizer, and options that place rows."""
         placeholders = nn.ModuleDict()
         by_default: list[str] = []
         placed: set[str] = set()
@@ -194,11 +187,7 @@ class ShardingSetup(nn.Module):
         return by_default, placed
 
     def _check_dtypes(self) -> None:
-        """Raises ValueError if outputs that are joined have different dtypes.
-
-        A rank receives the outputs of all tables of a sharding type as one tensor, and a pooled collection
-        joins those of all types to one KeyedTensor.
-        """
+        """Raises ValueError if outputs that TorchRec joins to one tensor have different dtypes."""
         outputs: dict[str, dict[torch.dtype, list[str]]] = {}
         for config in self.configs:
             is_pooled = isinstance(config, EmbeddingBagConfig)

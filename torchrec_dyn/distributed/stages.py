@@ -197,10 +197,7 @@ class ShardedTables(ForwardOutsideGraphs):
             ctx.sending_stream = stream_on(device)
 
     def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it.
-
-        A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
-        """
+        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it."""
         if (
             self._has_uninitialized_input_dist
         ):  # as TorchRec does, without its warning about raw ids

@@ -341,15 +341,14 @@ def print_size(
     Raises:
         ValueError: if there are more column shards than columns, or an argument is not valid.
     """
-    rows = checked_count(rows, "print_size.rows", 0, "Pass the ids with a row, over all ranks.")
-    columns = checked_count(columns, "print_size.columns", 1, "Pass the table's embedding_dim.")
-    row_ranks = checked_count(
-        row_ranks, "print_size.row_ranks", 1, "Pass 1 if each column shard is on one rank."
-    )
-    column_shards = checked_count(
-        column_shards, "print_size.column_shards", 1, "Pass 1 if the columns are not split."
-    )
-    counters = checked_count(counters, "print_size.counters", 0, "Pass 0 without AdmitAfter.")
+    for name, number, least, remedy in (
+        ("rows", rows, 0, "Pass the ids with a row, over all ranks."),
+        ("columns", columns, 1, "Pass the table's embedding_dim."),
+        ("row_ranks", row_ranks, 1, "Pass 1 if each column shard is on one rank."),
+        ("column_shards", column_shards, 1, "Pass 1 if the columns are not split."),
+        ("counters", counters, 0, "Pass 0 without AdmitAfter."),
+    ):
+        checked_count(number, f"print_size.{name}", least, remedy)
     if column_shards > columns:
         raise ValueError(
             f"size: expected at most {columns} column shards, one per column, got {column_shards}."

@@ -53,10 +53,7 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Runs this rank's part of a call, then meets: returns its own result, which is not sent. Collective.
-
-    `work` may be collective itself. Errors are those of `gather_results`.
-    """
+    """Runs this rank's part of a call, which may meet, too, then meets: returns its own result."""
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
@@ -116,11 +113,7 @@ def _error_of(group: dist.ProcessGroup, reports: Sequence[_Report]) -> Exception
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks that can send tensors of the CPU. Collective at its first call.
-
-    It is `group` itself if that has a backend for the CPU, as groups of "gloo" and of "cpu:gloo,cuda:nccl"
-    have; else a group of gloo with the same time-out.
-    """
+    """Returns `group`, or one of gloo if it sends no tensors of the CPU; the first call is collective."""
     if _HOST in group._device_types:
         return group
     return _group_of_gloo(

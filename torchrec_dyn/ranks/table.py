@@ -359,7 +359,7 @@ class Table:
         """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
         if self.group is None:
             return self.shards[0].sample_ids(n, seed)
-        first = self._first.ranks
+        first = self.layout.pieces[0].ranks
         asked, counts, after = zip(
             *self._gather("sample_ids", lambda: ((n, seed), *self._counted_for_draws())),
             strict=True,
@@ -408,11 +408,9 @@ class Table:
         if self.group is None:
             return self.stats()
         stats = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
-        return _whole_stats([stats[rank][0] for rank in self._first.ranks], [*chain(*stats)])
-
-    @property
-    def _first(self) -> Piece:
-        return self.layout.pieces[0]
+        return _whole_stats(
+            [stats[rank][0] for rank in self.layout.pieces[0].ranks], [*chain(*stats)]
+        )
 
     @property
     def _first_shards(self) -> Sequence[TableShard]:
@@ -429,11 +427,7 @@ class Table:
         return shard.num_rows - len(after), after
 
     def _send(
-        self,
-        verb: str,
-        ids: Tensor,
-        check: Callable[[], object] = lambda: None,
-        pieces: Sequence[Piece] | None = None,
+        self, verb: str, ids: Tensor, check: Callable[[], object] = lambda: None
     ) -> IdExchange:
         """Meets with checked arguments, then sends the ids to the ranks that hold them."""
 
@@ -444,8 +438,7 @@ class Table:
             return to_host(own)
 
         assert self.group is not None
-        call = f"{self.where}.{verb}"
-        return IdExchange(call, checked, self.layout, self.group, self.device, pieces)
+        return IdExchange(f"{self.where}.{verb}", checked, self.layout, self.group, self.device)
 
     def _first_numbers(self, verb: str, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns one number for each id, read from the shards with the first columns."""
@@ -456,7 +449,7 @@ class Table:
             for shard in self.shards:
                 shard.life_for(verb)
 
-        exchange = self._send(verb, ids, check, [self._first])
+        exchange = self._send(verb, ids, check)
         return exchange.return_numbers(to_host(read(exchange.arrived)))
 
     def _gather(self, verb: str, work: Callable[[], _T]) -> list[_T]:

@@ -150,11 +150,9 @@ def _sendable(
     weights: Tensor | None,
     inverse: _InverseIndices | None,
 ) -> KeyedJaggedTensor:
-    """Returns a batch with what was read of the user's, in the form that all ranks send.
-
-    Tensors are contiguous: some backends cannot send e.g. a column of a matrix. Offsets and other numbers
-    that a batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
-    """
+    """Returns a batch with what was read of the user's, in the form that all ranks send."""
+    # Contiguous, since some backends cannot send e.g. a column of a matrix. Offsets and other numbers that a
+    # batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
     varies, bags = features.variable_stride_per_key(), [[size] for size in read.batch_sizes]
     batch = KeyedJaggedTensor.__new__(KeyedJaggedTensor)  # its constructor takes half of the time
     batch.__dict__.update(
@@ -218,10 +216,7 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 def pad_batch(
     features: KeyedJaggedTensor, feature_names: Mapping[str, str]
 ) -> tuple[KeyedJaggedTensor, Restoration | None]:
-    """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
-
-    Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
-    """
+    """Pads every feature to the bags of the largest, at least one; None: no padding was needed."""
     bags = features.stride_per_key()
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:
         return features, None
@@ -268,10 +263,7 @@ def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def without_examples(pooled: KeyedTensor) -> KeyedTensor:
-    """Cuts the example of `with_an_example` from the outputs: [0, D].
-
-    Their backward has no effect on rows, and takes part in that of the other ranks.
-    """
+    """Cuts the example of `with_an_example` from the outputs, [0, D]: their backward stays collective."""
     return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:0])
 
 

@@ -73,10 +73,7 @@ class OwnerInputDist(nn.Module):
 def sorted_by_owner(
     features: KeyedJaggedTensor, ranks: int, positions: bool = False
 ) -> tuple[KeyedJaggedTensor, Tensor]:
-    """Sorts a batch of N ids in F features by the owners of its ids; every owner gets a part of each bag.
-
-    Returns the batch of ranks * F features, and with `positions` the position of each id there, [N] int64.
-    """
+    """Sorts N ids by owner: a batch of ranks * F features, and the position of each id there, [N] int64."""
     weights, varies = features.weights_or_none(), features.variable_stride_per_key()
     ids, lengths, sorted_weights, where = ops.sort_by_owner(
         features.values(), features.lengths(), weights, ranks, positions

@@ -83,25 +83,22 @@ def _make_table(
 
 
 class DynamicKernel(BaseEmbedding):
-    """Looks up one table group, pooled or as sequences.
-
-    It has no `nn.Parameter`: DDP must not see the rows.
-    """
+    """Looks up one table group. It has no `nn.Parameter`: DDP must not see the rows."""
 
     def __init__(self, config: GroupedEmbeddingConfig, device: torch.device | None) -> None:
         super().__init__()
         self._config = config
         shards = config.embedding_tables
         options = [_options_of(config, shard.name) for shard in shards]
-        self.tables = [_make_table(s, o, device) for s, o in zip(shards, options, strict=True)]
+        tables = [_make_table(s, o, device) for s, o in zip(shards, options, strict=True)]
         self.ids_are_sent_once = False
-        self._asks_for_senders = asks_for_senders([table.config for table in self.tables])
-        self._counts_weights = any(table.config.scores_weights for table in self.tables)
+        self._asks_for_senders = asks_for_senders([table.config for table in tables])
+        self._counts_weights = any(table.config.scores_weights for table in tables)
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options[0].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
         self.group = TableGroup(
-            self.tables,
+            tables,
             [shard.num_features() for shard in shards],
             pooling,
             options[0].output_dtype,
@@ -116,10 +113,10 @@ class DynamicKernel(BaseEmbedding):
     def replace_shards(self, shards: Sequence[TableShard]) -> None:
         """Puts `shards` in place of this kernel's empty shards of the same tables and columns."""
         by_column = {(shard.name, shard.first_column): shard for shard in shards}
-        self.tables = [
-            by_column.get((table.name, table.first_column), table) for table in self.tables
-        ]
-        self.group.replace_tables(self.tables)
+        tables = self.group.tables
+        self.group.replace_tables(
+            [by_column.get((table.name, table.first_column), table) for table in tables]
+        )
 
     @property
     def emb_module(self) -> nn.Module:
@@ -242,10 +239,7 @@ class _Lookup:
         bags_of_ranks: Sequence[int],
         steps: PrefetchedSteps,
     ) -> list[Tensor]:
-        """Returns the output of each kernel, from the bags [ranks] that each rank has sent.
-
-        Steps that were taken ahead are taken out of `steps`.
-        """
+        """Returns the outputs of the kernels, from the bags [ranks] of each rank; takes out their steps."""
         size = self.node_size
         if size > 1:
             # Within nodes a batch arrives sorted by the position of its sender within the sender's node.

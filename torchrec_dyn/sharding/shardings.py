@@ -56,10 +56,14 @@ class SpreadsRows(CreatesLookup):
 _ANY_BATCH = EmbeddingShardingContext(variable_batch_per_feature=True)
 
 
-def _for_any_batch(output_dist: Any) -> Any:
-    """Makes an output dist ready for both kinds of batch: TorchRec's has what the first batch needs."""
-    output_dist._create_output_dist_module(_ANY_BATCH)
-    return output_dist
+class TakesAnyBatch(CreatesLookup):
+    """Mixin for TorchRec's shardings: creates the output dist for both kinds of batch, not for the first."""
+
+    def create_output_dist(self, device: torch.device | None = None) -> Any:
+        """Creates the output dist."""
+        output_dist: Any = super().create_output_dist(device)
+        output_dist._create_output_dist_module(_ANY_BATCH)
+        return output_dist
 
 
 def _summing_within_nodes(output_dist: Any) -> Any:
@@ -70,20 +74,12 @@ def _summing_within_nodes(output_dist: Any) -> Any:
     return output_dist
 
 
-class TableWisePooled(CreatesLookup, TwPooledEmbeddingSharding):
+class TableWisePooled(TakesAnyBatch, TwPooledEmbeddingSharding):
     """Whole tables on one rank each."""
 
-    def create_output_dist(self, device: torch.device | None = None) -> Any:
-        """Creates the output dist."""
-        return _for_any_batch(super().create_output_dist(device))
 
-
-class ColumnWisePooled(CreatesLookup, CwPooledEmbeddingSharding):
+class ColumnWisePooled(TakesAnyBatch, CwPooledEmbeddingSharding):
     """Column ranges of tables on any ranks."""
-
-    def create_output_dist(self, device: torch.device | None = None) -> Any:
-        """Creates the output dist, which stitches column shards."""
-        return _for_any_batch(super().create_output_dist(device))
 
     def _init_combined_embeddings(self) -> None:
         _combine_columns(self, self._grouped_embedding_configs_per_rank)
