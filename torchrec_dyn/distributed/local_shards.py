@@ -61,7 +61,7 @@ class LocalShards:
         self.output_dtypes = {options.output_dtype for options in setup.options.values()}
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
-        self._optimizers = {name: options.optimizer for name, options in setup.options.items()}
+        self.optimizers = {name: options.optimizer for name, options in setup.options.items()}
         self._env = env
         self.device = setup.rows_device
         self.frozen = {name for name, options in setup.options.items() if options.is_frozen}
@@ -129,7 +129,7 @@ class LocalShards:
             tables = self._by_key(f"{prefix}{holder}.")
             load_tables(state_dict, tables, self.where, missing_keys)
 
-        module._optim = ShardedOptimizer(self, self._optimizers, holder)
+        module._optim = ShardedOptimizer(self, self.optimizers, holder)
         module._optim.drive(self.table_groups())
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
@@ -166,7 +166,7 @@ class LocalShards:
             device=self.device,
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
-            optimizer=self._optimizers[name],
+            optimizer=self.optimizers[name],
             initializers=self._initializers,
             features=tuple(config.feature_names),
             frozen=self.frozen,
@@ -211,10 +211,6 @@ class LocalShards:
     def table_groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
         return [kernel.group for kernel in self._kernels]
-
-    def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizers of all tables of the collection, in order, on any rank."""
-        return [self._optimizers[name] for name in self._configs]
 
     def _share(self, lock: TableLock) -> None:
         self.lock = lock

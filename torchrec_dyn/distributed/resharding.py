@@ -120,17 +120,9 @@ def _shard_again(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
-        made = sharder.shard(
-            collection._shards.unsharded,
-            plan,
-            env,
-            device if device is not None else present,
-            collection._module_fqn,
-        )
-    before, after = (
-        {table.name: table.optimizer for table in one._shards.tables()}
-        for one in (collection, made)
-    )
+        place = present if device is None else device
+        made = sharder.shard(collection._shards.unsharded, plan, env, place, collection._module_fqn)
+    before, after = collection._shards.optimizers, made._shards.optimizers
     changed = [f"{name}: {after[name]}" for name in plan if after[name] != before[name]]
     if changed:
         raise ValueError(
@@ -144,14 +136,13 @@ def _shard_again(
 def _check_at_rest(shards: LocalShards) -> None:
     """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open."""
     # Tables that stay count as well: they get another group, and `step()` writes no update of this one.
-    for attempt in range(3):
-        forwards = [
-            len(shard.forwards) for group in shards.table_groups() for shard in group.tables
-        ]
-        open_forwards = max(forwards, default=0)
-        if not len(shards.batches) and not open_forwards:
-            return
-        if attempt < 2:
+    groups = shards.table_groups()
+
+    def open_forwards() -> int:
+        return max((len(shard.forwards) for group in groups for shard in group.tables), default=0)
+
+    for _ in range(2):
+        if len(shards.batches) or open_forwards():
             # Garbage may be the only holder of open forwards: a cycle of the user's, and only after it
             # TorchRec's own of a forward, which goes through autograd's graph.
             gc.collect()
@@ -160,17 +151,18 @@ def _check_at_rest(shards: LocalShards) -> None:
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "
             "plan and not looked up yet. Run the train pipeline to the end of its iterator first."
         )
-    deferred = [group.deferred for group in shards.table_groups()]
+    deferred = [group.deferred for group in groups]
     waiting = max((len(one.updates) for one in deferred if one is not None), default=0)
     if waiting:
         raise ValueError(
             f"expected no updates that wait for the optimizer's step(), got those of {waiting} backward "
             "passes. Call step(), or zero_grad() to drop them."
         )
-    raise ValueError(
-        f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or delete "
-        "the outputs of the forward."
-    )
+    if number := open_forwards():
+        raise ValueError(
+            f"expected no forward that waits for its backward, got {number}. Run backward, or delete the "
+            "outputs of the forward."
+        )
 
 
 def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] | None) -> None:

@@ -103,15 +103,8 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
     ) -> None:
-        setup = ShardingSetup(
-            type(self),
-            module,
-            table_name_to_parameter_sharding,
-            env,
-            fused_params,
-            device,
-            module_fqn,
-        )
+        plan = table_name_to_parameter_sharding
+        setup = ShardingSetup(type(self), module, plan, env, fused_params, device, module_fqn)
         super().__init__(
             setup,
             setup.plan,
@@ -161,7 +154,7 @@ class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCol
         self, ctx: PooledContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Sends the ids of a checked batch to their owners."""
-        self._open(ctx, features.device())
+        self._open(ctx, features)
         if features.variable_stride_per_key() and not features.inverse_indices()[1].numel():
             features, ctx.has_examples = with_an_example(features), False
         if any(self._divided_by):
@@ -263,15 +256,8 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         use_index_dedup: bool = False,
         module_fqn: str | None = None,
     ) -> None:
-        setup = ShardingSetup(
-            type(self),
-            module,
-            table_name_to_parameter_sharding,
-            env,
-            fused_params,
-            device,
-            module_fqn,
-        )
+        plan = table_name_to_parameter_sharding
+        setup = ShardingSetup(type(self), module, plan, env, fused_params, device, module_fqn)
         _check_widths(setup.layouts, setup.plan, setup.where)
         super().__init__(
             setup,
@@ -311,7 +297,7 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids, any int64, to their owners."""
         features = self._check_batch(features, self.training)
-        self._open(ctx, features.device())
+        self._open(ctx, features)
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
         return self._send(ctx, features)
 

@@ -63,7 +63,8 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
     ) -> None:
         check_fused_params(fused_params, type(self).__name__)
         super().__init__(fused_params, qcomm_codecs_registry)
-        self._options: dict[str, Any] = {}  # further arguments of the sharded collection
+        # Further arguments of the sharded collection.
+        self._options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
 
     def shard(
         self,
@@ -75,14 +76,7 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
     ) -> _Sharded:
         """Shards a collection."""
         return self.sharded_module_type(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            **self._options,
+            module, params, env, self.fused_params, device, module_fqn=module_fqn, **self._options
         )
 
     def reshard(
@@ -164,7 +158,7 @@ class DynamicEmbeddingCollectionSharder(
         use_index_dedup: bool = False,
     ) -> None:
         super().__init__(fused_params, qcomm_codecs_registry)
-        self._options = {"use_index_dedup": use_index_dedup}
+        self._options["use_index_dedup"] = use_index_dedup
 
 
 # Keys of `fused_params` that FBGEMM does not have.

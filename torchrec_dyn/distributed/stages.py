@@ -183,8 +183,8 @@ class ShardedTables(ForwardOutsideGraphs):
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
 
-    def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch that is on this device."""
+    def _open(self, ctx: BatchContext, features: KeyedJaggedTensor) -> None:
+        """Begins to send the ids of a checked batch."""
         if not isinstance(ctx, BatchContext):
             raise ValueError(
                 f"{self._shards.where}: expected a batch with the context of its create_context(), got "
@@ -193,18 +193,18 @@ class ShardedTables(ForwardOutsideGraphs):
             )
         check_taken(self._shards.lock, self._shards.where)
         ctx.sent = OpenForward(self._shards.batches)
+        device = features.device()
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
-
-    def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it."""
-        if (
-            self._has_uninitialized_input_dist
-        ):  # as TorchRec does, without its warning about raw ids
-            # An interrupted first batch may have created some dists.
+        if self._has_uninitialized_input_dist:
+            # As TorchRec does, without its warning about raw ids. An interrupted first batch may have created
+            # some dists.
             self._input_dists, self._feature_splits, self._features_order = [], [], []
             self._create_input_dist(features.keys())
             self._has_uninitialized_input_dist = False
+
+    def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it."""
         is_torn = bool(self._shards.lock.torn)
         if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):

@@ -153,13 +153,10 @@ def _measured(
     given: ParameterConstraints | None,
 ) -> MeasuredConstraints:
     features = int(stats["features"])
-    kept = (
-        {field.name: getattr(given, field.name) for field in fields(ParameterConstraints)}
-        if given
-        else {}
-    )
-    poolings = kept.get("num_poolings") or [1.0] * features
-    batch_sizes = kept.get("batch_sizes") or [batch_size] * features
+    given = given or ParameterConstraints()
+    kept = {field.name: getattr(given, field.name) for field in fields(ParameterConstraints)}
+    poolings = given.num_poolings or [1.0] * features
+    batch_sizes = given.batch_sizes or [batch_size] * features
     if not len(poolings) == len(batch_sizes) == features:
         raise ValueError(
             f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes for each of "

@@ -169,13 +169,7 @@ def _shards_by_rank(
     sharding: ParameterSharding, env: ShardingEnv, where: str
 ) -> list[tuple[int, ShardMetadata]]:
     """Returns the shards of a table, each with its rank."""
-    spec = sharding.sharding_spec
-    shards = list(spec.shards) if isinstance(spec, EnumerableShardingSpec) else []
-    if not shards or any(len(shard.shard_sizes) != 2 for shard in shards):
-        raise ValueError(
-            f"{where}: expected a sharding spec that lists its shards of rows and columns, got {spec}. "
-            f"{_MADE_BY}"
-        )
+    shards = _shards(sharding.sharding_spec, where)
     ranks = list(sharding.ranks or [])
     placed = [shard.placement.rank() if shard.placement else None for shard in shards]
     fits = [place in (None, rank) for place, rank in zip(placed, ranks, strict=False)]
@@ -191,6 +185,16 @@ def _shards_by_rank(
             "Make the plan for the ranks of this run."
         )
     return list(zip(ranks, shards, strict=True))
+
+
+def _shards(spec: object, where: str) -> list[ShardMetadata]:
+    shards = list(spec.shards) if isinstance(spec, EnumerableShardingSpec) else []
+    if not shards or any(len(shard.shard_sizes) != 2 for shard in shards):
+        raise ValueError(
+            f"{where}: expected a sharding spec that lists its shards of rows and columns, got {spec}. "
+            f"{_MADE_BY}"
+        )
+    return shards
 
 
 def _check_ranges(ranges: list[tuple[int, int]], total: int, what: str, where: str) -> None:

@@ -113,18 +113,21 @@ class IdExchange:
 
         Returns those of `arrived`, [K, C] for each piece of this rank.
         """
+        widths = {
+            piece: values.shape[1]
+            for piece, values in zip(self._layout.pieces, by_piece, strict=True)
+        }
         rows = dict(zip(self._layout.pieces, by_piece, strict=True))
-        by_rank = [[rows[piece] for piece in held] for held in self._pieces]
-        widths = [[values.shape[1] for values in held] for held in by_rank]
+        by_rank = [[widths[piece] for piece in held] for held in self._pieces]
         messages = torch.cat(
             [
-                torch.cat([values[positions] for values in held], 1).flatten()
-                for positions, held in zip(self._positions, by_rank, strict=True)
+                torch.cat([rows[piece][positions] for piece in held], 1).flatten()
+                for positions, held in zip(self._positions, self._pieces, strict=True)
                 if held
             ]
         )
-        sizes = [m * sum(columns) for m, columns in zip(self._sent, widths, strict=True)]
-        own = widths[self._rank]
+        sizes = [m * sum(columns) for m, columns in zip(self._sent, by_rank, strict=True)]
+        own = by_rank[self._rank]
         received = exchange(self._group, messages, sizes, [k * sum(own) for k in self._received])
         parts = received.view(sum(self._received), sum(own)).split(own, 1)
         return [part.contiguous() for part in parts]

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
@@ -80,12 +80,8 @@ class BatchCheck:
         if not is_usual:
             self._check_names(keys)
         has_weights = features.weights_or_none() is not None
-        read = checked_features(
-            features,
-            self._weighted and (self.needs_weights or has_weights),
-            self.where,
-            self._scored,
-        )
+        reads_weights = self._weighted and (self.needs_weights or has_weights)
+        read = checked_features(features, reads_weights, self.where, self._scored)
         inverse = self._inverse_indices(features)
         features = _sendable(features, read, self._sent_weights(features, training), inverse)
         if is_usual:
@@ -221,29 +217,23 @@ def pad_batch(
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:
         return features, None
     even = max([1, *bags])
-    inverse = features.inverse_indices_or_none()
-    restoration = Restoration(
-        dict(zip(features.keys(), bags, strict=True)),
-        None if inverse is None else inverse[1],
-        [] if inverse is None else inverse[0],
-        feature_names,
-    )
-    padded = KeyedJaggedTensor(
+    names, inverse = features.inverse_indices_or_none() or ([], None)
+    by_feature = dict(zip(features.keys(), bags, strict=True))
+    restoration = Restoration(by_feature, inverse, names, feature_names)
+    return _padded(features, [even] * len(bags), stride=even), restoration
+
+
+def _padded(features: KeyedJaggedTensor, bags: Sequence[int], **sizes: Any) -> KeyedJaggedTensor:
+    """Returns a batch with empty bags behind those of each feature, to `bags` [F] in all."""
+    lengths = features.lengths().split(features.stride_per_key())
+    padded = [pad(part, (0, n - part.numel())) for part, n in zip(lengths, bags, strict=True)]
+    return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
         weights=features.weights_or_none(),
-        lengths=_padded_lengths(features, [even] * len(bags)),
-        stride=even,
+        lengths=torch.cat(padded),
         length_per_key=features.length_per_key(),
-    )
-    return padded, restoration
-
-
-def _padded_lengths(features: KeyedJaggedTensor, bags: Sequence[int]) -> Tensor:
-    """Returns the lengths of a batch with empty bags behind each feature's, to `bags` [F] in all."""
-    lengths = features.lengths().split(features.stride_per_key())
-    return torch.cat(
-        [pad(part, (0, number - part.numel())) for part, number in zip(lengths, bags, strict=True)]
+        **sizes,
     )
 
 
@@ -251,13 +241,10 @@ def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     """Adds one example to a batch with a size per feature and no examples: the first bag of each feature."""
     bags = [max(1, number) for number in features.stride_per_key()]
     names, inverse = features.inverse_indices()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=features.weights_or_none(),
-        lengths=_padded_lengths(features, bags),
+    return _padded(
+        features,
+        bags,
         stride_per_key_per_rank=[[number] for number in bags],
-        length_per_key=features.length_per_key(),
         inverse_indices=(names, inverse.new_zeros(len(names), 1)),
     )
 

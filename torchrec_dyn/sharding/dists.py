@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
 from torchrec_dyn.sharding.lookups import values_per_rank
-from torchrec_dyn.sharding.sent_modes import with_mode_of
+from torchrec_dyn.sharding.sent_modes import SentBatch, with_mode
 from torchrec_dyn.storage import host_numbers
 
 
@@ -60,14 +60,14 @@ class OwnerInputDist(nn.Module):
         self._is_sequence = is_sequence
         self._dist = stock._dist
 
-    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+    def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
         by_owner, where = sorted_by_owner(features, self._ranks, self._is_sequence)
         self.unbucketize_permute_tensor = where if self._is_sequence else None
         if self._places is not None:
             by_owner = by_owner.permute(self._places, self._places_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(with_mode_of(by_owner, features))
+        return self._dist(with_mode(by_owner, features.trains, features.is_torn))
 
 
 def sorted_by_owner(

@@ -97,13 +97,9 @@ class DynamicKernel(BaseEmbedding):
         pooling: Any = config.pooling.name.lower()
         if pooling == "mean" and options[0].rows_are_spread:
             pooling = "sum"  # of this rank's rows; divided after the output dist (dists.py)
-        self.group = TableGroup(
-            tables,
-            [shard.num_features() for shard in shards],
-            pooling,
-            options[0].output_dtype,
-            uses_of([(o.config, s.feature_names) for s, o in zip(shards, options, strict=True)]),
-        )
+        uses = uses_of([(o.config, s.feature_names) for s, o in zip(shards, options, strict=True)])
+        features = [shard.num_features() for shard in shards]
+        self.group = TableGroup(tables, features, pooling, options[0].output_dtype, uses)
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -373,12 +369,8 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         """Creates the lookup of the shards on this rank."""
         sharding: Any = self
         groups_per_rank = sharding._grouped_embedding_configs_per_rank
-        lookup = self.lookup_class(
-            grouped_configs=groups_per_rank[sharding._rank],
-            pg=sharding._pg,
-            device=sharding._device,
-            env=sharding._env,
-        )
+        own = groups_per_rank[sharding._rank]
+        lookup = self.lookup_class(own, pg=sharding._pg, device=sharding._device, env=sharding._env)
         if hasattr(sharding, "_intra_pg"):
             lookup.node_size = sharding._intra_pg.size()
         # TorchRec makes the empty output of a rank without tables as float32, but a rank expects to receive

@@ -122,12 +122,6 @@ def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentB
     return batch
 
 
-def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> SentBatch:
-    """Returns a batch that is sent with the mode of another."""
-    assert isinstance(other, SentBatch)
-    return with_mode(features, other.trains, other.is_torn)
-
-
 def check_modes(contexts: Iterable[Any], where: str) -> None:
     """Raises unless all ranks sent a batch in one mode and form, and of whole tables; once a batch."""
     flags = _received_flags(contexts)

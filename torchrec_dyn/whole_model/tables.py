@@ -159,7 +159,7 @@ def optimizers_of(collection: Collection) -> list[RowOptimizer]:
     if isinstance(collection, UnshardedCollection):
         groups = collection.unsharded_lookup.table_groups()
         return [group.tables[0].optimizer for group in groups]
-    return list(collection._shards.optimizers())
+    return list(collection._shards.optimizers.values())
 
 
 def _collections(model: nn.Module, call: str) -> list[tuple[str, Collection]]:
