@@ -149,11 +149,8 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         """Computes the weights of the ids that arrived."""
         # TorchRec's flag that the weights of a batch are positions: else that of an earlier batch would
         # apply, perhaps of another plan. In an unsharded module it is False.
-        marked: list[Any] = [
-            processor
-            for processor in self._feature_processors.modules()
-            if hasattr(processor, "_pre_processed")
-        ]
+        processors: Any = self._feature_processors.modules()
+        marked = [processor for processor in processors if hasattr(processor, "_pre_processed")]
         for processor in marked:
             processor._pre_processed = self._row_wise_sharded
         try:

@@ -353,10 +353,8 @@ def print_size(
         raise ValueError(
             f"size: expected at most {columns} column shards, one per column, got {column_shards}."
         )
-    widths = [
-        columns // column_shards + (shard < columns % column_shards)
-        for shard in range(column_shards)
-    ]
+    width, wider = divmod(columns, column_shards)
+    widths = [width + (shard < wider) for shard in range(column_shards)]
     # The limit of a rank is also what it holds at most of the expected rows: ids do not split evenly.
     here, waiting = row_limit(rows, row_ranks), row_limit(counters, row_ranks) if counters else 0
 

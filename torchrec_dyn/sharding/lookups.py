@@ -279,11 +279,10 @@ class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
         steps: PrefetchedSteps,
     ) -> Tensor:
         """Returns the kernels' outputs side by side; with a size per feature those of a rank in a row."""
+        by_kernel = self._by_kernel(sparse_features)
         features = [
             self._apply_feature_processor_and_gradient_scaling(part, config)
-            for part, config in zip(
-                self._by_kernel(sparse_features), self.grouped_configs, strict=True
-            )
+            for part, config in zip(by_kernel, self.grouped_configs, strict=True)
         ]
         outputs = self._outputs(features, context.batch_size_per_rank, steps)
         if len(outputs) == 1:
@@ -294,7 +293,7 @@ class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
             return torch.cat(outputs, dim=1)
         # TorchRec preallocates the output, as float32 or float16 only, and every kernel writes its part.
         # Here outputs may be bfloat16.
-        by_kernel = [
+        by_rank = [
             output.split(
                 values_per_rank(
                     zip(*part.stride_per_key_per_rank(), strict=True), config.embedding_dims()
@@ -302,7 +301,7 @@ class PooledLookup(_Lookup, GroupedPooledEmbeddingsLookup):
             )
             for output, part, config in zip(outputs, features, self.grouped_configs, strict=True)
         ]
-        parts = [part for parts in zip(*by_kernel, strict=True) for part in parts]
+        parts = [part for parts in zip(*by_rank, strict=True) for part in parts]
         return torch.cat(parts) if parts else self._dummy_embs_tensor
 
 

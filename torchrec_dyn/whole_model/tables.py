@@ -65,15 +65,12 @@ def tables_of(model: nn.Module, call: str) -> list[Table]:
 
 def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
     """Returns by name the sharding type of each dynamic table of a model, or "unsharded"."""
-    plans = [
-        (collection, getattr(collection, "module_sharding_plan", {}))
-        for _, collection in collections_of(model, call)
-    ]
-    return {
-        name: plan[name].sharding_type if name in plan else "unsharded"
-        for collection, plan in plans
-        for name in table_names(collection)
-    }
+    types: dict[str, str] = {}
+    for _, collection in collections_of(model, call):
+        types |= dict.fromkeys(table_names(collection), "unsharded")
+        plan = getattr(collection, "module_sharding_plan", {})
+        types |= {name: sharding.sharding_type for name, sharding in plan.items()}
+    return types
 
 
 def checked_collection(module: nn.Module, call: str) -> Collection:
