@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,26 +53,25 @@ class LocalShards:
     the shards. `batches` are those whose ids were sent and not looked up yet.
     """
 
-    def __init__(
-        self, setup: ShardingSetup, collection: Any, env: ShardingEnv, holder: str
-    ) -> None:
+    def __init__(self, setup: ShardingSetup, collection: Any, env: ShardingEnv) -> None:
         self.where = setup.where
         self.layouts = setup.layouts
         self.unsharded: nn.Module = setup.module[0].without_rows()
         self.batches = OpenForwards()
-        self.output_dtypes = setup.output_dtypes
+        self.output_dtypes = {options.output_dtype for options in setup.options.values()}
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
-        self._optimizers = setup.optimizers
+        self.optimizers = {name: options.optimizer for name, options in setup.options.items()}
         self._env = env
         self.device = setup.rows_device
-        self.frozen = set(setup.frozen)
+        self.frozen = {name for name, options in setup.options.items() if options.is_frozen}
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(kernels_of(collection._lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, Table] = {}
-        self._save_and_load_with(collection, holder)
+        self._save_and_load_with(collection, setup.holder)
+        self._fill_from(setup.module[0])
 
     # Called by the collection.
 
@@ -93,7 +93,7 @@ class LocalShards:
     def set_time(self, time: int) -> None:
         """Sets the clocks of all tables to the latest time that any rank passed. Collective."""
         where = f"{self.where}.set_time"
-        shards = [shard for shards in self._tables.values() for shard in shards]
+        shards = self._here()
 
         def checked() -> tuple[int, int]:
             if fault := time_fault(time, None):
@@ -129,8 +129,8 @@ class LocalShards:
             tables = self._by_key(f"{prefix}{holder}.")
             load_tables(state_dict, tables, self.where, missing_keys)
 
-        module._optim = ShardedOptimizer(module._optim.params, self, self._optimizers, holder)
-        module._optim.drive(self.groups())
+        module._optim = ShardedOptimizer(self, self.optimizers, holder)
+        module._optim.drive(self.table_groups())
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
         module._state_dict_hooks.clear()
@@ -166,7 +166,7 @@ class LocalShards:
             device=self.device,
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
-            optimizer=self._optimizers[name],
+            optimizer=self.optimizers[name],
             initializers=self._initializers,
             features=tuple(config.feature_names),
             frozen=self.frozen,
@@ -174,7 +174,7 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
-    def fill_from(self, collection: UnshardedCollection) -> None:
+    def _fill_from(self, collection: UnshardedCollection) -> None:
         """Copies this rank's part of the rows that were trained before sharding."""
         for name, shard in collection.local_tables().items():
             self._initializers[name] = shard.initializer
@@ -186,9 +186,8 @@ class LocalShards:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
         self._share(other.lock)
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.is_frozen = shard.name in self.frozen
+        for shard in self._here():
+            shard.is_frozen = shard.name in self.frozen
 
     def reuse(self, other: LocalShards, name: str) -> None:
         """Uses the shards of another plan for a table whose pieces are on the same ranks in both plans."""
@@ -200,31 +199,26 @@ class LocalShards:
     def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:
         """Replaces the shards, also in the tables that users hold; `follow` does the same elsewhere."""
         with commit(*self.tables()):
-            for shards in self._tables.values():
-                for shard in shards:
-                    if shard not in other._tables[shard.name]:
-                        shard.generation += (
-                            1  # earlier state dicts and graphs are not valid any more
-                        )
+            for shard in self._here():
+                if shard not in other._tables[shard.name]:
+                    shard.generation += 1  # earlier state dicts and graphs are not valid any more
             kept = {"batches": self.batches, "_handles": self._handles}
             self.__dict__.update({**other.__dict__, **kept})
             for name, handle in self._handles.items():
                 handle.follow(self.table(name))
             follow()
 
-    def groups(self) -> list[TableGroup]:
+    def table_groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
         return [kernel.group for kernel in self._kernels]
 
-    def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizers of all tables of the collection, in order, on any rank."""
-        return [self._optimizers[name] for name in self._configs]
-
     def _share(self, lock: TableLock) -> None:
         self.lock = lock
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.lock = lock
+        for shard in self._here():
+            shard.lock = lock
+
+    def _here(self) -> list[TableShard]:
+        return [*chain.from_iterable(self._tables.values())]
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -236,7 +230,7 @@ class LocalShards:
     def _by_name(self) -> dict[str, list[TableShard]]:
         shards: dict[str, list[TableShard]] = {name: [] for name in self._configs}
         for kernel in self._kernels:
-            for table in kernel.tables:
+            for table in kernel.group.tables:
                 shards[table.name].append(table)
         for table_shards in shards.values():
             table_shards.sort(key=lambda shard: shard.first_column)
@@ -244,11 +238,7 @@ class LocalShards:
 
 
 def copy_trained_rows(trained: Table, table: Table) -> None:
-    """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
-
-    Every rank has the whole unsharded collection, so nothing is sent. Optimizer state is copied if the shards
-    have the same kind of optimizer; state of one number per row goes to every column shard.
-    """
+    """Fills empty shards with this rank's part of the rows trained before sharding, which every rank has."""
     if not table.shards:
         return
     (source,), rows = trained.shards, LiveRows(trained, table.where)
@@ -273,11 +263,7 @@ class ShardedOptimizer(KeyedOptimizer):
     """
 
     def __init__(
-        self,
-        placeholders: Mapping[str, Any],
-        shards: LocalShards,
-        optimizers: Mapping[str, RowOptimizer],
-        holder: str,
+        self, shards: LocalShards, optimizers: Mapping[str, RowOptimizer], holder: str
     ) -> None:
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
@@ -293,7 +279,7 @@ class ShardedOptimizer(KeyedOptimizer):
 
         for name, optimizer in optimizers.items():
             key = f"{holder}.{name}.weight"
-            params[key] = placeholders.get(key, torch.empty(0, device="meta"))
+            params[key] = torch.empty(0, device="meta")  # a placeholder
             state[params[key]] = saved_states(name, optimizer, save, partial(load, name), exported)
             by_optimizer.setdefault(optimizer, []).append(params[key])
         self._rates = {
