@@ -89,6 +89,9 @@ _DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
 # What to do about a key that is not ours, where it is not just to remove it.
 _REMEDIES = {"lr": "Write learning_rate.", "betas": "Write beta1 and beta2."}
 
+# Keys that a rule in Python takes beside its own hyper-parameters.
+_OF_ANY_RULE = {"own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient"}
+
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
 # Keys for FBGEMM's cache of rows and for other places of rows. They have no effect; collections warn of them.
@@ -234,9 +237,12 @@ class RowOptimizer:
             chosen["kind"] = _by_row(chosen, where)
         chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
-        optimizer._check_own(chosen, where)
+        if optimizer.own is not None and (others := {*chosen} - _OF_ANY_RULE):
+            raise ValueError(
+                f"fused_params of {where}: expected the hyper-parameters of {optimizer.own!r} in its "
+                f"constructor, got {', '.join(sorted(others))}. Remove them from fused_params."
+            )
         optimizer._check_decay(where)
-        optimizer._check_eps(where)
         optimizer._check_options(where)
         if "max_gradient" in chosen and "gradient_clipping" not in chosen:
             raise ValueError(
@@ -245,18 +251,15 @@ class RowOptimizer:
             )
         return optimizer
 
-    def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
-        others = set(chosen) - {
-            *("own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
-        }
-        if self.own is not None and others:
-            raise ValueError(
-                f"fused_params of {where}: expected the hyper-parameters of {self.own!r} in its constructor, "
-                f"got {', '.join(sorted(others))}. Remove them from fused_params."
-            )
-
     def _check_options(self, where: str) -> None:
         rule = self._rule
+        # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
+        if "eps" in rule.hyper and self.eps < _LEAST_EPS:
+            raise ValueError(
+                f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
+                f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
+                "default, 1e-08."
+            )
         for key in ("initial_accumulator_value", "l1", "l2", "max_norm"):
             value = getattr(self, key)
             has_it = key in rule.hyper or (key == "initial_accumulator_value" and rule.sums)
@@ -269,15 +272,6 @@ class RowOptimizer:
             raise ValueError(
                 f"fused_params of {where}: expected max_gradient > 0, got 0.0, with which no row would "
                 "learn. Freeze the tables instead."
-            )
-
-    def _check_eps(self, where: str) -> None:
-        # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
-        if "eps" in self._rule.hyper and self.eps < _LEAST_EPS:
-            raise ValueError(
-                f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
-                f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
-                "default, 1e-08."
             )
 
     def _check_decay(self, where: str) -> None:

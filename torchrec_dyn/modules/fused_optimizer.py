@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -145,6 +146,7 @@ def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
     return lookup.optimizers()[number]
 
 
+@dataclass(eq=False)
 class SavedState:
     """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded.
 
@@ -152,40 +154,29 @@ class SavedState:
     `given` hold the tensors that the other entries were not asked for yet.
     """
 
-    def __init__(
-        self,
-        table: str,
-        name: str,
-        save: Callable[[], Mapping[str, Tensor]],
-        load: Callable[[dict[str, Tensor]], None],
-        exported: dict[tuple[int, str], Tensor],
-        given: dict[str, Tensor | None],
-    ) -> None:
-        self._name = name
-        self._key = f"{table}.{name}"
-        self._save = save
-        self._load = load
-        self._exported = exported
-        self._given = given
+    table: str
+    name: str
+    save: Callable[[], Mapping[str, Tensor]]
+    load: Callable[[dict[str, Tensor]], None]
+    exported: dict[tuple[int, str], Tensor]
+    given: dict[str, Tensor | None]
 
     @not_compiled
     def state_dict(self) -> Tensor:
         """Returns the tensor."""
         thread = get_ident()
-        saved = self._exported.pop((thread, self._key), None)
-        if saved is None:
-            others = {(thread, key): tensor for key, tensor in self._save().items()}
-            saved = others.pop((thread, self._key))
-            self._exported.update(others)
-        return saved
+        own = thread, f"{self.table}.{self.name}"
+        if own not in self.exported:
+            self.exported.update({(thread, key): saved for key, saved in self.save().items()})
+        return self.exported.pop(own)
 
     def load_state_dict(self, saved: Tensor) -> None:
         """Stores the tensor; the call for the last tensor of the table loads all."""
-        self._given[self._name] = saved
-        given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
-        if len(given) == len(self._given):
-            self._given.update(dict.fromkeys(given))
-            self._load(given)
+        self.given[self.name] = saved
+        given = {name: tensor for name, tensor in self.given.items() if tensor is not None}
+        if len(given) == len(self.given):
+            self.given.update(dict.fromkeys(given))
+            self.load(given)
 
 
 def saved_states(

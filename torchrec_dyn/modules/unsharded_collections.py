@@ -5,8 +5,8 @@ Legend: F features, B bags per feature, D columns of all features together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard, set_clocks
+
+_Collection = TypeVar("_Collection", bound="UnshardedCollection")
 
 
 class UnshardedCollection(FusedOptimizerModule):
@@ -139,11 +141,14 @@ class UnshardedCollection(FusedOptimizerModule):
         names = [table.config.name for table in self.unsharded_lookup.tables]
         return f"{type(self).__name__}(tables={listed(names)})"
 
-    def _copy_marks(self, other: UnshardedCollection) -> None:
-        """Copies optimizer marks and `requires_grad` from the tables of another collection."""
-        sources = other.unsharded_lookup.tables
-        for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
+    def _without_rows(self, kind: Callable[..., _Collection], **options: bool) -> _Collection:
+        """Returns a collection with the configs, options and marks of this one, on the meta device."""
+        options_of_rows = {"dynamic": self.dynamic_configs(), "fused_params": self.fused_params}
+        collection = kind(self.table_configs(), device="meta", **options_of_rows, **options)
+        copies = collection.unsharded_lookup.tables
+        for table, source in zip(copies, self.unsharded_lookup.tables, strict=True):
             table.copy_marks(source.weight)
+        return collection
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The rows of all tables are verified before any table is loaded. Each table then finds its load in
@@ -264,15 +269,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
 
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""
-        collection = DynamicEmbeddingCollection(
-            self.embedding_configs(),
-            "meta",
-            self._need_indices,
-            self.dynamic_configs(),
-            self.fused_params,
-        )
-        collection._copy_marks(self)
-        return collection
+        return self._without_rows(DynamicEmbeddingCollection, need_indices=self._need_indices)
 
 
 class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionInterface):
@@ -361,15 +358,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
-        collection = DynamicEmbeddingBagCollection(
-            self.embedding_bag_configs(),
-            self._is_weighted,
-            "meta",
-            self.dynamic_configs(),
-            self.fused_params,
-        )
-        collection._copy_marks(self)
-        return collection
+        return self._without_rows(DynamicEmbeddingBagCollection, is_weighted=self._is_weighted)
 
 
 def outputs_by_sample(

@@ -60,11 +60,10 @@ class _Group:
         return [part.view(-1, width) for part, width in flat]
 
 
-def _batch(
-    features: FeatureIds, training: bool, batch_sizes: Sequence[Sequence[int]] | None
-) -> Batch:
+def _batch(features: FeatureIds, training: bool, varies: bool) -> Batch:
+    sizes = [[size] for size in features.batch_sizes] if varies else None
     return Batch(
-        features.ids, features.lengths, features.stated, features.weights, training, batch_sizes,
+        features.ids, features.lengths, features.stated, features.weights, training, sizes,
         scores=features.scores, where=features.where,
     )  # fmt: skip
 
@@ -113,8 +112,7 @@ class UnshardedLookup:
         varies = features.varies
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            sizes = [[size] for size in chosen.batch_sizes] if varies else None
-            output = group.tables(_batch(chosen, training, sizes))
+            output = group.tables(_batch(chosen, training, varies))
             if group.positions is None and not varies:
                 return [output]
             return group.split(output, chosen.batch_sizes if varies else None)
@@ -125,8 +123,7 @@ class UnshardedLookup:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            sizes = [[size] for size in chosen.batch_sizes] if chosen.varies else None
-            batch = _batch(chosen, training, sizes)
+            batch = _batch(chosen, training, chosen.varies)
             output = group.tables(batch)
             chosen.note_begins(batch.begins)
             return list(torch.split(output, chosen.counts))

@@ -149,10 +149,9 @@ class UnshardedTable(nn.Module):
 
     def copy_marks(self, weight: nn.Parameter) -> None:
         """Copies optimizer marks and `requires_grad` from the placeholder of another table."""
-        marked: Any = weight
         self.weight.requires_grad_(weight.requires_grad)
-        if hasattr(weight, "_optimizer_classes"):
-            self.mark_optimizer(marked._optimizer_classes, marked._optimizer_kwargs)
+        if hasattr(weight, CHOICES[0]):
+            _mark(self.weight, *(getattr(weight, name) for name in CHOICES))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -189,10 +188,6 @@ class UnshardedTable(nn.Module):
             raise ValueError(
                 f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
             )
-        placeholder: Tensor | None = None
-        if dtype != self.weight.dtype:
-            # Before the rows are converted.
-            placeholder = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
         if self.shard is not None:
             if device == _META and self.shard.num_rows:
                 raise ValueError(
@@ -206,8 +201,8 @@ class UnshardedTable(nn.Module):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
                     self.shard.convert(dtype=dtype, device=device)
         self.device = device
-        if placeholder is not None:
-            self.weight.data = placeholder
+        if dtype != self.weight.dtype:
+            self.weight.data = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
             self.config = with_row_dtype(self.config, dtype)
         return self
 
@@ -274,10 +269,9 @@ class UnshardedTable(nn.Module):
         prefix: str,
         local_metadata: Mapping[str, Any],
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: list[str],
     ) -> None:
+        missing_keys, unexpected_keys, error_msgs = lists
         if are_rows_left_out():
             return
         if strict:
@@ -342,10 +336,8 @@ class _Placeholder(nn.Parameter):
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        marks = vars(self)
-        classes = list(marks.get("_optimizer_classes", _NO_CHOICE))
-        kwargs = [dict(options) for options in marks.get("_optimizer_kwargs", _NO_CHOICE)]
-        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, classes, kwargs)
+        choice = [vars(self).get(name, _NO_CHOICE) for name in CHOICES]
+        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, *choice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
         make, arguments = self.__reduce_ex__(4)

@@ -16,6 +16,7 @@ Legend: T tables, N rows in table order, M ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -48,16 +49,16 @@ def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
     return marks + bits_bytes(rows, row_limit) + _ID_BYTES * rows
 
 
+@dataclass(eq=False)
 class Version:
     """A version of one table. Changes after it are kept as long as this object exists.
 
     They have the mark `number` or a higher mark. If `keeps_erased`, ids that the user erases are kept, too.
     """
 
-    def __init__(self, log: ChangeLog, number: int, keeps_erased: bool = False) -> None:
-        self.log = log
-        self.number = number
-        self.keeps_erased = keeps_erased
+    log: ChangeLog
+    number: int
+    keeps_erased: bool = False
 
 
 class _Removed(NamedTuple):
@@ -95,9 +96,6 @@ class ChangeLog:
         """True if a version is held."""
         return len(self._versions) > 0
 
-    def _numbers(self) -> list[int]:
-        return [version.number for version in self._versions]
-
     def version(self, id_map: IdMap, withheld: Tensor, keeps_erased: bool = False) -> Version:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
         # First: an update must not take rows as recorded whose bits are cleared here.
@@ -124,8 +122,7 @@ class ChangeLog:
     def _still_asked(self) -> list[tuple[int, Tensor]]:
         """Returns the erased ids that a version in use keeps."""
         asking = [version.number for version in self._versions if version.keeps_erased]
-        since = min(asking, default=self.number + 1)
-        return [(at, ids) for at, ids in self.erased if at >= since]
+        return [(at, ids) for at, ids in self.erased if any(at >= number for number in asking)]
 
     def erased_ids(self, since: Version) -> Tensor:
         """Returns the ids [M] int64 that the user erased since a version that keeps them, each once."""
@@ -170,7 +167,7 @@ class ChangeLog:
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
         """Returns `removed` as it must be when ids [M] int64 lose their rows [M] int64; changes nothing."""
-        versions = self._numbers()
+        versions = [version.number for version in self._versions]
         removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
         if rows.numel():
             _append(removed, _Removed(self.number, ids, self.added.read(rows)))
@@ -183,10 +180,6 @@ class ChangeLog:
             for piece in (yield from _sifted(unsifted, versions)):
                 _append(removed, piece)
         return removed
-
-    def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
-        """Records `replaced`."""
-        vars(self).update(self.replaced(ids, rows, high, device))
 
     def replaced(
         self, ids: Tensor, rows: Tensor, high: int, device: torch.device

@@ -11,9 +11,9 @@ Legend: M rows.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import block_memory
 from torchrec_dyn.storage.block_memory import (
     HUGE_PAGE_BYTES,
-    advise_huge_pages,
-    advise_small_pages,
+    HUGE_PAGES,
+    JOIN_PAGES,
+    SMALL_PAGES,
     lasting,
     mapped_block,
 )
@@ -34,8 +35,6 @@ from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 _LINE_BYTES = 64
 # Rows beyond so many bytes get a huge page: on small pages steps of 20 tables took 1.2 of the time.
 _SMALL_PAGES_BYTES = 128 << 10
-# A disk or its quota is full, or the process may not write so long a file.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def most_block_bytes(files: str | None) -> int:
@@ -63,28 +62,23 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
     return blocks * block_bytes + block_memory.most_bytes(rest, row_bytes, whole)
 
 
+@dataclass(eq=False)
 class RowStore:
     """A store of rows in blocks [2^shift, columns]; in ranges the last may have fewer rows.
 
     `files` is the directory of the files from which the blocks are mapped; None: they are in memory.
     """
 
-    def __init__(
-        self,
-        columns: int,
-        shift: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        files: str | None = None,
-    ) -> None:
-        self.columns = columns
-        self.shift = shift
-        self.dtype = dtype
-        self.device = device
+    columns: int
+    shift: int
+    dtype: torch.dtype
+    device: torch.device
+    files: str | None = None
+
+    def __post_init__(self) -> None:
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = device.type in knobs.RANGE_DEVICES
-        self.files = files
+        self.grows_in_place = self.device.type in knobs.RANGE_DEVICES
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
 
@@ -129,9 +123,9 @@ class RowStore:
         is_mapped = bool(self.blocks) and self.blocks[0].nbytes >= HUGE_PAGE_BYTES
         is_small = is_mapped and rows * self.row_bytes <= _SMALL_PAGES_BYTES
         if is_small and not self._begins_small:
-            advise_small_pages(self.blocks[0])
+            block_memory.advise(self.blocks[0], HUGE_PAGE_BYTES, SMALL_PAGES)
         elif self._begins_small and not is_small:
-            advise_huge_pages(self.blocks[0])
+            block_memory.advise(self.blocks[0], HUGE_PAGE_BYTES, HUGE_PAGES, JOIN_PAGES)
         self._begins_small = is_small
 
     @lasting
@@ -146,24 +140,13 @@ class RowStore:
         if self.device.type == "cpu":  # elsewhere memory is committed at once
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
-        if self.files is not None:
-            return self._several_files(self.files, count)
         rows = count * block_rows
-        if self.device.type == "cpu" and rows * self.row_bytes >= HUGE_PAGE_BYTES:
+        if self.files is not None:
+            together = mapped_block(self.files, rows, self.columns, self.dtype)
+        elif self.device.type == "cpu" and rows * self.row_bytes >= HUGE_PAGE_BYTES:
             together = self._zeros(rows)
         else:
             together = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
-        return list(together.split(block_rows))[::-1]
-
-    def _several_files(self, directory: str, count: int) -> list[Tensor]:
-        """Returns new blocks in one file: `count` if the disk has room for so many, else one."""
-        block_rows = 1 << self.shift
-        try:
-            together = mapped_block(directory, count * block_rows, self.columns, self.dtype)
-        except OSError as error:
-            if count == 1 or error.errno not in _NO_ROOM:
-                raise
-            together = mapped_block(directory, block_rows, self.columns, self.dtype)
         return list(together.split(block_rows))[::-1]
 
     @lasting

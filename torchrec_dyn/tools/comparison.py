@@ -75,7 +75,11 @@ def _print_tables(first: _Tables, second: _Tables) -> bool:
 def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     """Prints the first step at which the newest branches of two runs differ; True if there is none."""
     chains = first, second
-    branches = [_newest_branch(chain) for chain in chains]
+    # The newest entry and those that lead to it by step, oldest first.
+    branches = [
+        {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
+        for chain in chains
+    ]
     steps = [step for step in branches[0] if step in branches[1]]
     print(f"first   {first.path}\nsecond  {second.path}\n{len(steps)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in chains for line in chain.skipped]
@@ -100,11 +104,6 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
         )
     print("all tables are equal at these steps")
     return bool(steps)
-
-
-def _newest_branch(chain: SavedChain) -> dict[int, Entry]:
-    """Returns the newest entry and those that lead to it by step, oldest first."""
-    return {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
 
 
 def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
@@ -168,8 +167,16 @@ def _lines(first: MergedTable | None, second: MergedTable | None) -> Iterator[st
         ours, theirs = (save.read(name) if name in save.names else None for save in saves)
         if not _are_equal(ours, theirs):
             yield titled(name, f"{_in_words(ours)} | {_in_words(theirs)}")
-    if (first.embedding_dim, first.dtype) == (second.embedding_dim, second.dtype):
-        yield from _rows_that_differ(first, second)
+    if (first.embedding_dim, first.dtype) != (second.embedding_dim, second.dtype):
+        return
+    differences = _Differences()
+    names = [name for name in first.names if name in second.names]
+    for rows in _in_same_ranges((first, second), names):
+        differences.add(*rows)
+    if first.last.num_rows and second.last.num_rows:
+        for name in sorted({*first.names} ^ {*second.names}):
+            yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
+    yield from differences.lines()
 
 
 def _configs_that_differ(
@@ -245,17 +252,6 @@ class _Differences:
             if self.negative:
                 yield f"    negative  {self.negative:,}"
             yield from (f"    {line}" for line in self.by_range.lines())
-
-
-def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
-    differences = _Differences()
-    names = [name for name in first.names if name in second.names]
-    for rows in _in_same_ranges((first, second), names):
-        differences.add(*rows)
-    if first.last.num_rows and second.last.num_rows:
-        for name in sorted({*first.names} ^ {*second.names}):
-            yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
-    yield from differences.lines()
 
 
 def _differ(first: Tensor, second: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ BATCH_BYTES = 32 << 20
 FORMATS = ("parquet", "arrow")
 _FORMAT = "torchrec_dyn_table_1"
 _TENSORS = {"id": "ids", "row": "weight", "last_seen_time": "last_seen"}  # by column
-_NUMBERS = ("id", "last_seen", "last_seen_time", "count")  # one int64 a row
 WAITING = ("id", "last_seen", "count")
 _DEFAULT = ("id", "row", "last_seen", "count")
 _Source = str | os.PathLike[str] | nn.Module
@@ -345,14 +344,11 @@ class ArrowColumns:
         self.schema = arrow.schema(fields, metadata={"torchrec_dyn": json.dumps(facts)})
 
     def _type_of(self, source: RowSource, name: str) -> Any:
-        if name in _NUMBERS:
-            return self._arrow.int64()
-        is_half = name == "row" and source.dtype == torch.float16
-        number = self._arrow.float16() if is_half else self._arrow.float32()
-        width = source.columns_of(_TENSORS.get(name, name))
-        if width == 1 and name in STATE_NAMES:
+        values = source.nothing(_TENSORS.get(name, name))
+        number = self._arrow.from_numpy_dtype(_as_numpy(values).dtype)
+        if values.dim() == 1 or (values.shape[1] == 1 and name in STATE_NAMES):
             return number
-        return self._arrow.list_(self._arrow.field("item", number, False), width)
+        return self._arrow.list_(self._arrow.field("item", number, False), values.shape[1])
 
     def batch(self, rows: Mapping[str, Tensor]) -> Any:
         """Returns a RecordBatch of Arrow of the rows of each tensor by name, rows [M, columns] or [M]."""
@@ -365,15 +361,14 @@ class ArrowColumns:
         return self._arrow.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _array(self, values: Tensor, kind: Any) -> Any:
-        arrow = self._arrow
-        if values.dtype == torch.bfloat16:
-            values = values.float()
-        numbers = arrow.py_buffer(values.contiguous().numpy())
-        is_list = arrow.types.is_fixed_size_list(kind)
-        flat = arrow.Array.from_buffers(
-            kind.value_type if is_list else kind, values.numel(), [None, numbers]
-        )
-        return arrow.FixedSizeListArray.from_arrays(flat, type=kind) if is_list else flat
+        flat = self._arrow.array(_as_numpy(values).ravel())
+        is_list = self._arrow.types.is_fixed_size_list(kind)
+        return self._arrow.FixedSizeListArray.from_arrays(flat, type=kind) if is_list else flat
+
+
+def _as_numpy(values: Tensor) -> Any:
+    """Returns numbers as Arrow takes them, without a copy, but of bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).contiguous().numpy()
 
 
 def _known(source: RowSource) -> tuple[str, ...]:
