@@ -47,10 +47,31 @@ class FeatureIds:
             ValueError: lengths or offsets are wrong.
         """
         if self._counts is None:
-            self._counts = _checked_counts(
-                self.lengths, self.stated, self.batch_sizes, self.ids.numel(), self.where
-            )
+            self._counts = self._checked_counts()
         return self._counts
+
+    def _checked_counts(self) -> list[int]:
+        sizes, ids = self.batch_sizes, self.ids.numel()
+        if len(set(sizes)) > 1:
+            sums = torch.stack([part.sum() for part in torch.split(self.lengths, sizes)])
+        else:
+            sums = self.lengths.reshape(len(sizes), -1).sum(1)
+        read = [sums]
+        if self.lengths.numel():
+            read += torch.aminmax(self.lengths)
+            if self.stated is not None:
+                read.append((self.stated != complete_cumsum(self.lengths)).any())
+        numbers = torch.hstack(read).tolist()  # a GPU's host waits once
+        counts, (least, most, *differ) = numbers[: len(sizes)], numbers[len(sizes) :] or (0, 0)
+        # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
+        if least < 0 or most > ids or sum(counts) != ids:
+            raise ValueError(
+                f"{self.where}: expected lengths that are not negative and add up to the {ids} ids, "
+                f"got a minimum of {least} and a sum of {sum(counts)}."
+            )
+        if any(differ):
+            raise _offsets_that_differ(self.where)
+        return counts
 
     def note_begins(self, begins: Tensor) -> None:
         """Notes where the ids of each feature begin, [F + 1] int64 on the CPU, which a lookup has read."""
@@ -184,15 +205,6 @@ def _read_features(
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
     weights, scores = _weights(features, weighted, scored, where)
-    lengths, batch_sizes = _lengths(features, where)
-    stated = features.offsets_or_none() if lengths.numel() else None
-    if stated is not None and stated.numel() != lengths.numel() + 1:
-        raise _offsets_that_differ(where)
-    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
-
-
-def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]]:
-    """Returns the number of ids of each bag, [bags of all features], and of bags of each feature, [F]."""
     lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
@@ -201,39 +213,10 @@ def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    return lengths, batch_sizes
-
-
-def _checked_counts(
-    lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
-) -> list[int]:
-    """Returns the ids of each feature, [F].
-
-    Shapes: lengths [bags of all features], stated [bags + 1] the offsets of the batch, if it has them.
-    """
-    if len(set(batch_sizes)) == 1:
-        sums = lengths.reshape(len(batch_sizes), -1).sum(1)
-    else:
-        sums = torch.stack([part.sum() for part in torch.split(lengths, list(batch_sizes))])
-    read = [sums]
-    if lengths.numel():
-        read += torch.aminmax(lengths)
-        if stated is not None:
-            read.append((stated != complete_cumsum(lengths)).any())
-    numbers = torch.hstack(read).tolist()  # a GPU's host waits once
-    counts, (least, most, *differ) = (
-        numbers[: len(batch_sizes)],
-        numbers[len(batch_sizes) :] or (0, 0),
-    )
-    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
-    if least < 0 or most > ids or sum(counts) != ids:
-        raise ValueError(
-            f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
-            f"got a minimum of {least} and a sum of {sum(counts)}."
-        )
-    if any(differ):
+    stated = features.offsets_or_none() if lengths.numel() else None
+    if stated is not None and stated.numel() != lengths.numel() + 1:
         raise _offsets_that_differ(where)
-    return counts
+    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
 
 
 def _weights(

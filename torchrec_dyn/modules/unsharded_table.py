@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torchrec_dyn.modules.wrapper_checks import (
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Piece, Table, TableLayout
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
     TableLoad,
     are_rows_left_out,
@@ -221,20 +222,10 @@ class UnshardedTable(nn.Module):
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
     def handle(self) -> Table:
-        """Returns the handle for users: it creates rows at first use, and always reads the present ones."""
-        layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
-        return Table(
-            name=self.config.name,
-            where=self.where,
-            layout=layout,
+        """Returns the handle for users, which always reads the present rows; creates the rows."""
+        return replace(
+            self.as_table(),
             shards=_PresentRows(self),
-            rank=0,
-            group=None,
-            lock=self.lock,
-            device=self.device,
-            config=self.saved_config(),
-            options=self.dynamic,
-            optimizer=chosen_optimizer(self.weight, self.fused_params, self.where),
             features=tuple(self.config.feature_names),
             placeholder=self.weight,
         )
