@@ -18,9 +18,8 @@ from torchrec_dyn.modules.feature_ids import (
 )
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
-    LearningRateGroup,
+    TablesOptimizer,
     saved_states,
-    write_updates,
 )
 from torchrec_dyn.modules.optimizer_choice import (
     DEFAULT_FUSED_PARAMS,

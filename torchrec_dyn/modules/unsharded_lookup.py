@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_dyn.lookup import Batch, TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states
 from torchrec_dyn.modules.optimizer_choice import (
     chosen_fused_params,
     chosen_output_dtype,
@@ -95,8 +94,7 @@ class UnshardedLookup:
         self._grouped_marks: list[Any] = []  # what was chosen by the marks of their weights then
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
-        self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
-        self._combined: KeyedOptimizer | None = None
+        self._optimizer: DynamicOptimizer | None = None
 
     @property
     def lock(self) -> TableLock:
@@ -150,18 +148,12 @@ class UnshardedLookup:
         return [group.tables for group in self._current_groups()]
 
     @property
-    def fused_optimizer(self) -> KeyedOptimizer:
+    def fused_optimizer(self) -> DynamicOptimizer:
         """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
-        optimizers = self.optimizers()
-        if self._combined is None:
-            self._combined = optimizers[0] if len(optimizers) == 1 else _AllOptimizers(optimizers)
-        return self._combined
-
-    def optimizers(self) -> list[DynamicOptimizer]:
-        """Returns the optimizers of the tables, one for each distinct row optimizer."""
         with self.lock:  # not `locked`: torn tables are loaded with their optimizer
             self._current_groups()
-            return list(self._optimizers.values())
+            assert self._optimizer is not None
+            return self._optimizer
 
     def note_training(self) -> None:
         """Checks the callers of a training forward. The first one warns of options without effect."""
@@ -221,16 +213,23 @@ class UnshardedLookup:
         for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((*kind, pooling), []).append(number)
         groups: list[_Group] = []
-        driven: dict[RowOptimizer, list[TableGroup]] = {}
-        for (_, optimizer, pooling), numbers in members.items():
+        for (_, _, pooling), numbers in members.items():
             group = self._new_group([state[number][0] for number in numbers], numbers, pooling)
             groups.append(group if len(members) > 1 else replace(group, positions=None))
-            driven.setdefault(optimizer, []).append(group.tables)
         optimizers = [optimizer for _, _, optimizer in state]
-        if optimizers != self._optimized_for:
-            self._make_optimizers(optimizers)
-        for optimizer, tables in driven.items():
-            self._optimizers[optimizer].rates.drive(tables)
+        if self._optimizer is None or optimizers != self._optimized_for:
+            self._kept_rates.update(self._current_rates())
+            tables = {
+                f"{self.prefix}.{table.config.name}.weight": (
+                    table.weight,
+                    optimizer,
+                    unsharded_states(table),
+                )
+                for table, optimizer in zip(self.tables, optimizers, strict=True)
+            }
+            self._optimizer = DynamicOptimizer(tables, self._kept_rates, self)
+            self._optimized_for = optimizers
+        self._optimizer.drive([group.tables for group in groups])
         return groups
 
     def _new_group(
@@ -256,25 +255,9 @@ class UnshardedLookup:
         columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         return _Group(tables, positions, columns)
 
-    def _make_optimizers(self, optimizers: list[RowOptimizer]) -> None:
-        self._kept_rates.update(self._current_rates())
-        built: dict[RowOptimizer, DynamicOptimizer] = {}
-        for kind in dict.fromkeys(optimizers):
-            tables = [
-                table for table, other in zip(self.tables, optimizers, strict=True) if other == kind
-            ]
-            built[kind] = DynamicOptimizer(
-                [],
-                {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
-                self._kept_rates.get(kind, kind.learning_rate),
-                self,
-            )
-            for table in tables:
-                built[kind].state[table.weight].update(unsharded_states(table))
-        self._optimizers, self._combined, self._optimized_for = built, None, optimizers
-
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {kind: float(optimizer.rates["lr"]) for kind, optimizer in self._optimizers.items()}
+        rates = {} if self._optimizer is None else self._optimizer.rates
+        return {optimizer: float(group["lr"]) for optimizer, group in rates.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
@@ -290,23 +273,3 @@ class UnshardedLookup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._drop_groups()
-
-
-class _AllOptimizers(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer of a collection; it steps all optimizers even if one fails."""
-
-    def step(self, closure: Any = None) -> None:
-        """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        optimizers: list[tuple[str, Any]] = self.optimizers
-        write_updates(optimizer.rates for _, optimizer in optimizers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
-        return _all_of, ([optimizer for _, optimizer in self.optimizers], self.defaults)
-
-
-def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _AllOptimizers:
-    """Returns the copy that has these parts."""
-    combined = _AllOptimizers(list(optimizers))
-    combined.defaults.update(defaults)
-    return combined

@@ -96,11 +96,14 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             chosen_output_dtype(fused_params, where),
             uses_of([(options(s.name).config, s.feature_names) for s in shards]),
         )
-        params = {
+        placeholders = {
             f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
             for table, shard in zip(self.tables, shards, strict=True)
         }
-        self._optimizer = DynamicOptimizer([self.group], params, optimizer.learning_rate)
+        self._optimizer = DynamicOptimizer(
+            {key: (placeholder, optimizer, {}) for key, placeholder in placeholders.items()}
+        )
+        self._optimizer.drive([self.group])
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
