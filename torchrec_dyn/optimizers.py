@@ -222,7 +222,7 @@ class RowOptimizer:
             elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
             elif key == "output_dtype":
-                output_dtype_of(value, where)
+                output_dtype_of(fused_params, where)
             elif key in _READERS:
                 chosen[key] = _READERS[key](key, value, where)
             elif key not in _WITHOUT_EFFECT:
@@ -297,8 +297,9 @@ class RowOptimizer:
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
-def output_dtype_of(value: Any, where: str) -> torch.dtype:
-    """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32."""
+def output_dtype_of(fused_params: Mapping[str, Any] | None, where: str) -> torch.dtype:
+    """Returns the dtype of the outputs: `output_dtype` of `fused_params`, else float32."""
+    value = (fused_params or {}).get("output_dtype")
     if value is None:
         return torch.float32
     dtype = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value

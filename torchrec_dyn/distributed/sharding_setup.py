@@ -17,10 +17,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import (
-    DEFAULT_FUSED_PARAMS,
     UnshardedTable,
     chosen_fused_params,
-    chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
     placement_options,
@@ -28,7 +26,7 @@ from torchrec_dyn.modules import (
     with_fbgemm_dtype,
 )
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.ranks import (
     checked_plan,
     config_of_share,
@@ -192,14 +190,14 @@ class ShardingSetup(nn.Module):
             chosen = chosen_fused_params(weight, fused_params, table)
             if chosen is None:
                 by_default.append(name)
-                chosen = dict(DEFAULT_FUSED_PARAMS)
+                chosen = {}
             placed.update(placement_options(chosen))
             placed.update(option for option in _PLACED_BY_PLAN if getattr(plan, option))
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan)
             chosen = with_fbgemm_dtype(chosen, table)
             self.optimizers[name] = RowOptimizer.from_fused_params(chosen, table)
-            output_dtypes[name] = chosen_output_dtype(chosen, table)
+            output_dtypes[name] = output_dtype_of(chosen, table)
             chosen[OPTIONS_KEY] = options_of_table
             placeholders[name] = _placeholder(weight, chosen)
         self.output_dtypes = set(output_dtypes.values())

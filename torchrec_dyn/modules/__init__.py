@@ -22,11 +22,9 @@ from torchrec_dyn.modules.fused_optimizer import (
     saved_states,
 )
 from torchrec_dyn.modules.optimizer_choice import (
-    DEFAULT_FUSED_PARAMS,
     check_fused_params,
     chosen_fused_params,
     chosen_optimizer,
-    chosen_output_dtype,
     matching_optimizer,
     merged_fused_params,
     placement_options,

@@ -11,7 +11,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -21,10 +20,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
-from torchrec_dyn.storage import turn_of
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -200,21 +196,3 @@ def saved_states(
     return {
         f"{table}.{name}": SavedState(table, name, save, load, exported, given) for name in names
     }
-
-
-def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
-    """Returns the entries of an unsharded table."""
-    # No closures: wrappers of TorchRec pickle the entries with their tables.
-    save, load = partial(_save, table), partial(_load, table)
-    return saved_states(table.config.name, table.rows().optimizer, save, load, {})
-
-
-def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
-    with turn_of(unsharded, also_torn=True):  # all tensors at one moment, or the places of a load
-        table = unsharded.as_table()
-        return save_optimizer_states([table], f"{table.where}.state_dict")
-
-
-def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
-    with turn_of(table):
-        load_optimizer_state(table.as_table(), saved)

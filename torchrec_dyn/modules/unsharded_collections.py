@@ -54,7 +54,6 @@ class UnshardedCollection(FusedOptimizerModule):
     def _make_tables(
         self,
         configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-        poolings: Sequence[str],
         holder: str,
         is_weighted: bool,
         device: torch.device | str | None,
@@ -72,7 +71,11 @@ class UnshardedCollection(FusedOptimizerModule):
             for config in configs
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
-        self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
+        poolings = [getattr(config, "pooling", None) for config in configs]
+        names = [
+            "none" if pooling is None else pooling_type_to_str(pooling) for pooling in poolings
+        ]
+        self.unsharded_lookup = UnshardedLookup(tables, names, holder)
         is_scored = any(table.dynamic.scores_weights for table in tables)
         self._read = FeatureReader(configs, is_weighted, where, is_scored)
 
@@ -134,12 +137,9 @@ class UnshardedCollection(FusedOptimizerModule):
 
     def table_configs(self) -> list[Any]:
         """Returns the configs of the tables; TorchRec's sharded collections read them in the constructor."""
-        check_not_made_static(self._where(), self)
-        return [table.config for table in self.unsharded_lookup.tables]
-
-    def _where(self) -> str:
         names = [table.config.name for table in self.unsharded_lookup.tables]
-        return f"{type(self).__name__}(tables={listed(names)})"
+        check_not_made_static(f"{type(self).__name__}(tables={listed(names)})", self)
+        return [table.config for table in self.unsharded_lookup.tables]
 
     def _without_rows(self, kind: Callable[..., _Collection], **options: bool) -> _Collection:
         """Returns a collection with the configs, options and marks of this one, on the meta device."""
@@ -199,11 +199,9 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
+        configs = checked_configs(tables, EmbeddingConfig, type(self).__name__, dynamic)
         self._need_indices = need_indices
-        poolings = ["none"] * len(configs)
-        self._make_tables(configs, poolings, "embeddings", False, device, dynamic, fused_params)
+        self._make_tables(configs, "embeddings", False, device, dynamic, fused_params)
         self._embedding_names_by_table = get_embedding_names_by_table(configs)
         self._output_names = [name for names in self._embedding_names_by_table for name in names]
 
@@ -302,13 +300,9 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
+        configs = checked_configs(tables, EmbeddingBagConfig, type(self).__name__, dynamic)
         self._is_weighted = is_weighted
-        poolings = [pooling_type_to_str(config.pooling) for config in configs]
-        self._make_tables(
-            configs, poolings, "embedding_bags", is_weighted, device, dynamic, fused_params
-        )
+        self._make_tables(configs, "embedding_bags", is_weighted, device, dynamic, fused_params)
         self._embedding_names, self._columns, self._features = pooled_outputs(configs)
 
     @forward_of_tables

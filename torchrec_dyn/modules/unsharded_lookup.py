@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch import Tensor
 
 from torchrec_dyn.lookup import Batch, TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, saved_states
 from torchrec_dyn.modules.optimizer_choice import (
     chosen_fused_params,
-    chosen_output_dtype,
     placement_options,
     placement_warning,
 )
 from torchrec_dyn.modules.unsharded_table import CHOICES, UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
@@ -213,47 +212,32 @@ class UnshardedLookup:
         for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((*kind, pooling), []).append(number)
         groups: list[_Group] = []
+        counts = [len(table.config.feature_names) for table in self.tables]
+        begins = list(accumulate(counts, initial=0))
+        dtype = output_dtype_of(self.tables[0].fused_params, self.where)
         for (_, _, pooling), numbers in members.items():
-            group = self._new_group([state[number][0] for number in numbers], numbers, pooling)
-            groups.append(group if len(members) > 1 else replace(group, positions=None))
+            shards = [state[number][0] for number in numbers]
+            configs = [self.tables[number].config for number in numbers]
+            pairs = zip(shards, configs, strict=True)
+            uses = uses_of([(shard.config, config.feature_names) for shard, config in pairs])
+            tables = TableGroup(
+                shards, [counts[number] for number in numbers], pooling, dtype, uses
+            )
+            positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
+            columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+            groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
         optimizers = [optimizer for _, _, optimizer in state]
         if self._optimizer is None or optimizers != self._optimized_for:
             self._kept_rates.update(self._current_rates())
-            tables = {
-                f"{self.prefix}.{table.config.name}.weight": (
-                    table.weight,
-                    optimizer,
-                    unsharded_states(table),
-                )
-                for table, optimizer in zip(self.tables, optimizers, strict=True)
-            }
-            self._optimizer = DynamicOptimizer(tables, self._kept_rates, self)
+            by_key = {}
+            for table, optimizer in zip(self.tables, optimizers, strict=True):
+                name, save, load = table.config.name, table.save_state, table.load_state
+                states = saved_states(name, optimizer, save, load, {})
+                by_key[f"{self.prefix}.{name}.weight"] = table.weight, optimizer, states
+            self._optimizer = DynamicOptimizer(by_key, self._kept_rates, self)
             self._optimized_for = optimizers
         self._optimizer.drive([group.tables for group in groups])
         return groups
-
-    def _new_group(
-        self, rows: Sequence[TableShard], numbers: Sequence[int], pooling: Any
-    ) -> _Group:
-        """Returns the group of the tables of some numbers; `rows` are theirs."""
-        configs = [self.tables[number].config for number in numbers]
-        counts = [len(table.config.feature_names) for table in self.tables]
-        begins = list(accumulate(counts, initial=0))
-        tables = TableGroup(
-            rows,
-            [counts[number] for number in numbers],
-            pooling,
-            chosen_output_dtype(self.tables[0].fused_params, self.tables[0].where),
-            uses_of(
-                [
-                    (shard.config, config.feature_names)
-                    for shard, config in zip(rows, configs, strict=True)
-                ]
-            ),
-        )
-        positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
-        columns = [config.embedding_dim for config in configs for _ in config.feature_names]
-        return _Group(tables, positions, columns)
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
         rates = {} if self._optimizer is None else self._optimizer.rates

@@ -26,6 +26,8 @@ from torchrec_dyn.state_dict import (
     TableLoad,
     are_rows_left_out,
     check_is_not_static,
+    load_optimizer_state,
+    save_optimizer_states,
     save_tables,
     stage_table,
 )
@@ -243,6 +245,16 @@ class UnshardedTable(nn.Module):
             if self.config.name in self.lock.torn and checksum is not None:
                 # Places of a load. What saves these tensors saves rows that no load takes.
                 checksum.fill_(-1)
+
+    def save_state(self) -> Mapping[str, Tensor]:
+        """Returns the optimizer state by key."""
+        with turn_of(self, also_torn=True):  # all tensors at one moment, or the places of a load
+            return save_optimizer_states([self.as_table()], f"{self.where}.state_dict")
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Loads the optimizer state by name."""
+        with turn_of(self):
+            load_optimizer_state(self.as_table(), saved)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows."""

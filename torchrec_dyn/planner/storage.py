@@ -27,10 +27,9 @@ from torchrec_dyn.life import SCORE_BYTES, most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
     chosen_optimizer,
-    chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer, output_dtype_of
 from torchrec_dyn.planner.measured import (
     MeasuredConstraints,
     checked_constraints,
@@ -196,7 +195,7 @@ class DynamicStorageEstimator(ShardEstimator):
             shards=[Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards],
             is_pooled=option.is_pooled,
             output_dtype=option.output_dtype
-            or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),
+            or dtype_to_data_type(output_dtype_of(fused_params, f"table '{option.name}'")),
             num_poolings=option.num_poolings,
         )
         self._whole.estimate([stand_in], sharder_data_map)

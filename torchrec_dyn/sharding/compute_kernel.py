@@ -24,8 +24,8 @@ from torchrec_dyn.lookup import (
     asks_for_senders,
     uses_of,
 )
-from torchrec_dyn.modules import DynamicOptimizer, chosen_output_dtype, initializer_of, row_dtype
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.modules import DynamicOptimizer, initializer_of, row_dtype
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.sharding.batches import counts_of
 from torchrec_dyn.table import TableShard
 
@@ -93,7 +93,7 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             self.tables,
             [shard.num_features() for shard in shards],
             pooling,
-            chosen_output_dtype(fused_params, where),
+            output_dtype_of(fused_params, where),
             uses_of([(options(s.name).config, s.feature_names) for s in shards]),
         )
         placeholders = {

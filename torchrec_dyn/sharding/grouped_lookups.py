@@ -21,8 +21,8 @@ from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.lookup import PrefetchedStep
-from torchrec_dyn.modules import chosen_output_dtype
 from torchrec_dyn.name_lists import listed
+from torchrec_dyn.optimizers import output_dtype_of
 from torchrec_dyn.sharding.compute_kernel import DynamicKernel
 
 # The steps of one batch that were taken ahead of its forward.
@@ -208,7 +208,7 @@ class CreatesLookup(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]):
         # the dtype that it sends.
         if groups := list(chain.from_iterable(groups_per_rank)):
             names = ", ".join(groups[0].table_names())
-            dtype = chosen_output_dtype(groups[0].fused_params, f"tables {names}")
+            dtype = output_dtype_of(groups[0].fused_params, f"tables {names}")
             empty = lookup._dummy_embs_tensor.detach().to(dtype)
             if self.lookup_class is SequenceLookup:
                 empty = empty.view(0, groups[0].embedding_tables[0].local_cols)
