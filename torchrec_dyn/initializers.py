@@ -126,21 +126,14 @@ class Constant:
 
 
 def default_initializer(num_embeddings: int) -> Uniform:
-    """Returns TorchRec's default: uniform in +-1/sqrt(num_embeddings).
-
-    Source: torchrec.modules.embedding_configs.BaseEmbeddingConfig.get_weight_init_min and _max.
-    """
+    """Returns TorchRec's default: uniform in +-1/sqrt(num_embeddings) (BaseEmbeddingConfig)."""
     bound = math.sqrt(1.0 / num_embeddings)
     return Uniform(-bound, bound)
 
 
 def table_key(seed: int, table: str, purpose: str) -> int:
-    """Returns a 64 bit key, as int64, for a seed, a table's name and a purpose.
-
-    A purpose has at most 16 ASCII letters; keys of different purposes give independent numbers.
-
-    Source: BLAKE2b with an 8 byte digest (RFC 7693), personalised by the purpose.
-    """
+    """Returns an int64 key for a seed, a table's name and a purpose of at most 16 ASCII letters."""
+    # BLAKE2b with an 8 byte digest (RFC 7693): keys of different purposes give independent numbers.
     text = f"{seed}\0{table}".encode()
     digest = hashlib.blake2b(text, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little", signed=True)

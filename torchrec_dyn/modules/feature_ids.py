@@ -41,11 +41,7 @@ class FeatureIds:
 
     @property
     def counts(self) -> list[int]:
-        """The number of ids of each feature, [F]. A GPU's host waits for them.
-
-        Raises:
-            ValueError: lengths or offsets are wrong.
-        """
+        """The number of ids of each feature, [F], after checks of lengths and offsets. A GPU's host waits."""
         if self._counts is None:
             self._counts = self._checked_counts()
         return self._counts
@@ -111,20 +107,16 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
     return torch.cat([parts[i] for i in positions])
 
 
+@dataclass(eq=False)
 class FeatureReader:
     """Reads the features of a collection's tables, in table order; a feature may belong to several tables."""
 
-    def __init__(
-        self,
-        configs: Sequence[BaseEmbeddingConfig],
-        weighted: bool,
-        where: str,
-        scored: bool = False,
-    ) -> None:
-        self._features = {config.name: list(config.feature_names) for config in configs}
-        self._weighted = weighted
-        self._scored = scored
-        self._where = where
+    configs: Sequence[BaseEmbeddingConfig]
+    weighted: bool
+    where: str
+    scored: bool = False
+
+    def __post_init__(self) -> None:
         # Keys of the last batch and positions of our features among them; None: all features, in the order of
         # the batch. One attribute, because several threads may read batches.
         self._last: tuple[list[str] | None, list[int] | None] = (None, None)
@@ -134,25 +126,25 @@ class FeatureReader:
         if not isinstance(features, KeyedJaggedTensor):
             if isinstance(features, LazyAwaitable):  # of a module that sends the batch
                 features = features.wait()
-            check_keyed(features, self._where)
+            check_keyed(features, self.where)
         keys = features.keys()
         known, positions = self._last
         if keys != known:
             positions = self._find(keys)
             self._last = (list(keys), positions)
-        read = _read_features(features, self._weighted, self._where, self._scored)
+        read = _read_features(features, self.weighted, self.where, self.scored)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
         index = {key: position for position, key in enumerate(keys)}
-        for table, names in self._features.items():
-            for name in names:
-                if name not in index:
-                    raise ValueError(
-                        f"{self._where}(table='{table}'): expected feature '{name}', got features {keys}."
-                    )
-        read = [name for names in self._features.values() for name in names]
-        check_keys_once(keys, read, self._where)
+        pairs = [(config.name, name) for config in self.configs for name in config.feature_names]
+        for table, name in pairs:
+            if name not in index:
+                raise ValueError(
+                    f"{self.where}(table='{table}'): expected feature '{name}', got features {keys}."
+                )
+        read = [name for _, name in pairs]
+        check_keys_once(keys, read, self.where)
         positions = [index[name] for name in read]
         return None if positions == list(range(len(keys))) else positions
 

@@ -245,14 +245,9 @@ class UnshardedLookup:
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
-        return {
-            "tables": self.tables,
-            "poolings": self.poolings,
-            "prefix": self.prefix,
-            "where": self.where,
-            "_kept_rates": {**self._kept_rates, **self._current_rates()},
-            "_has_warned": self._has_warned,
-        }
+        names = ("tables", "poolings", "prefix", "where", "_has_warned")
+        rates = {**self._kept_rates, **self._current_rates()}
+        return {name: getattr(self, name) for name in names} | {"_kept_rates": rates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

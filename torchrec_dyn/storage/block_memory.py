@@ -52,10 +52,8 @@ def _ahead(used: int) -> int:
 
 
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
-    """Returns block [R, D] with at least `rows` rows, and a few more, so that growth is rare.
-
-    A whole block has `limit` rows. A block of this function keeps its address; new rows are not initialised.
-    """
+    """Returns block [R, D] of up to `limit` rows with at least `rows`, at the address of one made here."""
+    # With a few more rows, so that growth is rare. New rows are not initialised.
     row_bytes = block.shape[1] * block.itemsize
     if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])

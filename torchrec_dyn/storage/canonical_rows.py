@@ -68,13 +68,6 @@ _kept: list[tuple[weakref.ref[_Scans], int]] = []  # the owners and rows of all 
 _scans: weakref.WeakValueDictionary[int, _Scans] = weakref.WeakValueDictionary()
 
 
-def _scans_of(id_map: IdMap, stamped: Any) -> _Scans:
-    scans = _scans.get(id(id_map))
-    if scans is None or scans.stamped is None or scans.stamped != stamped:
-        scans = _scans[id(id_map)] = _Scans(id_map, stamped)
-    return scans
-
-
 def signed(word: int) -> int:
     """Returns the int64 with the bits of an unsigned word."""
     return word - (1 << _WORD_BITS) if word >> (_WORD_BITS - 1) else word
@@ -95,7 +88,10 @@ class CanonicalRows:
         self._stamp = stamp
         self._stamped = stamp()
         self.count = id_map.num_ids
-        self._scans = _scans_of(id_map, self._stamped)
+        scans = _scans.get(id(id_map))
+        if scans is None or scans.stamped is None or scans.stamped != self._stamped:
+            scans = _scans[id(id_map)] = _Scans(id_map, self._stamped)
+        self._scans = scans
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
@@ -121,10 +117,7 @@ class CanonicalRows:
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows.
-
-        The next piece overwrites the rows.
-        """
+        """Yields all ids and rows, ascending by row, up to `most`; the next piece overwrites the rows."""
         self.check_unchanged()
         if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)

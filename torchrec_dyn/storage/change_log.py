@@ -288,10 +288,7 @@ def _on_cpu(logs: Sequence[ChangeLog | None]) -> bool:
 def note_update(
     logs: Sequence[ChangeLog | None], id_maps: Sequence[IdMap], rows: Tensor, table_offsets: Tensor
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """As `note_changed`, for an update that comes next; the ids of the forward are not known any more.
-
-    A GPU's update records the rows: returns the arguments of `ops.update_rows_` with which it does.
-    """
+    """As `note_changed`, for an update that comes next; returns the arguments with which a GPU's does it."""
     if _on_cpu(logs):
         note_changed(logs, id_maps, rows, table_offsets)
         return (), None

@@ -258,10 +258,7 @@ class RowStore:
         return result
 
     def keep_in_use(self) -> None:
-        """Keeps the blocks, which are dropped next, for present kernels of this stream.
-
-        A range waits for all kernels itself.
-        """
+        """Keeps the blocks, which are dropped next, for present kernels; a range waits for them itself."""
         if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks)
 
@@ -296,34 +293,32 @@ class RowStore:
         ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
 
 
+@dataclass(eq=False)
 class InitialRows:
     """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
 
-    def __init__(
-        self,
-        initializer: Initializer,
-        seed: int,
-        name: str,
-        first_column: int,
-        initial_states: Sequence[float] = (),
-    ) -> None:
-        self._states = initial_states
-        self._kind, self._parameters = initializer.parameters()
-        self._key = table_key(seed, name, "initial row")
-        self._first_column = first_column
+    initializer: Initializer
+    seed: int
+    name: str
+    first_column: int
+    initial_states: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        self._kind, self._parameters = self.initializer.parameters()
+        self._key = table_key(self.seed, self.name, "initial row")
 
     def numbers(self) -> tuple[tuple[int, int, int], Sequence[float]]:
         """Returns kind, key and first column, and the parameters, as `ops.prepare_tables` takes them."""
-        return (self._kind, self._key, self._first_column), self._parameters
+        return (self._kind, self._key, self.first_column), self._parameters
 
     def write(
         self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
     ) -> None:
         """Writes the initial rows of ids [M] int64 to rows [M] int64, and those of `states`."""
         ops.init_rows_(
-            ids, rows, store.blocks, store.shift, store.columns, self._first_column,
+            ids, rows, store.blocks, store.shift, store.columns, self.first_column,
             self._kind, self._parameters, self._key,
         )  # fmt: skip
         if states:
-            for state, number in zip(states, self._states, strict=True):
+            for state, number in zip(states, self.initial_states, strict=True):
                 state.fill(rows, number)

@@ -117,11 +117,9 @@ def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
 
 
 def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
-    """Returns a text for each table with other contents.
-
-    Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
-    numbers, too.
-    """
+    """Returns a text for each table with other contents."""
+    # Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
+    # numbers, too.
     differing = []
     sums = first.sums_by_tensor(), second.sums_by_tensor()
     for table in sorted({*sums[0]} | {*sums[1]}):

@@ -127,12 +127,8 @@ def _moments(is_delta: bool) -> Sequence[str]:
 
 
 def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
-    """Returns the fingerprint of all tables, 64 bits, from the name and the fingerprint of each table.
-
-    Keys have no part in it, so the place of the model in the checkpoint has no effect.
-
-    Source: BLAKE2b with an 8 byte digest (RFC 7693).
-    """
+    """Returns the fingerprint of all tables, 64 bits, from the name and the fingerprint of each table."""
+    # Keys have no part in it, so the place of the model in the checkpoint has no effect.
     text = "\0".join(f"{name} {fingerprint:016x}" for name, fingerprint in sorted(parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -277,11 +273,9 @@ def plot(rows: Mapping[str, Sequence[Histogram]], path: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> str:
-    """Reads all files of a checkpoint or a delta, checks them, and returns a line that says what was checked.
-
-    Rows of dynamic tables are checked against their content sums, and all else against the CRCs that
-    torch.save writes into its archives, unless torch.serialization.set_crc32_options(False) left them out.
-    """
+    """Reads and checks all files of a checkpoint or a delta; returns a line that says what was checked."""
+    # Rows by their content sums, all else by the CRCs that torch.save writes into its archives, unless
+    # torch.serialization.set_crc32_options(False) left them out.
     checkpoint = open_checkpoint(folder)
     for table in checkpoint.tables.values():
         table.verify()

@@ -288,11 +288,8 @@ def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
 
 def _new_folder(path: Path, rows: RowSource) -> Path:
     """Makes the folder in which all ranks write, and returns it. Collective."""
-
-    def new_name() -> str:
-        return f".{path.name}.{uuid.uuid4().hex}"
-
-    folder = path.with_name(gather_results(rows.group, rows.where, new_name)[0])
+    names = gather_results(rows.group, rows.where, lambda: f".{path.name}.{uuid.uuid4().hex}")
+    folder = path.with_name(names[0])
     run_together(rows.group, rows.where, lambda: folder.mkdir(exist_ok=True))
     return folder
 
