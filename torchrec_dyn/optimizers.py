@@ -237,11 +237,7 @@ class RowOptimizer:
             chosen["kind"] = _by_row(chosen, where)
         chosen = {**_DEFAULTS.get(chosen.get("kind", cls.kind), {}), **chosen}
         optimizer = cls(**chosen)
-        if optimizer.own is not None and (others := {*chosen} - _OF_ANY_RULE):
-            raise ValueError(
-                f"fused_params of {where}: expected the hyper-parameters of {optimizer.own!r} in its "
-                f"constructor, got {', '.join(sorted(others))}. Remove them from fused_params."
-            )
+        optimizer._check_own(chosen, where)
         optimizer._check_decay(where)
         optimizer._check_options(where)
         if "max_gradient" in chosen and "gradient_clipping" not in chosen:
@@ -250,6 +246,13 @@ class RowOptimizer:
                 f"max_gradient = {optimizer.max_gradient} alone. Add gradient_clipping=True, or remove it."
             )
         return optimizer
+
+    def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
+        if self.own is not None and (others := {*chosen} - _OF_ANY_RULE):
+            raise ValueError(
+                f"fused_params of {where}: expected the hyper-parameters of {self.own!r} in its constructor, "
+                f"got {', '.join(sorted(others))}. Remove them from fused_params."
+            )
 
     def _check_options(self, where: str) -> None:
         rule = self._rule

@@ -48,11 +48,15 @@ def check_versions() -> str:
             if {trio["torch"], trio["torchrec"]} <= minors["torch"] | minors["torchrec"]:
                 return ", ".join(f"{part} {minor}" for part, minor in trio.items())
             return "none: these versions are not judged"
+    raise _fault(installed, minors)
+
+
+def _fault(installed: dict[str, dict[str, str]], minors: dict[str, set[str | None]]) -> ImportError:
     nearest = max(TRIOS, key=lambda trio: sum(trio[part] in minors[part] for part in trio))
     releases_text = ", ".join(
         f"{name} {said}" for releases in installed.values() for name, said in releases.items()
     )
-    raise ImportError(
+    return ImportError(
         f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {releases_text}. "
         f"Install torch {nearest['torch']}.*, torchrec {nearest['torchrec']}.* and fbgemm-gpu "
         f"{nearest['fbgemm']}.* (for the CPU fbgemm-gpu-cpu), or set {OVERRIDE}=1 to skip this check. "

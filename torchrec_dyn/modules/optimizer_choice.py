@@ -37,6 +37,20 @@ def matching_optimizer(optimizer_class: type[torch.optim.Optimizer]) -> EmbOptim
 
 def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the options of a torch optimizer under FBGEMM's names. TorchRec's classes already use them."""
+    _check_options(options, where)
+    unused = (*_WITHOUT_EFFECT, *_UNSUPPORTED)
+    spelled = {name: value for name, value in options.items() if name not in unused}
+    if "betas" in spelled:
+        try:
+            spelled["beta1"], spelled["beta2"] = spelled.pop("betas")
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{where}: expected betas as a pair of numbers, got {options['betas']!r}."
+            ) from None
+    return spelled
+
+
+def _check_options(options: Mapping[str, Any], where: str) -> None:
     for name in _UNSUPPORTED:
         if options.get(name, False):
             raise ValueError(
@@ -48,16 +62,6 @@ def _as_fused_params(options: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: expected {name} or {' and '.join(others)} on the parameter, got {name} and "
                 f"{' and '.join(twice)}. Remove one of them."
             )
-    unused = (*_WITHOUT_EFFECT, *_UNSUPPORTED)
-    spelled = {name: value for name, value in options.items() if name not in unused}
-    if "betas" in spelled:
-        try:
-            spelled["beta1"], spelled["beta2"] = spelled.pop("betas")
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"{where}: expected betas as a pair of numbers, got {options['betas']!r}."
-            ) from None
-    return spelled
 
 
 def merged_fused_params(

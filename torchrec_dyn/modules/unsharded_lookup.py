@@ -212,20 +212,9 @@ class UnshardedLookup:
         for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((*kind, pooling), []).append(number)
         groups: list[_Group] = []
-        counts = [len(table.config.feature_names) for table in self.tables]
-        begins = list(accumulate(counts, initial=0))
-        dtype = output_dtype_of(self.tables[0].fused_params, self.where)
         for (_, _, pooling), numbers in members.items():
             shards = [state[number][0] for number in numbers]
-            configs = [self.tables[number].config for number in numbers]
-            pairs = zip(shards, configs, strict=True)
-            uses = uses_of([(shard.config, config.feature_names) for shard, config in pairs])
-            tables = TableGroup(
-                shards, [counts[number] for number in numbers], pooling, dtype, uses
-            )
-            positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
-            columns = [config.embedding_dim for config in configs for _ in config.feature_names]
-            groups.append(_Group(tables, positions if len(members) > 1 else None, columns))
+            groups.append(self._new_group(shards, numbers, pooling, len(members) == 1))
         optimizers = [optimizer for _, _, optimizer in state]
         if self._optimizer is None or optimizers != self._optimized_for:
             self._kept_rates.update(self._current_rates())
@@ -238,6 +227,20 @@ class UnshardedLookup:
             self._optimized_for = optimizers
         self._optimizer.drive([group.tables for group in groups])
         return groups
+
+    def _new_group(
+        self, shards: Sequence[TableShard], numbers: Sequence[int], pooling: Any, has_all: bool
+    ) -> _Group:
+        configs = [self.tables[number].config for number in numbers]
+        counts = [len(table.config.feature_names) for table in self.tables]
+        begins = list(accumulate(counts, initial=0))
+        dtype = output_dtype_of(self.tables[0].fused_params, self.where)
+        pairs = zip(shards, configs, strict=True)
+        uses = uses_of([(shard.config, config.feature_names) for shard, config in pairs])
+        tables = TableGroup(shards, [counts[number] for number in numbers], pooling, dtype, uses)
+        positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
+        columns = [config.embedding_dim for config in configs for _ in config.feature_names]
+        return _Group(tables, None if has_all else positions, columns)
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
         rates = {} if self._optimizer is None else self._optimizer.rates

@@ -96,12 +96,15 @@ class DynamicKernel(BaseEmbedding, FusedOptimizerModule):
             output_dtype_of(fused_params, where),
             uses_of([(options(s.name).config, s.feature_names) for s in shards]),
         )
-        placeholders = {
-            f"{table.name}.weight": torch.empty(shard.num_embeddings, table.columns, device="meta")
-            for table, shard in zip(self.tables, shards, strict=True)
-        }
         self._optimizer = DynamicOptimizer(
-            {key: (placeholder, optimizer, {}) for key, placeholder in placeholders.items()}
+            {
+                f"{table.name}.weight": (
+                    torch.empty(shard.num_embeddings, table.columns, device="meta"),
+                    optimizer,
+                    {},
+                )
+                for table, shard in zip(self.tables, shards, strict=True)
+            }
         )
         self._optimizer.drive([self.group])
 

@@ -96,6 +96,9 @@ class ChangeLog:
         """True if a version is held."""
         return len(self._versions) > 0
 
+    def _numbers(self) -> list[int]:
+        return [version.number for version in self._versions]
+
     def version(self, id_map: IdMap, withheld: Tensor, keeps_erased: bool = False) -> Version:
         """Starts and returns a version of a table with this map; withheld [M] int64 are its withheld rows."""
         # First: an update must not take rows as recorded whose bits are cleared here.
@@ -167,7 +170,7 @@ class ChangeLog:
 
     def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
         """Returns `removed` as it must be when ids [M] int64 lose their rows [M] int64; changes nothing."""
-        versions = [version.number for version in self._versions]
+        versions = self._numbers()
         removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
         if rows.numel():
             _append(removed, _Removed(self.number, ids, self.added.read(rows)))

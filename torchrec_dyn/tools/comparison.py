@@ -75,11 +75,7 @@ def _print_tables(first: _Tables, second: _Tables) -> bool:
 def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
     """Prints the first step at which the newest branches of two runs differ; True if there is none."""
     chains = first, second
-    # The newest entry and those that lead to it by step, oldest first.
-    branches = [
-        {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
-        for chain in chains
-    ]
+    branches = [_newest_branch(chain) for chain in chains]
     steps = [step for step in branches[0] if step in branches[1]]
     print(f"first   {first.path}\nsecond  {second.path}\n{len(steps)} steps in both")
     unread = [f"{chain.path}: {line}" for chain in chains for line in chain.skipped]
@@ -104,6 +100,11 @@ def _print_first_difference(first: SavedChain, second: SavedChain) -> bool:
         )
     print("all tables are equal at these steps")
     return bool(steps)
+
+
+def _newest_branch(chain: SavedChain) -> dict[int, Entry]:
+    """Returns the newest entry and those that lead to it by step, oldest first."""
+    return {entry.step: entry for entry in [*chain.backward(chain.entries[-1])][::-1]}
 
 
 def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
@@ -165,8 +166,11 @@ def _lines(first: MergedTable | None, second: MergedTable | None) -> Iterator[st
         ours, theirs = (save.read(name) if name in save.names else None for save in saves)
         if not _are_equal(ours, theirs):
             yield titled(name, f"{_in_words(ours)} | {_in_words(theirs)}")
-    if (first.embedding_dim, first.dtype) != (second.embedding_dim, second.dtype):
-        return
+    if (first.embedding_dim, first.dtype) == (second.embedding_dim, second.dtype):
+        yield from _rows_that_differ(first, second)
+
+
+def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
     differences = _Differences()
     names = [name for name in first.names if name in second.names]
     for rows in _in_same_ranges((first, second), names):
