@@ -223,11 +223,18 @@ class UnshardedTable(nn.Module):
         """Returns the present table as a `Table` of one rank; creates the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    def _as_saved(self) -> Table:
+        """Returns the table as it is: without rows if nothing has used it, even on the meta device."""
+        rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
+        return Table.of_one(rows, self.where, self.saved_config())
+
     def handle(self) -> Table:
-        """Returns the handle for users, which always reads the present rows; creates the rows."""
+        """Returns the handle for users: it creates rows at first use, and always reads the present ones."""
         return replace(
-            self.as_table(),
+            self._as_saved(),
             shards=_PresentRows(self),
+            device=self.device,
+            optimizer=chosen_optimizer(self.weight, self.fused_params, self.where),
             features=tuple(self.config.feature_names),
             placeholder=self.weight,
         )
@@ -237,10 +244,7 @@ class UnshardedTable(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         with turn_of(self, also_torn=True):
-            # A table that nothing has used is saved without rows, even on the meta device.
-            rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
-            table = Table.of_one(rows, self.where, self.saved_config())
-            save_tables(destination, {prefix: table}, self.where)
+            save_tables(destination, {prefix: self._as_saved()}, self.where)
             checksum = destination.get(f"{prefix}{MODEL_CHECKSUM}")  # none within a restore
             if self.config.name in self.lock.torn and checksum is not None:
                 # Places of a load. What saves these tensors saves rows that no load takes.
