@@ -29,8 +29,8 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
-from torchrec_dyn.tools.arrow_file import ArrowFile
-from torchrec_dyn.tools.safetensors_file import SafetensorsWriter
+from torchrec_dyn.tools.safetensors_rows import SafetensorsWriter
+from torchrec_dyn.tools.table_export import ArrowFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
@@ -20,13 +19,12 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
-    LearningRateGroup,
+    TablesOptimizer,
     UnshardedCollection,
     check_not_gathered,
     initializer_of,
     row_dtype,
     saved_states,
-    write_updates,
 )
 from torchrec_dyn.optimizers import STATE_NAMES, RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
@@ -254,7 +252,7 @@ def copy_trained_rows(trained: Table, table: Table) -> None:
     append_rows(rows, table, table.shards, names)
 
 
-class ShardedOptimizer(KeyedOptimizer):
+class ShardedOptimizer(TablesOptimizer):
     """Optimizer state and learning rates of all tables of a sharded collection, on every rank.
 
     Saving and loading are collective, so every rank needs the entries of all tables; TorchRec's optimizer
@@ -265,9 +263,7 @@ class ShardedOptimizer(KeyedOptimizer):
     def __init__(
         self, shards: LocalShards, optimizers: Mapping[str, RowOptimizer], holder: str
     ) -> None:
-        params: dict[str, Any] = {}
-        state: dict[Any, dict[str, Any]] = {}
-        by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
+        tables = {}
         exported: dict[tuple[int, str], Tensor] = {}
 
         def save() -> Mapping[str, Tensor]:
@@ -279,28 +275,10 @@ class ShardedOptimizer(KeyedOptimizer):
 
         for name, optimizer in optimizers.items():
             key = f"{holder}.{name}.weight"
-            params[key] = torch.empty(0, device="meta")  # a placeholder
-            state[params[key]] = saved_states(name, optimizer, save, partial(load, name), exported)
-            by_optimizer.setdefault(optimizer, []).append(params[key])
-        self._rates = {
-            optimizer: LearningRateGroup(members, optimizer.learning_rate)
-            for optimizer, members in by_optimizer.items()
-        }
-        super().__init__(params, state, list(self._rates.values()))
-
-    def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change."""
-        for optimizer, rates in self._rates.items():
-            rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
-
-    def step(self, closure: Any = None) -> None:
-        """Writes learning rates and deferred updates; other rows were updated in backward."""
-        write_updates(self._rates.values())
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Writes learning rates to the tables, and drops deferred updates."""
-        for rates in self._rates.values():
-            rates.drop_updates()
+            placeholder = torch.empty(0, device="meta")
+            states = saved_states(name, optimizer, save, partial(load, name), exported)
+            tables[key] = placeholder, optimizer, states
+        super().__init__(tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ValueError(

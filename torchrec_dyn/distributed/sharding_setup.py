@@ -17,10 +17,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import (
-    DEFAULT_FUSED_PARAMS,
     UnshardedTable,
     chosen_fused_params,
-    chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
     placement_options,
@@ -28,7 +26,7 @@ from torchrec_dyn.modules import (
     with_fbgemm_dtype,
 )
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.ranks import checked_plan, config_of_share, host_group, row_limit, table_layouts
 from torchrec_dyn.sharding import OPTIONS_KEY, TableOptions
 
@@ -167,7 +165,7 @@ class ShardingSetup(nn.Module):
             chosen = chosen_fused_params(table.weight, fused_params, where)
             if chosen is None:
                 by_default.append(name)
-                chosen = dict(DEFAULT_FUSED_PARAMS)
+                chosen = {}
             placed.update(placement_options(chosen))
             placed.update(option for option in _PLACED_BY_PLAN if getattr(plan, option))
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
@@ -176,7 +174,7 @@ class ShardingSetup(nn.Module):
             self.options[name] = TableOptions(
                 config=config_of_share(table.dynamic, layout.row_ranks),
                 optimizer=RowOptimizer.from_fused_params(chosen, where),
-                output_dtype=chosen_output_dtype(chosen, where),
+                output_dtype=output_dtype_of(chosen, where),
                 row_limit=row_limit(table.weight.shape[0], layout.row_ranks),
                 rows_are_spread=layout.rows_are_spread,
                 is_frozen=table.is_frozen,

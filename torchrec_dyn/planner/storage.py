@@ -28,10 +28,9 @@ from torchrec_dyn.life import SCORE_BYTES, most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
     chosen_optimizer,
-    chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer, output_dtype_of
 from torchrec_dyn.planner.measured import (
     MeasuredConstraints,
     checked_constraints,
@@ -193,7 +192,7 @@ class DynamicStorageEstimator(ShardEstimator):
             Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards
         ]
         if stand_in.output_dtype is None:
-            dtype = chosen_output_dtype(fused_params, f"table '{option.name}'")
+            dtype = output_dtype_of(fused_params, f"table '{option.name}'")
             stand_in.output_dtype = dtype_to_data_type(dtype)
         self._whole.estimate([stand_in], sharder_data_map)
         whole = [shard.storage for shard in stand_in.shards]
