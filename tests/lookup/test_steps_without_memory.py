@@ -63,7 +63,7 @@ def without_memory(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("life", LIVES)
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.deep, id="deep")])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.deep, id="deep")])
 def test_a_step_without_memory_changes_nothing(
     life: str, every: int, without_memory: Any, threads: Any
 ) -> None:

@@ -291,21 +291,23 @@ class Removal:
         table.counters[self._cause] += self._rows.numel()
 
     def undo(self) -> Callable[[], None]:
-        """Returns a call that undoes a commit that comes next."""
+        """Returns a call that undoes a commit that comes next, or a part of it."""
         table, log = self._table, self._log
         life, renumber = table.life, table.row_numbers.undo()
         removed = None if log is None else log.removed
         scores = None if life is None else life.scores.read(self._rows)
+        counted = table.counters[self._cause]
 
         def restore() -> None:
-            table.id_map.insert(self._ids, self._rows)
+            missing = (table.id_map.lookup(self._ids) < 0).nonzero().flatten()
+            table.id_map.insert(self._ids[missing], self._rows[missing])
             if log is not None and removed is not None:
                 log.removed = removed
             if life is not None and scores is not None:
                 life.scores.write(self._rows, *scores)
                 life.forget_listed()
             renumber()
-            table.counters[self._cause] -= self._rows.numel()
+            table.counters[self._cause] = counted
 
         return restore
 
