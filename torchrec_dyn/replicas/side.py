@@ -30,7 +30,7 @@ from torchrec_dyn.replicas.merge import (
     packed,
     unpacked,
 )
-from torchrec_dyn.storage import RowStore, TableLock, locked, read, to_host, turn_of
+from torchrec_dyn.storage import RowStore, locked, read, to_host, turn_of
 from torchrec_dyn.table import TableShard, append, beside, merge
 
 _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
@@ -43,7 +43,7 @@ class Side:
     """
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table, self.lock, self.device = table, table.lock, table.device  # for `locked`
         self._scores: Scores | None = None
         self._begin_with_all()
         self._removed = self._erased = self._counters[0]  # ids, since the last sync
@@ -62,16 +62,6 @@ class Side:
     @property
     def _first(self) -> TableShard:
         return self.table.shards[0]
-
-    @property
-    def lock(self) -> TableLock:
-        """The lock of the table, which each method holds that reads or writes it."""
-        return self.table.lock
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the table."""
-        return self.table.device
 
     def _note_scores(self, life: RowLife, rows: Tensor) -> None:
         """Notes the present scores of rows [M] int64 as those of the last sync."""

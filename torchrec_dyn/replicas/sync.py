@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_dyn.checkpoint_format import as_words
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
-from torchrec_dyn.replicas.exchange import digest_of, run_over
 from torchrec_dyn.replicas.merge import ROW
-from torchrec_dyn.replicas.merging import Merged, Merging
+from torchrec_dyn.replicas.merging import Merged, Merging, run_over
 from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
 from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import commit
-from torchrec_dyn.table import stamp_of
 from torchrec_dyn.whole_model import tables_of
+
+_T = TypeVar("_T")
 
 _SYNC = "Replicas.sync"
 
@@ -78,12 +77,19 @@ class Replicas:
 
         self._groups = replica_groups(gather_results(self._group, CALL, described))
 
-        def prepare() -> list[bytes]:
+        def prepare() -> list[tuple[str, dict[str, int]]]:
             sums = saved_sums(tables, CALL)
             self._sides = [Side(table) for table in tables if table.shards]
-            return [bytes(digest_of([as_words(table_sums)]).tolist()) for table_sums in sums]
+            return [(table.name, of_table) for table, of_table in zip(tables, sums, strict=True)]
 
-        self._check_same_contents(tables, gather_results(self._group, CALL, prepare))
+        for name, _, _, rank, other in self._differences(
+            gather_results(self._group, CALL, prepare)
+        ):
+            raise ValueError(
+                f"{CALL}(table='{name}'): expected the same contents in all replicas, got others on rank "
+                f"{other} than on rank {rank}. Load the same checkpoint into all replicas, or begin before "
+                "the first step."
+            )
         rank = dist.get_rank(self._group)
         (self._ranks,) = [ranks for ranks in self._groups if rank in ranks]
 
@@ -111,71 +117,47 @@ class Replicas:
                 changed then. A rank that fails while it writes raises alone, and its tables are torn: load
                 the replicas again.
         """
-        heads = gather_results(self._group, _SYNC, self._head)
-        self._check_steps(heads)
+        heads = gather_results(self._group, _SYNC, self._steps)
+        for name, step, other_step, rank, other in self._differences(heads):
+            raise ValueError(
+                f"{_SYNC}(table='{name}'): expected replicas after the same number of training steps, got "
+                f"{step} on rank {rank} and {other_step} on rank {other}. Call sync on all ranks after the "
+                "same number of batches."
+            )
         place = self._ranks.index(dist.get_rank(self._group))
         merging = Merging(self._sides, place, len(self._ranks))
-        stamps = self._stamps()
         merged, sent_bytes = run_over(self._group, self._ranks, _SYNC, merging.run())
-        commits = run_together(self._group, _SYNC, lambda: self._prepare(stamps, merged))
+        commits = run_together(self._group, _SYNC, lambda: self._prepare(merged))
         with commit(*(side.table for side in self._sides)):
             for write in commits:
                 write()
         rows = sum(int((kinds == ROW).sum()) for _, kinds, _, _ in merged)
         return Synced(sum(ids.numel() for ids, _, _, _ in merged), rows, sent_bytes)
 
-    # Checks. All ranks see the same inputs, so either all raise or none does.
+    def _differences(
+        self, by_rank: Sequence[Sequence[tuple[str, _T]]]
+    ) -> Iterator[tuple[str, _T, _T, int, int]]:
+        """Yields name, two values and their ranks, for each table whose values differ in a replica group.
 
-    def _check_same_contents(
-        self, tables: Sequence[Table], digests: Sequence[Sequence[bytes]]
-    ) -> None:
+        All ranks see the same values by name, so either all raise or none does.
+        """
         for first, *others in self._groups:
             for other in others:
-                pairs = zip(tables, digests[first], digests[other], strict=True)
-                for table, digest, other_digest in pairs:
-                    if digest != other_digest:
-                        raise ValueError(
-                            f"{CALL}(table='{table.name}'): expected the same contents in all replicas, got "
-                            f"others on rank {other} than on rank {first}. Load the same checkpoint into all "
-                            "replicas, or begin before the first step."
-                        )
+                for (name, value), (_, other_value) in zip(
+                    by_rank[first], by_rank[other], strict=True
+                ):
+                    if value != other_value:
+                        yield name, value, other_value, first, other
 
-    def _head(self) -> list[tuple[str, int]]:
+    def _steps(self) -> list[tuple[str, int]]:
         """Returns name and step of each table here, after the checks of a sync."""
         present = {table.name: table for table in tables_of(self._model, _SYNC)}
-        heads = []
         for side in self._sides:
             side.check_same(present.get(side.table.name))
             side.check_closed()
-            heads.append((side.table.name, side.step))
-        return heads
+        return [(side.table.name, side.step) for side in self._sides]
 
-    def _check_steps(self, heads: Sequence[Sequence[tuple[str, int]]]) -> None:
-        for first, *others in self._groups:
-            for other in others:
-                pairs = zip(heads[first], heads[other], strict=True)
-                for (name, step), (_, other_step) in pairs:
-                    if step != other_step:
-                        raise ValueError(
-                            f"{_SYNC}(table='{name}'): expected replicas after the same number of training "
-                            f"steps, got {step} on rank {first} and {other_step} on rank {other}. Call "
-                            "sync on all ranks after the same number of batches."
-                        )
-
-    def _stamps(self) -> list[list[tuple[int, ...]]]:
-        return [[stamp_of(shard) for shard in side.table.shards] for side in self._sides]
-
-    # Writing.
-
-    def _prepare(
-        self, stamps: list[list[tuple[int, ...]]], merged: Sequence[Merged]
-    ) -> list[Callable[[], None]]:
-        """Checks that no table has changed since its stamps were read, and prepares to write."""
-        if self._stamps() != stamps:
-            raise RuntimeError(
-                f"{_SYNC}: expected tables that do not change during the call, got changes. Call sync "
-                "between two steps, in the thread that trains."
-            )
+    def _prepare(self, merged: Sequence[Merged]) -> list[Callable[[], None]]:
         return [
             side.prepare(*contents)
             for side, contents in zip(self._sides, merged, strict=True)
