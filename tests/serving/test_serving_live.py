@@ -107,7 +107,7 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
     monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype, 3)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
-    find = serving_generation.Generation.find
+    find = serving_generation.ServedTensors.find
 
     def slow(self, ids, table_offsets):
         found = find(self, ids, table_offsets)
@@ -118,7 +118,7 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
             assert ours.refresh()
         return found
 
-    monkeypatch.setattr(serving_generation.Generation, "find", slow)
+    monkeypatch.setattr(serving_generation.ServedTensors, "find", slow)
     assert ask(ours) == {0.0}
     assert ask(ours) == {3.0}
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +68,13 @@ def compile_program(module: nn.Module, inputs: Inputs, out: str | os.PathLike[st
 def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgram, list[str]]:
     """Exports a module as a program of two lists of tensors: of the call, and of the served tables."""
     lookups = _lookups_of(module)
-    flat = _Flat(module, inputs, lookups)
+    names = list(dict.fromkeys(name for lookup in lookups for name in lookup.tensor_names()))
+    flat = _Flat(module, inputs, lookups, names)
     folder = lookups[0].folder
     # Of the current generation: the served one may have been removed.
     tensors = with_current(
         folder, lambda name: mapped_tensors(folder, name, read_manifest(folder, name))
     )
-    names = flat.tensor_names()
     tables = [tensors[name] for name in names]
     example = flat.tensors_of(inputs)
     shapes = [
@@ -83,7 +82,7 @@ def export_with_tables(module: nn.Module, inputs: Inputs) -> tuple[ExportedProgr
         # A key is always [1, 2].
         [None if is_key(name) else _any_length(tensors[name]) for name in names],
     ]
-    with flat.exporting(), any_size():
+    with any_size():
         program = torch.export.export(flat, (example, tables), dynamic_shapes=shapes, strict=False)
     return program, names
 
@@ -111,11 +110,16 @@ def _any_length(tensor: Tensor) -> Any:
 class _Flat(nn.Module):
     """A module as a function of plain tensors; its lookups read the tables that a call gets."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, lookups: Sequence[ServedLookup]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Inputs,
+        lookups: Sequence[ServedLookup],
+        names: Sequence[str],
+    ) -> None:
         super().__init__()
-        self._module = module
-        self._lookups = lookups
-        self._tables = [lookup.given_tables() for lookup in lookups]
+        self._hidden = (module,)  # no submodule: the mapped tables would be buffers of the program
+        self._lookups, self._names = lookups, names
         self._features: list[tuple[list[str], bool] | None] = []
         for value in inputs:
             if isinstance(value, KeyedJaggedTensor):
@@ -128,10 +132,6 @@ class _Flat(nn.Module):
                     f"{_WHERE}: expected inputs that are tensors or KeyedJaggedTensors, got "
                     f"{type(value).__name__}."
                 )
-
-    def tensor_names(self) -> list[str]:
-        """Returns the names of the tensors of all tables, each once."""
-        return list(dict.fromkeys(name for given in self._tables for name in given.tensor_names()))
 
     @staticmethod
     def tensors_of(inputs: Inputs) -> list[Tensor]:
@@ -146,17 +146,9 @@ class _Flat(nn.Module):
             tensors += [] if weights is None else [weights]
         return tensors
 
-    @contextmanager
-    def exporting(self) -> Iterator[None]:
-        """Lets the lookups read given tables, so that the mapped ones are no buffers of the program."""
-        with ExitStack() as stack:
-            for lookup, given in zip(self._lookups, self._tables, strict=True):
-                stack.enter_context(lookup.reading(given))
-            yield
-
     def forward(self, inputs: list[Tensor], tables: list[Tensor]) -> list[Tensor]:
         """Returns the tensors of the module's output, in the order of its pytree."""
-        named = dict(zip(self.tensor_names(), tables, strict=True))
+        named = dict(zip(self._names, tables, strict=True))
         left = iter(inputs)
         arguments: list[Any] = []
         for features in self._features:
@@ -167,8 +159,11 @@ class _Flat(nn.Module):
             values, lengths = next(left), next(left)
             weights = next(left) if weighted else None
             arguments.append(KeyedJaggedTensor(keys, values, weights, lengths=lengths))
-        with ExitStack() as stack:
-            for given in self._tables:
-                stack.enter_context(given.given(named))
-            leaves, _ = torch.utils._pytree.tree_flatten(self._module(*arguments))
+        try:
+            for lookup in self._lookups:
+                lookup.given = lookup.given_of(named)
+            leaves, _ = torch.utils._pytree.tree_flatten(self._hidden[0](*arguments))
+        finally:
+            for lookup in self._lookups:
+                lookup.given = None
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

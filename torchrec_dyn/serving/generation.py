@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,26 @@ from torchrec_dyn.serving.tensor_index import BLOCK_SHIFT, check_index
 from torchrec_dyn.storage import unsigned
 
 
+class ServedTensors(NamedTuple):
+    """The tensors of T tables that a call reads: those of a generation, or those that a program gets."""
+
+    maps: list[Tensor]  # [C, 2] int64 each
+    keys: Tensor  # [T, 2] int64, as `ops.lookup` takes them
+    rows: Tensor  # [bytes] uint8, of all tables
+    blocks: list[Tensor]  # rows of float32 or float16 as blocks for `ops.gather_pool`
+    layout: Tensor  # [T, 4] int64, of `blocks`
+    nbit: str  # "int8" or "int4", which have no blocks; else ""
+
+    def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the rows of ids, [N] int64 in table order with table_offsets [T + 1] int64.
+
+        Returns:
+            rows: [N] int64, -1 where the id is absent.
+            absent: [T] int64, the number of absent ids of each table.
+        """
+        return ops.lookup(ids, table_offsets, self.maps, self.keys)
+
+
 class Generation(nn.Module):
     """The id maps and rows of one generation, which never change.
 
@@ -38,16 +59,14 @@ class Generation(nn.Module):
 
     slots: Tensor
     rows: Tensor
-    layout: Tensor
-    _at_rest: Tensor
 
     def __init__(
         self, name: str, manifest: Manifest, slots: Tensor, rows: Tensor, tables: Sequence[str]
     ) -> None:
         super().__init__()
         self.name = name
-        self.row_dtype = manifest.row_format.dtype
-        self.nbit = manifest.rows if manifest.row_format.is_nbit else ""  # "int8" or "int4"
+        self._row_dtype = manifest.row_format.dtype
+        self.nbit = manifest.rows if manifest.row_format.is_nbit else ""
         self.tables: list[ServedTable] = [manifest.tables[table] for table in tables]
         # By number of columns: tables of the same width share blocks.
         self._row_counts = {
@@ -60,43 +79,29 @@ class Generation(nn.Module):
         self.register_buffer("slots", slots.view(torch.int64).view(-1, 2), persistent=False)
         self.register_buffer("rows", rows, persistent=False)
         lines = [layout[table.embedding_dim] for table in self.tables]
-        self.register_buffer("layout", torch.tensor(lines, device="cpu"), persistent=False)
-        at_rest = torch.tensor([(-1, table.key) for table in self.tables], device="cpu").view(-1, 2)
-        self.register_buffer("_at_rest", at_rest, persistent=False)
-        # Views of `slots` and `rows`, made once. An exported program makes views of its own two buffers.
-        self._maps_once = self._maps()
-        self._blocks_once = self._blocks()
+        self._layout = torch.tensor(lines, device="cpu")
+        keys = [(-1, table.key) for table in self.tables]
+        self._keys = torch.tensor(keys, device="cpu").view(-1, 2)
+        self._made_once = self._tensors()
 
-    def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the rows of ids, [N] int64 in table order with table_offsets [T + 1] int64.
-
-        Returns:
-            rows: [N] int64, -1 where the id is absent.
-            absent: [T] int64, the number of absent ids of each table.
-        """
-        maps = self._maps() if torch.compiler.is_exporting() else self._maps_once
-        return ops.lookup(ids, table_offsets, maps, self._at_rest)
+    def tensors(self) -> ServedTensors:
+        """Returns the tensors of the tables; an exported program makes views of its own two buffers."""
+        return self._tensors() if torch.compiler.is_exporting() else self._made_once
 
     def ids_of(self, table: int) -> Tensor:
         """Returns the ids with a row of the table of a number, [N] int64."""
-        pairs = self._maps_once[table]
+        pairs = self._made_once.maps[table]
         return pairs[pairs[:, 1] > 0, 0].contiguous()
 
-    def blocks(self) -> list[Tensor]:
-        """Returns rows of float32 or float16 as blocks for `ops.gather_pool`; none for int8 and int4."""
-        return self._blocks() if torch.compiler.is_exporting() else self._blocks_once
-
-    def _maps(self) -> list[Tensor]:
-        return [self.slots.narrow(0, table.first_slot, table.capacity) for table in self.tables]
-
-    def _blocks(self) -> list[Tensor]:
-        if self.nbit:
-            return []
-        numbers, blocks = self.rows.view(self.row_dtype), []
-        for columns, count in self._row_counts.items():
-            rows = numbers[: columns * count].view(count, columns)
-            blocks += rows.split(1 << BLOCK_SHIFT)
-        return blocks
+    def _tensors(self) -> ServedTensors:
+        maps = [self.slots.narrow(0, table.first_slot, table.capacity) for table in self.tables]
+        blocks: list[Tensor] = []
+        if not self.nbit:
+            numbers = self.rows.view(self._row_dtype)
+            for columns, count in self._row_counts.items():
+                rows = numbers[: columns * count].view(count, columns)
+                blocks += rows.split(1 << BLOCK_SHIFT)
+        return ServedTensors(maps, self._keys, self.rows, blocks, self._layout, self.nbit)
 
 
 def open_generation(

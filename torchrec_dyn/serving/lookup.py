@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -26,10 +25,10 @@ from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
 from torchrec_dyn.initializers import table_key
 from torchrec_dyn.serving.export import counts_between
-from torchrec_dyn.serving.generation import Generation, open_generation
+from torchrec_dyn.serving.generation import Generation, ServedTensors, open_generation
 from torchrec_dyn.serving.manifest import ServedTable
 from torchrec_dyn.serving.row_format import INT4, NBitPooling
-from torchrec_dyn.serving.tensor_index import GivenTables
+from torchrec_dyn.serving.tensor_index import ALL_ROWS, BLOCK_SHIFT, name_in_index
 
 # Held for an assignment only.
 _REPLACING = threading.Lock()
@@ -79,11 +78,6 @@ class ServedLookup(nn.Module):
     """
 
     generation: Generation
-    _fixed: Tensor
-    _by_batch: Tensor
-    _first_feature: Tensor
-    _is_sum: Tensor
-    _feature_of_column: Tensor
 
     def __init__(
         self,
@@ -106,7 +100,7 @@ class ServedLookup(nn.Module):
         self._features, self._width = len(table_of), sum(self._columns)
         self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
-        self._register_layout()
+        self._lay_out()
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -115,44 +109,41 @@ class ServedLookup(nn.Module):
         )
         self.serves_initial = unseen == "initial"
         self._unseen: list[Callable[[Tensor], Tensor]] = []
-        self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
+        self.given: ServedTensors | None = None  # read in place of the generation, if any
         self.refresh()
 
-    def _register_layout(self) -> None:
-        """Registers as buffers what follows from the tables and their features alone."""
+    def _lay_out(self) -> None:
+        """Sets the tensors that follow from the tables and their features alone."""
         places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
-        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
         features = range(self._features)
         firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
-        for name, numbers in {
-            "_fixed": fixed,
-            "_by_batch": [[0, f, 1, 0, 0] for f in features],
-            "_first_feature": list(firsts),
-            "_is_sum": [not is_mean for is_mean in self._means],
-            "_feature_of_column": [f for f in features for _ in range(self._columns[f])],
-        }.items():
-            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
+        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
+        self._fixed = torch.tensor(fixed, device="cpu")
+        self._by_batch = torch.tensor([[0, f, 1, 0, 0] for f in features], device="cpu")
+        self._first_feature = torch.tensor(list(firsts), device="cpu")
+        self._is_sum = torch.tensor([not is_mean for is_mean in self._means], device="cpu")
+        self._feature_of_column = torch.arange(self._features, device="cpu").repeat_interleave(
+            torch.tensor(self._columns, device="cpu")
+        )
 
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
         while True:
-            before = self._served
-            generation = self._open(*before)
+            before = cast("Generation | None", self._modules.get("generation"))
+            generation = self._open(before)
             if generation is None:
                 return False
             with _REPLACING:
-                if self._served is before:  # else another thread has refreshed meanwhile
-                    self._served = (generation,)
+                if self._modules.get("generation") is before:  # else another thread has refreshed
+                    self.generation = generation
                     if self.serves_initial:
                         # They follow from the name, the seed and the initializer of a table.
                         names = (config.name for config in self._configs)
                         self._unseen = list(map(_unseen_rows, names, generation.tables))
-                    if not isinstance(self._modules.get("generation"), GivenTables):
-                        self.generation = generation
                     return True
 
-    def _open(self, before: Generation | None = None) -> Generation | None:
+    def _open(self, before: Generation | None) -> Generation | None:
         """Returns the current generation if it matches the collection; None if it is `before`."""
         names = [config.name for config in self._configs]
         generation = open_generation(self.folder, names, before, self._verify)
@@ -166,27 +157,25 @@ class ServedLookup(nn.Module):
                 )
         return generation
 
-    @property
-    def served(self) -> Generation:
-        """The generation that calls read, also while a program is traced."""
-        now = self.generation  # as calls do: within a `refresh`, `_served` may be newer
-        return self._served[0] if isinstance(now, GivenTables) else now
+    def tensor_names(self) -> list[str]:
+        """Returns the names in the index of the tensors that `given_of` takes."""
+        parts = "slots", "key", "rows"
+        names = [name_in_index(config.name, part) for config in self._configs for part in parts]
+        return [*names, ALL_ROWS] if self.generation.nbit else names
 
-    def given_tables(self) -> GivenTables:
-        """Returns tables of the same names and columns for a program, without their tensors."""
-        columns = {config.name: config.embedding_dim for config in self._configs}
-        return GivenTables(columns, self.served.nbit)
-
-    @contextmanager
-    def reading(self, given: GivenTables) -> Iterator[None]:
-        """Reads given tables instead of the generation, which is no part of the module meanwhile."""
-        with _REPLACING:
-            self._modules["generation"] = given
-        try:
-            yield
-        finally:
-            with _REPLACING:
-                self._modules["generation"] = self._served[0]
+    def given_of(self, tensors: Mapping[str, Tensor]) -> ServedTensors:
+        """Returns the tables that consist of tensors by the names of `tensor_names`."""
+        maps, keys, rows = (
+            [tensors[name_in_index(config.name, part)] for config in self._configs]
+            for part in ("slots", "key", "rows")
+        )
+        lines = [[t, 1, BLOCK_SHIFT, one.embedding_dim] for t, one in enumerate(self._configs)]
+        layout, nbit = torch.tensor(lines, device="cpu"), self.generation.nbit
+        if nbit:
+            return ServedTensors(maps, torch.cat(keys), tensors[ALL_ROWS], [], layout, nbit)
+        # The file may have more rows of this width, of other tables.
+        blocks = [one.narrow(0, 0, torch.sym_min(one.shape[0], 1 << BLOCK_SHIFT)) for one in rows]
+        return ServedTensors(maps, torch.cat(keys), rows[0], blocks, layout, nbit)
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
@@ -195,17 +184,18 @@ class ServedLookup(nn.Module):
         weights [N] float32 or None.
         """
         self.check_call(ids)
-        generation = self.generation  # read once: refresh may replace it at any time
+        # Read once: refresh may replace it at any time.
+        served = self.given or self.generation.tensors()
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         table_offsets = offsets[self._first_feature * batch]
-        rows, absent = generation.find(ids, table_offsets)
-        if generation.nbit:
-            nbit = self._nbit[generation.nbit]
-            out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
+        rows, absent = served.find(ids, table_offsets)
+        if served.nbit:
+            nbit = self._nbit[served.nbit]
+            out = nbit(served.rows, rows, offsets, weights, self._all_mean)
         else:
             segments = self._fixed + self._by_batch * batch
             out = ops.gather_pool(
-                rows, offsets, weights, generation.blocks(), generation.layout, segments,
+                rows, offsets, weights, served.blocks, served.layout, segments,
                 self._all_mean, batch * self._width, torch.float32,
             ).view(batch, self._width)  # fmt: skip
         lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
@@ -224,21 +214,21 @@ class ServedLookup(nn.Module):
         feature in `ids`, and N.
         """
         self.check_call(ids)
-        generation = self.generation
+        served = self.given or self.generation.tensors()
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
-        rows, absent = generation.find(ids, table_offsets)
+        rows, absent = served.find(ids, table_offsets)
         width = self._columns[0]
-        if generation.nbit:
-            nbit = cast(NBitPooling, self._nbit[generation.nbit])
-            out = nbit.gather(generation.rows, rows)
+        if served.nbit:
+            nbit = cast(NBitPooling, self._nbit[served.nbit])
+            out = nbit.gather(served.rows, rows)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
             tables = torch.arange(len(self._configs), device="cpu")
             columns = torch.full_like(tables, width)
             segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
             out = ops.gather_pool(
-                rows, None, None, generation.blocks(), generation.layout, segments, False,
+                rows, None, None, served.blocks, served.layout, segments, False,
                 ids.shape[0] * width, torch.float32,
             ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
@@ -255,7 +245,7 @@ class ServedLookup(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own.
         modules = {name: child for name, child in self._modules.items() if name != "generation"}
-        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
+        return {**self.__dict__, "_modules": modules, "_unseen": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

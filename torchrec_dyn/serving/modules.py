@@ -45,7 +45,7 @@ class _Refreshable:
     @property
     def generation(self) -> str:
         """Name of the served generation."""
-        return self._lookup.served.name
+        return self._lookup.generation.name
 
     def refresh(self) -> bool:
         """Serves the deltas that were applied so far, from the next call on.
@@ -61,7 +61,7 @@ class _Refreshable:
             raise ValueError(
                 f"{type(self).__name__}.ids: expected a table of {listed(names)}, got {table!r}."
             )
-        return self._lookup.served.ids_of(names.index(table))
+        return self._lookup.generation.ids_of(names.index(table))
 
 
 class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):

@@ -15,21 +15,19 @@ These tensors are inputs of each call of a compiled program. A program that hold
 copy them, and fix the sizes of the id maps and of the rows; as inputs they are mapped files of any
 generation, so a delta that grows a table needs no new program.
 
-Legend: T tables, N ids.
+Legend: T tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from urllib.parse import quote
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import replace_file
 from torchrec_dyn.serving.files import DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES
@@ -114,59 +112,3 @@ def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
         lines += " ".join(map(str, words)) + "\n"
     pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
     return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}
-
-
-class GivenTables(nn.Module):
-    """The counterpart of Generation while a program is traced. It has tensors inside of `given` only.
-
-    `tables` are the names of T tables with their columns, in the order of the ids of a call.
-    """
-
-    def __init__(self, tables: Mapping[str, int], nbit: str) -> None:
-        super().__init__()
-        self.nbit = nbit
-        self._names = list(tables)
-        self._columns = list(tables.values())
-        self._given: Mapping[str, Tensor] = {}
-
-    def tensor_names(self) -> list[str]:
-        """Returns the names in the index of the tensors that the tables consist of."""
-        parts = "slots", "key", "rows"
-        names = [name_in_index(table, part) for table in self._names for part in parts]
-        return [*names, ALL_ROWS] if self.nbit else names
-
-    @contextmanager
-    def given(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Has the tensors of the tables, by the names of `tensor_names`, until the context ends."""
-        self._given = tensors
-        try:
-            yield
-        finally:  # torch.export warns of a module that keeps traced tensors
-            self._given = {}
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows of all tables, [bytes] uint8, for rows of int8 and int4."""
-        return self._given[ALL_ROWS]
-
-    @property
-    def layout(self) -> Tensor:
-        """The layout of `blocks`, [T, 4] int64: each table has one block."""
-        return torch.tensor(
-            [[t, 1, BLOCK_SHIFT, width] for t, width in enumerate(self._columns)], device="cpu"
-        )
-
-    def find(self, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the rows of ids as Generation does."""
-        return ops.lookup(ids, table_offsets, self._of("slots"), torch.cat(self._of("key")))
-
-    def blocks(self) -> Sequence[Tensor]:
-        """Returns the rows of each table, for rows of float32 or float16."""
-        # The file may have more rows of this width, of other tables.
-        return [
-            rows.narrow(0, 0, torch.sym_min(rows.shape[0], 1 << BLOCK_SHIFT))
-            for rows in self._of("rows")
-        ]
-
-    def _of(self, part: str) -> list[Tensor]:
-        return [self._given[name_in_index(table, part)] for table in self._names]
