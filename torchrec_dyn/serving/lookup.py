@@ -98,7 +98,6 @@ class ServedLookup(nn.Module):
         table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._features, self._width = len(table_of), sum(self._columns)
-        self._all_mean, self._any_mean = all(means), any(means)
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
         self._lay_out()
         self._nbit = nn.ModuleDict(
@@ -190,21 +189,18 @@ class ServedLookup(nn.Module):
         table_offsets = offsets[self._first_feature * batch]
         rows, absent = served.find(ids, table_offsets)
         if served.nbit:
-            nbit = self._nbit[served.nbit]
-            out = nbit(served.rows, rows, offsets, weights, self._all_mean)
+            out = self._nbit[served.nbit](served.rows, rows, offsets, weights)
         else:
             segments = self._fixed + self._by_batch * batch
             out = ops.gather_pool(
                 rows, offsets, weights, served.blocks, served.layout, segments,
-                self._all_mean, batch * self._width, torch.float32,
+                False, batch * self._width, torch.float32,
             ).view(batch, self._width)  # fmt: skip
-        lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
-        if self._any_mean and not self._all_mean:
-            assert lengths is not None
-            lengths = torch.where(self._is_sum, 1, lengths.clamp(min=1))
-            out = out / lengths[:, self._feature_of_column]
         if self.serves_initial and self._has_any(absent):
             out = out + self._unseen_pooled(ids, rows, offsets, weights, batch)
+        if any(self._means):
+            lengths = offsets.diff().view(self._features, batch).t().clamp(min=1)
+            out = out / torch.where(self._is_sum, 1, lengths)[:, self._feature_of_column]
         return out
 
     def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
@@ -220,8 +216,7 @@ class ServedLookup(nn.Module):
         rows, absent = served.find(ids, table_offsets)
         width = self._columns[0]
         if served.nbit:
-            nbit = cast(NBitPooling, self._nbit[served.nbit])
-            out = nbit.gather(served.rows, rows)
+            out = self._nbit[served.nbit](served.rows, rows, None)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
             tables = torch.arange(len(self._configs), device="cpu")
@@ -286,18 +281,15 @@ class ServedLookup(nn.Module):
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
-        """Returns the pooled initial rows of absent ids; ids with a row count as zeros."""
+        """Returns the summed initial rows of absent ids; ids with a row count as zeros."""
         every_feature = torch.arange(self._features + 1, device="cpu") * batch
-        ends, lengths = offsets[1:], offsets.diff()
         parts = []
         for f, positions in enumerate(self._absent_positions(rows, offsets[every_feature])):
             table = self._table_numbers[f]
             values = self._unseen[table](ids[positions])
-            bags = torch.bucketize(positions, ends, right=True)
+            bags = torch.bucketize(positions, offsets[1:], right=True)
             if weights is not None:
                 values = values * weights[positions, None]
-            if self._means[f]:
-                values = values / lengths[bags, None]
             zeros = values.new_zeros(batch, self._columns[f])
             parts.append(zeros.index_add(0, bags - f * batch, values))
         return torch.cat(parts, 1)
