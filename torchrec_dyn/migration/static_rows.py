@@ -195,22 +195,34 @@ def saved_moments(
     plain = {str(name).removeprefix(f"{table}."): state for name, state in saved.items()}
     states = {MOMENTS.get(name, name): state for name, state in plain.items() if state is not None}
     steps = [int(states.pop(name)) for name in STEPS if name in states]
-    if states and sorted(states) != sorted(optimizer.state_names):
-        raise ValueError(
-            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
-            f"{sorted(states)}."
-        )
-    _check_shapes(states, tuple(weight.shape), optimizer, where)
+    if states:
+        check_states(states, weight.shape, 1, optimizer, where)
     return states, max(steps, default=0)
 
 
-def _check_shapes(
-    states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
+def check_states(
+    states: Mapping[str, Any],
+    shape: Sequence[int],
+    shards: int,
+    optimizer: RowOptimizer,
+    where: str,
+    advice: str = "",
 ) -> None:
+    """Raises ValueError unless these are the states of an optimizer, of a table of this shape [N, D].
+
+    By row a state is [N, 1], or [N * shards], one column shard after another.
+    """
+    if sorted(states) != sorted(optimizer.state_names):
+        raise ValueError(
+            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
+            f"{sorted(states)}.{advice}"
+        )
+    rows, columns = shape
+    by_row = [(rows * shards,), (rows, 1)][: 2 if shards == 1 else 1]
     for name, state in states.items():
-        shapes = [shape[:1], (shape[0], 1)] if optimizer.is_rowwise(name) else [shape]
-        if not isinstance(state, Tensor) or tuple(state.shape) not in shapes:
-            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        fits = by_row if optimizer.is_rowwise(name) else [(rows, columns)]
+        if tuple(getattr(state, "shape", ())) not in fits:
+            got = list(state.shape) if hasattr(state, "shape") else type(state).__name__
             raise ValueError(
-                f"{where}: expected {name} of {optimizer.kind.name} as {list(shapes[0])}, got {got}."
+                f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got {got}."
             )

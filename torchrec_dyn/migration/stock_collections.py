@@ -66,16 +66,12 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
     for path in converted:
         if _device_of(stock[path]).type != "meta":
             _logger.info("make_dynamic: rows of collection '%s' are not carried over", path)
-    return _replaced(model, {id(stock[path]): converted[path] for path in converted})
-
-
-def _replaced(model: nn.Module, converted: Mapping[int, UnshardedCollection]) -> nn.Module:
-    """Puts the converted collections, by id of the stock collection, in place; returns the model."""
+    by_id = {id(stock[path]): collection for path, collection in converted.items()}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if id(child) in converted:
-                setattr(parent, name, converted[id(child)])
-    return converted.get(id(model), model)
+            if id(child) in by_id:
+                setattr(parent, name, by_id[id(child)])
+    return by_id.get(id(model), model)
 
 
 def _chosen_names(

@@ -157,25 +157,16 @@ def _moments_of(
     if trained is None:
         return {}, 0
     trainer, group = trained
-    if not whole_rule:
-        _mark(table, trainer, group, weight, where)
+    if whole_rule:
+        pass
+    elif group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
+        placeholder: Any = weight
+        table.mark_optimizer(placeholder._optimizer_classes, placeholder._optimizer_kwargs)
+    else:
+        table.mark_optimizer([type(trainer)], [row_rule(trainer, group, where)])
     rule = table.rows().optimizer
     check_kind(trainer, rule, where)
     return saved_moments(trainer, weight, rule, name, where)
-
-
-def _mark(
-    table: UnshardedTable,
-    trainer: torch.optim.Optimizer,
-    group: Mapping[str, Any] | None,
-    weight: Any,
-    where: str,
-) -> None:
-    """Marks the placeholder parameter of a table with the optimizer of its rows."""
-    if group is None:  # TorchRec's placeholder optimizer has FBGEMM's options
-        table.mark_optimizer(weight._optimizer_classes, weight._optimizer_kwargs)
-    else:
-        table.mark_optimizer([type(trainer)], [row_rule(trainer, group, where)])
 
 
 def _static_rows(
