@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,8 +167,7 @@ def _serve(
     tables = laid_out({name: _new_table(table) for name, table in saved.items()})
     generation, rows_file = new_generation(folder), new_rows_file()
     maps = maps_of(new_slots(folder / generation, tables), tables)
-    appender = Appender(folder / rows_file)
-    try:
+    with closing(Appender(folder / rows_file)) as appender:
         for name, table in saved.items():
             row_sum = 0
             for chunk in table.chunks(("ids", "weight"), chunk_bytes=knobs.SERVED_CHUNK_BYTES):
@@ -179,8 +178,6 @@ def _serve(
         dtype = str(row_format.dtype).removeprefix("torch.")
         manifest = Manifest(dtype, rows_file, appender.used, tables, entry)
         appender.finish(manifest.file_bytes())
-    finally:
-        appender.close()
     complete(folder, generation, manifest)
     # Older generations go at once: they may have rows that were forgotten since.
     switch(folder, generation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -83,15 +84,14 @@ def check_one_batch_size(features: KeyedJaggedTensor, where: str) -> None:
 
 def traced_features(
     features: KeyedJaggedTensor, names: Sequence[str], weighted: bool, where: str
-) -> tuple[Tensor, Tensor, Tensor | None, int]:
+) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
     """Reads F features, which all have B bags, while a program is exported.
 
     `names` are in table order, repeats allowed.
 
     Returns:
-        ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B.
+        ids [N] int64, offsets [F * B + 1] int64, weights [N] float32 or None, and B of each feature.
     """
-    check_keyed(features, where)
     check_one_batch_size(features, where)
     keys = features.keys()
     missing = [name for name in names if name not in keys]
@@ -125,11 +125,18 @@ def traced_features(
         shift = (begins - offsets[:-1]).repeat_interleave(lengths)
         picked = torch.arange(shift.shape[0], device="cpu") + shift
         ids, weights = ids[picked], None if weights is None else weights[picked]
-    return ids, offsets, weights, batch
+    return ids, offsets, weights, [batch] * len(names)
 
 
 def _summed(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def begins_of(sizes: Sequence[int]) -> Tensor:
+    """Returns the first bag of each feature, and the end of the last, [F + 1] int64, of sizes [F]."""
+    if torch.compiler.is_exporting():  # all sizes are one, which is no number yet
+        return torch.arange(len(sizes) + 1, device="cpu") * sizes[0]
+    return torch.tensor([*accumulate(sizes, initial=0)], device="cpu")
 
 
 def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
@@ -137,6 +144,8 @@ def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
 
     bounds: [F + 1] int64, the begin of each feature in ids [N] int64, and N.
     """
+    if not torch.compiler.is_exporting():
+        return cast(list[int], bounds.diff().tolist())
     counts = [
         cast(int, count.item()) for count in bounds.diff().unbind()
     ]  # int() would fix the sizes

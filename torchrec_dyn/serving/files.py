@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -48,16 +48,13 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     """Creates a file and maps it, [size] uint8; writes change the file. copied: [size] uint8; None: zeros."""
     # All bytes get their room first: a write to a page without room would end the process.
-    file = FileWriter(path)
-    try:
+    with closing(FileWriter(path)) as file:
         if copied is None:
             zeros = memoryview(bytes(knobs.HUGE_PAGE_BYTES))
             for place in range(0, size, knobs.HUGE_PAGE_BYTES):
                 file.write(place, zeros[: size - place])
         else:
             file.write(0, copied.numpy())
-    finally:
-        file.close()
     with open(path, "r+b") as opened:
         return _map(opened.fileno(), size, mmap.MAP_SHARED)
 

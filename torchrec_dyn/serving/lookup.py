@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
@@ -73,7 +73,7 @@ def _unseen_rows(name: str, table: ServedTable) -> Callable[[Tensor], Tensor]:
 class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
-    `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
+    Unseen ids have `unseen` rows: "zeros"
     or "initial". A copy, also an unpickled one, opens the directory as a new lookup does.
     """
 
@@ -83,7 +83,6 @@ class ServedLookup(nn.Module):
         self,
         folder: str | os.PathLike[str],
         configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-        means: Sequence[bool],
         unseen: str,
         where: str,
         verify: bool = False,
@@ -98,21 +97,8 @@ class ServedLookup(nn.Module):
         table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._features, self._width = len(table_of), sum(self._columns)
+        means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in configs]
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
-        self._lay_out()
-        self._nbit = nn.ModuleDict(
-            {
-                "int8": NBitPooling(self._columns, torch.int8),
-                "int4": NBitPooling(self._columns, INT4),
-            }
-        )
-        self.serves_initial = unseen == "initial"
-        self._unseen: list[Callable[[Tensor], Tensor]] = []
-        self.given: ServedTensors | None = None  # read in place of the generation, if any
-        self.refresh()
-
-    def _lay_out(self) -> None:
-        """Sets the tensors that follow from the tables and their features alone."""
         places = list(accumulate(self._columns, initial=0))
         features = range(self._features)
         firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
@@ -125,6 +111,16 @@ class ServedLookup(nn.Module):
         self._feature_of_column = torch.arange(self._features, device="cpu").repeat_interleave(
             torch.tensor(self._columns, device="cpu")
         )
+        self._nbit = nn.ModuleDict(
+            {
+                "int8": NBitPooling(self._columns, torch.int8),
+                "int4": NBitPooling(self._columns, INT4),
+            }
+        )
+        self.serves_initial = unseen == "initial"
+        self._unseen: list[Callable[[Tensor], Tensor]] = []
+        self.given: ServedTensors | None = None  # read in place of the generation, if any
+        self.refresh()
 
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
@@ -182,7 +178,6 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
         weights [N] float32 or None.
         """
-        self.check_call(ids)
         # Read once: refresh may replace it at any time.
         served = self.given or self.generation.tensors()
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
@@ -209,7 +204,6 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
         feature in `ids`, and N.
         """
-        self.check_call(ids)
         served = self.given or self.generation.tensors()
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,8 +107,7 @@ def _write_changes(
     tables = _with_room(manifest.tables, [saved for _, saved in opened])
     generation = new_generation(path)
     maps = _copied_maps(path / generation, tables, old_maps, slots)
-    appender = Appender(rows_file, manifest.rows_bytes)
-    try:
+    with closing(Appender(rows_file, manifest.rows_bytes)) as appender:
         for where, saved in opened:
             for name, delta in saved.items():
                 tables[name] = _changed(
@@ -124,8 +124,6 @@ def _write_changes(
         else:
             appender.finish(after.file_bytes())
         complete(path, generation, after)
-    finally:
-        appender.close()
     return generation
 
 
@@ -274,14 +272,11 @@ def _compacted(
 ) -> Manifest:
     """Writes the rows in use, of rows [bytes] uint8, to a new file, and renumbers them in the maps."""
     rows_file = new_rows_file()
-    appender = Appender(path / rows_file)
-    try:
+    with closing(Appender(path / rows_file)) as appender:
         for name, width in manifest.widths().items():
             for _, numbers, slots in maps[name].pieces(width):
                 written = rows_of_width(rows, width)[numbers]
                 maps[name].renumber(slots, appender.append(written))
         after = replace(manifest, rows_file=rows_file, rows_bytes=appender.used)
         appender.finish(after.file_bytes())
-    finally:
-        appender.close()
     return after
