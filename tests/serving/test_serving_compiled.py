@@ -13,11 +13,11 @@ from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, s
 from torch import nn
 
 from torchrec_dyn import ops, serving
-from torchrec_dyn.serving.compiled import export_with_tables
+from torchrec_dyn.serving.export import export_with_tables
 from torchrec_dyn.serving.files import mapped
+from torchrec_dyn.serving.generation import mapped_tensors
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 from torchrec_dyn.serving.row_format import RowFormat
-from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 DTYPES = [torch.float32, torch.float16, torch.int8]
 

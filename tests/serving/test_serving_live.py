@@ -13,8 +13,8 @@ from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
+from torchrec_dyn.serving.generation import mapped_tensors
 from torchrec_dyn.serving.manifest import read_manifest, with_current
-from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 IDS = range(300)
 VERSIONS = 6

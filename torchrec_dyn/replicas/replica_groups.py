@@ -6,8 +6,9 @@ same plan and the same tables, so the ranks of a replica group hold the same ids
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,7 @@ from torchrec_dyn.whole_model import collections_of, tables_of
 
 CALL = "Replicas"
 
+_T = TypeVar("_T")
 
 # A rank as it describes itself to the others: the ranks of its sharding group, as ranks of the job, its place
 # there, and a description of each table, the same on the ranks of a replica group.
@@ -99,23 +101,30 @@ def replica_groups(described: Sequence[Described]) -> list[list[int]]:
     if len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"{CALL}: expected sharding groups of the same size, got {groups}.")
     by_place = [list(ranks) for ranks in zip(*groups, strict=True)]
-    for first, *others in by_place:
-        for other in others:
-            _check_alike(described, first, other)
+    names = [[("", list(tables))] for _, _, tables in described]
+    for _, tables, others, rank, other in differences(by_place, names):
+        raise ValueError(
+            f"{CALL}: expected the same tables in the same order in all replicas, got {listed(tables)} on "
+            f"rank {rank} and {listed(others)} on rank {other}."
+        )
+    plans = [list(tables.items()) for _, _, tables in described]
+    for name, plan, other_plan, rank, other in differences(by_place, plans):
+        raise ValueError(
+            f"{CALL}(table='{name}'): expected the same plan, options and optimizer in all replicas, got "
+            f"{plan} on rank {rank} and {other_plan} on rank {other}. Give all sharding groups one plan."
+        )
     return by_place
 
 
-def _check_alike(described: Sequence[Described], first: int, other: int) -> None:
-    (_, _, tables), (_, _, others) = described[first], described[other]
-    if list(tables) != list(others):
-        raise ValueError(
-            f"{CALL}: expected the same tables in the same order in all replicas, got "
-            f"{listed(list(tables))} on rank {first} and {listed(list(others))} on rank {other}."
-        )
-    for name in tables:
-        if tables[name] != others[name]:
-            raise ValueError(
-                f"{CALL}(table='{name}'): expected the same plan, options and optimizer in all replicas, "
-                f"got {tables[name]} on rank {first} and {others[name]} on rank {other}. Give all sharding "
-                "groups one plan."
-            )
+def differences(
+    groups: Sequence[Sequence[int]], by_rank: Sequence[Sequence[tuple[str, _T]]]
+) -> Iterator[tuple[str, _T, _T, int, int]]:
+    """Yields name, two values and their ranks, for each table whose values differ in a replica group.
+
+    All ranks see the same values by name, so either all raise or none does.
+    """
+    for first, *others in groups:
+        for other in others:
+            for (name, value), (_, other_value) in zip(by_rank[first], by_rank[other], strict=True):
+                if value != other_value:
+                    yield name, value, other_value, first, other

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -11,13 +11,17 @@ from torch import nn
 from torchrec_dyn.ranks import Table, gather_results, host_group, run_together
 from torchrec_dyn.replicas.merge import ROW
 from torchrec_dyn.replicas.merging import Merged, Merging, run_over
-from torchrec_dyn.replicas.replica_groups import CALL, Described, describe, replica_groups
+from torchrec_dyn.replicas.replica_groups import (
+    CALL,
+    Described,
+    describe,
+    differences,
+    replica_groups,
+)
 from torchrec_dyn.replicas.side import Side
 from torchrec_dyn.state_dict import saved_sums
 from torchrec_dyn.storage import commit
 from torchrec_dyn.whole_model import tables_of
-
-_T = TypeVar("_T")
 
 _SYNC = "Replicas.sync"
 
@@ -82,9 +86,8 @@ class Replicas:
             self._sides = [Side(table) for table in tables if table.shards]
             return [(table.name, of_table) for table, of_table in zip(tables, sums, strict=True)]
 
-        for name, _, _, rank, other in self._differences(
-            gather_results(self._group, CALL, prepare)
-        ):
+        contents = gather_results(self._group, CALL, prepare)
+        for name, _, _, rank, other in differences(self._groups, contents):
             raise ValueError(
                 f"{CALL}(table='{name}'): expected the same contents in all replicas, got others on rank "
                 f"{other} than on rank {rank}. Load the same checkpoint into all replicas, or begin before "
@@ -118,7 +121,7 @@ class Replicas:
                 the replicas again.
         """
         heads = gather_results(self._group, _SYNC, self._steps)
-        for name, step, other_step, rank, other in self._differences(heads):
+        for name, step, other_step, rank, other in differences(self._groups, heads):
             raise ValueError(
                 f"{_SYNC}(table='{name}'): expected replicas after the same number of training steps, got "
                 f"{step} on rank {rank} and {other_step} on rank {other}. Call sync on all ranks after the "
@@ -133,21 +136,6 @@ class Replicas:
                 write()
         rows = sum(int((kinds == ROW).sum()) for _, kinds, _, _ in merged)
         return Synced(sum(ids.numel() for ids, _, _, _ in merged), rows, sent_bytes)
-
-    def _differences(
-        self, by_rank: Sequence[Sequence[tuple[str, _T]]]
-    ) -> Iterator[tuple[str, _T, _T, int, int]]:
-        """Yields name, two values and their ranks, for each table whose values differ in a replica group.
-
-        All ranks see the same values by name, so either all raise or none does.
-        """
-        for first, *others in self._groups:
-            for other in others:
-                for (name, value), (_, other_value) in zip(
-                    by_rank[first], by_rank[other], strict=True
-                ):
-                    if value != other_value:
-                        yield name, value, other_value, first, other
 
     def _steps(self) -> list[tuple[str, int]]:
         """Returns name and step of each table here, after the checks of a sync."""

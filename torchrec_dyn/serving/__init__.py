@@ -16,8 +16,7 @@ with `modules`; `manifest` describes the directory, and `follower` keeps it at t
 """
 
 from torchrec_dyn.serving.builder import build, build_again
-from torchrec_dyn.serving.compiled import compile_program
-from torchrec_dyn.serving.export import export_program
+from torchrec_dyn.serving.export import compile_program, export_program
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.follower import Followed, Follower, ForkedChain, follow
 from torchrec_dyn.serving.generation import verify

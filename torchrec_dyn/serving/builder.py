@@ -25,6 +25,7 @@ from torchrec_dyn.checkpoint_format import (
     sync_to_disk,
 )
 from torchrec_dyn.serving.files import Appender, SecondWriter, new_mapped, only_writer
+from torchrec_dyn.serving.generation import write_index
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, maps_of, slots_for
 from torchrec_dyn.serving.manifest import (
     CURRENT,
@@ -43,7 +44,6 @@ from torchrec_dyn.serving.manifest import (
     served_manifest,
 )
 from torchrec_dyn.serving.row_format import RowFormat, sum_of_rows
-from torchrec_dyn.serving.tensor_index import write_index
 from torchrec_dyn.storage import new_key, unsigned
 
 Folder = str | os.PathLike[str]

@@ -1,4 +1,20 @@
-"""One generation of served tables: its id maps and rows, mapped into this process, and its verification.
+"""One generation of served tables: its id maps and rows, mapped into this process, and their verification.
+
+A program without Python maps the tables by an index. The file `tensors` of a generation is text, one line for
+each tensor: its name, its dtype, its file in the directory of served tables, its first byte in the file, and
+its dimensions:
+
+    item.slots int64 000001-51ab20fe/slots 0 148 2      the id map
+    item.key int64 000001-51ab20fe/keys 0 1 2           -1, and the secret key of the map
+    item.rows float32 rows-51ab20fe 0 106 16            rows of the table's own width, from byte 0 on
+    rows uint8 rows-51ab20fe 0 6800                     the bytes in use of all tables
+
+Rows of int8 are bytes: D + 4 for each row. A name is written as in a URL: `my%20table.slots`. The file `keys`
+is [T, 2] int64. Both files follow from the manifest.
+
+These tensors are inputs of each call of a compiled program. A program that holds tables as constants would
+copy them, and fix the sizes of the id maps and of the rows; as inputs they are mapped files of any
+generation, so a delta that grows a table needs no new program.
 
 Legend: T tables, N ids.
 """
@@ -6,15 +22,17 @@ Legend: T tables, N ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_dyn import ops
-from torchrec_dyn.checkpoint_format import content_sum, naming
+from torchrec_dyn.checkpoint_format import content_sum, naming, replace_file
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.files import DamagedTables, mapped
 from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, checked_maps
@@ -26,8 +44,16 @@ from torchrec_dyn.serving.manifest import (
     with_current,
 )
 from torchrec_dyn.serving.row_format import rows_of_width, sum_of_rows
-from torchrec_dyn.serving.tensor_index import BLOCK_SHIFT, check_index
 from torchrec_dyn.storage import unsigned
+
+TENSORS, KEYS = "tensors", "keys"
+ALL_ROWS = "rows"
+# Rows are in blocks of 2^31 rows, the most that a layout can name; the last block may have fewer.
+BLOCK_SHIFT = 31
+
+
+# A line of an index: name, dtype, file, first byte and shape of a tensor.
+IndexedTensor = tuple[str, torch.dtype, str, int, tuple[int, ...]]
 
 
 class ServedTensors(NamedTuple):
@@ -130,6 +156,65 @@ def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
     slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
     rows = mapped(folder / manifest.rows_file, manifest.file_bytes())
     return Generation(name, manifest, slots, rows, tables)
+
+
+def name_in_index(table: str, part: str) -> str:
+    """Returns the name of a table's tensor; `part` is "slots", "key" or "rows"."""
+    return f"{quote(table, safe='')}.{part}"
+
+
+def indexed(generation: str, manifest: Manifest) -> Iterator[IndexedTensor]:
+    """Yields the lines of the index of a generation."""
+    slots, keys, rows = f"{generation}/{SLOTS}", f"{generation}/{KEYS}", manifest.rows_file
+    stored, widths = manifest.row_format.stored_dtype, manifest.widths()
+    for number, (name, table) in enumerate(manifest.tables.items()):
+        first, shape = table.first_slot * SLOT_BYTES, (table.capacity, 2)
+        yield name_in_index(name, "slots"), torch.int64, slots, first, shape
+        yield name_in_index(name, "key"), torch.int64, keys, number * SLOT_BYTES, (1, 2)
+        shape = manifest.whole_rows(name), widths[name] // stored.itemsize
+        yield name_in_index(name, "rows"), stored, rows, 0, shape
+    yield ALL_ROWS, torch.uint8, rows, 0, (manifest.rows_bytes,)
+
+
+def write_index(folder: Path, generation: str, manifest: Manifest) -> None:
+    """Writes the keys of a generation, then the index that names them; both are on the disk then."""
+    for name, data in _contents(generation, manifest).items():
+        replace_file(folder / generation / name, data)
+
+
+def check_index(folder: Path, generation: str, manifest: Manifest) -> int:
+    """Returns the bytes of the index and keys; DamagedTables unless they are those of the manifest."""
+    contents = _contents(generation, manifest)
+    for name, expected in contents.items():
+        path = folder / generation / name
+        if path.read_bytes() != expected:
+            raise DamagedTables(
+                f"{path}: expected the {name} of the manifest beside it, got other bytes. It is damaged. "
+                "Build it again."
+            )
+    return sum(map(len, contents.values()))
+
+
+def mapped_tensors(folder: Path, generation: str, manifest: Manifest) -> dict[str, Tensor]:
+    """Maps the tensors of the index of a generation, by name; FileNotFoundError if it was removed."""
+    files: dict[str, Tensor] = {}
+    tensors = {}
+    for name, dtype, file, first, shape in indexed(generation, manifest):
+        path = folder / file
+        if file not in files:
+            files[file] = mapped(path, path.stat().st_size)
+        data = files[file].narrow(0, first, dtype.itemsize * prod(shape))
+        tensors[name] = data.view(dtype).view(shape)
+    return tensors
+
+
+def _contents(generation: str, manifest: Manifest) -> dict[str, bytes]:
+    lines = ""
+    for name, kind, file, first, shape in indexed(generation, manifest):
+        words = [name, str(kind).removeprefix("torch."), file, first, *shape]
+        lines += " ".join(map(str, words)) + "\n"
+    pairs = torch.tensor([(-1, table.key) for table in manifest.tables.values()], device="cpu")
+    return {KEYS: pairs.numpy().tobytes(), TENSORS: lines.encode()}
 
 
 def verify(folder: str | os.PathLike[str]) -> int:

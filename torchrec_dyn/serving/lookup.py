@@ -24,11 +24,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.serving.export import counts_between
-from torchrec_dyn.serving.generation import Generation, ServedTensors, open_generation
+from torchrec_dyn.serving.generation import (
+    ALL_ROWS,
+    BLOCK_SHIFT,
+    Generation,
+    ServedTensors,
+    name_in_index,
+    open_generation,
+)
 from torchrec_dyn.serving.manifest import ServedTable
 from torchrec_dyn.serving.row_format import INT4, NBitPooling
-from torchrec_dyn.serving.tensor_index import ALL_ROWS, BLOCK_SHIFT, name_in_index
 
 # Held for an assignment only.
 _REPLACING = threading.Lock()
@@ -287,3 +292,26 @@ class ServedLookup(nn.Module):
             zeros = values.new_zeros(batch, self._columns[f])
             parts.append(zeros.index_add(0, bags - f * batch, values))
         return torch.cat(parts, 1)
+
+
+def begins_of(sizes: Sequence[int]) -> Tensor:
+    """Returns the first bag of each feature, and the end of the last, [F + 1] int64, of sizes [F]."""
+    if torch.compiler.is_exporting():  # all sizes are one, which is no number yet
+        return torch.arange(len(sizes) + 1, device="cpu") * sizes[0]
+    return torch.tensor([*accumulate(sizes, initial=0)], device="cpu")
+
+
+def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
+    """Returns the number of ids of each feature, as sizes whose values are known when the program runs.
+
+    bounds: [F + 1] int64, the begin of each feature in ids [N] int64, and N.
+    """
+    if not torch.compiler.is_exporting():
+        return cast(list[int], bounds.diff().tolist())
+    counts = [
+        cast(int, count.item()) for count in bounds.diff().unbind()
+    ]  # int() would fix the sizes
+    for count in counts:
+        torch._check(count >= 0)
+    torch._check(sum(counts) == ids.shape[0])
+    return counts

@@ -7,7 +7,7 @@
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
         manifest.json
-        tensors, keys          the same for programs without Python (tensor_index.py)
+        tensors, keys          the same for programs without Python (generation.py)
     lock                       held by the process that writes
 
 manifest.json, keys sorted:

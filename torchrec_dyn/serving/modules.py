@@ -23,13 +23,8 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, check_keyed, checked_configs, pooled_outputs
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.export import (
-    begins_of,
-    check_one_batch_size,
-    counts_between,
-    traced_features,
-)
-from torchrec_dyn.serving.lookup import ServedLookup
+from torchrec_dyn.serving.export import check_one_batch_size, traced_features
+from torchrec_dyn.serving.lookup import ServedLookup, begins_of, counts_between
 
 # Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
 _INITIAL_ROWS = DynamicTableConfig(initializer=Constant(0.0))
