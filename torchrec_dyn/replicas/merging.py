@@ -14,6 +14,7 @@ Legend: K ids, M rows, R replicas, P parts (as many), S sides.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import islice
 from math import prod
 from typing import TypeVar
 
@@ -231,6 +232,7 @@ class Merging:
         on these, [S].
         """
         sizes = [side.record_bytes for side in self._sides]
+        counts = [side.record_tensors for side in self._sides]
         rounds = [
             rounds_of([ids.numel() for ids, _, _ in part], sizes, knobs.ROUND_BYTES)
             for part in chosen
@@ -242,35 +244,42 @@ class Merging:
 
         def records(part: int, number: int) -> list[Tensor]:
             """Returns the records of a round of a part that are here."""
-            read = []
+            read: list[Tensor] = []
             for side, span in runs(part, number):
                 ids, _, is_here = chosen[part][side]
-                read.append(self._sides[side].records(ids[span][is_here[span]]))
+                read += self._sides[side].records(ids[span][is_here[span]])
             return read
 
         def means(arrived: Sequence[Sequence[Tensor]], number: int) -> list[Tensor]:
             """Returns the means of a round of this rank's part, of the records of the replicas."""
-            merged = []
-            for (side, span), *by_replica in zip(runs(self._place, number), *arrived, strict=True):
-                at = places[side][span]
-                side_records = []
-                for given, states in zip(by_replica, id_states, strict=True):
-                    records = torch.zeros(len(at), sizes[side], dtype=torch.uint8, device="cpu")
-                    records[_has_row(states[side])[at]] = given
-                    side_records.append(records)
-                ids, verdict = chosen[self._place][side][0][span], verdicts[side]
-                gives, takes_part = verdict.gives[:, at], verdict.takes_part[:, at]
-                merged.append(self._sides[side].mean(ids, side_records, gives, takes_part))
+            left, merged = [iter(sent) for sent in arrived], []
+            for side, span in runs(self._place, number):
+                at, ids = places[side][span], chosen[self._place][side][0][span]
+                have_row = [_has_row(states[side])[at] for states in id_states]
+                given = [
+                    [_in_places(rows, has_row) for rows in islice(sent, counts[side])]
+                    for sent, has_row in zip(left, have_row, strict=True)
+                ]
+                gives, takes_part = verdicts[side].gives[:, at], verdicts[side].takes_part[:, at]
+                merged += self._sides[side].mean(ids, given, gives, takes_part)
             return merged
 
         for number in range(max(map(len, rounds))):
             arrived = yield [records(part, number) for part in range(self._parts)]
             merged = yield [means(arrived, number)] * self._parts
-            for part, rows_of_part in enumerate(merged):
-                for (side, span), rows in zip(runs(part, number), rows_of_part, strict=True):
+            for part, left in enumerate(map(iter, merged)):
+                for side, span in runs(part, number):
                     ids, words, _ = chosen[part][side]
+                    rows = [*islice(left, counts[side])]
                     self._sides[side].append(ids[span], words[span], rows)
 
 
 def _has_row(states: IdStates) -> Tensor:
     return (states.flags & HAS_ROW) != 0
+
+
+def _in_places(rows: Tensor, has_row: Tensor) -> Tensor:
+    """Returns rows [M, columns] where has_row [K] is True, else zeros: [K, columns]."""
+    placed = rows.new_zeros(len(has_row), rows.shape[1])
+    placed[has_row] = rows
+    return placed
