@@ -135,10 +135,8 @@ class _Files:
         return key, weight
 
     def _states(self, table: Table) -> tuple[dict[str, ChunkedTensor], list[int]]:
-        """Returns the optimizer state of a table, and its saved steps.
-
-        Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
-        """
+        """Returns the optimizer state of a table, and its saved steps."""
+        # Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
         tail = _tail(self._optimizer_fqn, table)
         by_name: dict[str, list[str]] = {}
         for key in self._saved:

@@ -143,10 +143,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
 def row_rule(
     trainer: torch.optim.Optimizer, group: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """Returns the hyper-parameters for further training of the rows by the same rule.
-
-    `group` is the optimizer's parameter group, with the present learning rate.
-    """
+    """Returns the hyper-parameters of the same rule, with the present learning rate of the group."""
     name, kind = type(trainer).__name__, _kind_of(trainer)
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
     if kind is None:
@@ -185,12 +182,7 @@ def check_kind(trainer: torch.optim.Optimizer, optimizer: RowOptimizer, where: s
 def saved_moments(
     trainer: torch.optim.Optimizer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Returns the optimizer state of a table and its training steps, checked against the rule and the rows.
-
-    The state is by FBGEMM's name, [N, D], [N, 1] or [N] each; it is empty before the first step.
-
-    weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
-    """
+    """Returns checked states by FBGEMM's names, [N, D], [N, 1] or [N], and the training steps."""
     saved = getattr(trainer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): state for name, state in saved.items()}
     states = {MOMENTS.get(name, name): state for name, state in plain.items() if state is not None}
@@ -208,10 +200,7 @@ def check_states(
     where: str,
     advice: str = "",
 ) -> None:
-    """Raises ValueError unless these are the states of an optimizer, of a table of this shape [N, D].
-
-    By row a state is [N, 1], or [N * shards], one column shard after another.
-    """
+    """Raises ValueError unless an optimizer has these states: [N, D], by row [N, 1] or [N * shards]."""
     if sorted(states) != sorted(optimizer.state_names):
         raise ValueError(
             f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "

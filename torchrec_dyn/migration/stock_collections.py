@@ -38,7 +38,7 @@ from torchrec_dyn.modules import (
     with_row_dtype,
 )
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.table import ROW_DTYPES, TableShard
+from torchrec_dyn.table import ROW_DTYPES
 
 _logger = logging.getLogger(__name__)
 
@@ -250,7 +250,13 @@ def from_static(
     for name, weight in weights.items():
         tables[name].weight.requires_grad_(weight.requires_grad)
         states, step = _moments_of(tables[name], weight, optimizer, whole_rule)
-        rows = _static_rows(tables[name].rows(), weight.detach(), states, step)
+        shard = tables[name].rows()
+        readers = {
+            one: _reader(rows.detach()) for one, rows in {"weight": weight, **states}.items()
+        }
+        rows = StaticRows(
+            shard.where, name, weight.shape, weight.dtype, readers, shard.optimizer, step
+        )
         filled.append((tables[name], rows))
     for table, rows in filled:  # rows are copied only after all checks
         rows.fill(table.as_table(), [table.rows()])
@@ -328,16 +334,5 @@ def _moments_of(
     return saved_moments(trainer, weight, rule, name, where)
 
 
-def _static_rows(
-    table: TableShard, weight: Tensor, states: Mapping[str, Tensor], step: int
-) -> StaticRows:
-    """Returns the rows of a static module: weight [N, D], and the state of its optimizer."""
-
-    def reader(values: Tensor) -> ReadRows:
-        return lambda first, last: values[first:last].reshape(last - first, -1)
-
-    tensors = {name: reader(state.detach()) for name, state in states.items()}
-    return StaticRows(
-        table.where, table.name, weight.shape, weight.dtype, {"weight": reader(weight), **tensors},
-        table.optimizer, step,
-    )  # fmt: skip
+def _reader(rows: Tensor) -> ReadRows:
+    return lambda first, last: rows[first:last].reshape(last - first, -1)

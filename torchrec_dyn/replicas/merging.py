@@ -100,10 +100,7 @@ def _as_sent(data: Tensor, forms: Sequence[_Form]) -> list[Tensor]:
 def rounds_of(
     rows: Sequence[int], row_bytes: Sequence[int], most: int
 ) -> list[list[tuple[int, slice]]]:
-    """Returns the rows of S sides in rounds of at most `most` bytes, and at least one row, each.
-
-    A round has sides, and the range of rows of each.
-    """
+    """Returns rounds of at most `most` bytes, or one row: sides, and the range of rows of each."""
     rounds: list[list[tuple[int, slice]]] = []
     left = 0
     for side, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
@@ -120,10 +117,8 @@ def rounds_of(
 
 
 def part_of(ids: Tensor, parts: int) -> Tensor:
-    """Returns the part of each of ids [K] int64, [K] int64: by the low bits of mixed ids.
-
-    Ranks own ranges of mixed ids, so the high bits are alike here.
-    """
+    """Returns the part of each of ids [K] int64, [K] int64."""
+    # Ranks own ranges of mixed ids, so the high bits are alike here.
     return (ops.mix64(ids) & 0xFFFFFFFF) % parts
 
 
@@ -134,10 +129,7 @@ def _cut(ids: Tensor, parts: int) -> list[Tensor]:
 
 
 class Merging:
-    """One sync of the sides of this rank.
-
-    `sides` are the tables that this rank has shards of, `place` is the number of its replica among R.
-    """
+    """One sync of the sides of this rank, whose replica is number `place` among R."""
 
     def __init__(self, sides: Sequence[Side], place: int, replicas: int) -> None:
         self._sides, self._place, self._parts = sides, place, replicas
@@ -184,10 +176,7 @@ class Merging:
         ]
 
     def _unions(self) -> Sends[tuple[list[list[Tensor]], list[Clock | None]]]:
-        """Returns the ids that changed on some replica, by part and side, in canonical order, [P][S].
-
-        Also the merged clock of each side; None where all replicas have the same.
-        """
+        """Returns the ids that changed somewhere, in canonical order, [P][S], and clocks that differed."""
         own_clocks = [side.clock for side in self._sides]
         by_part = zip(
             *(_cut(side.find_changes(), self._parts) for side in self._sides), strict=True
@@ -226,11 +215,7 @@ class Merging:
         id_states: Sequence[Sequence[IdStates]],
         verdicts: Sequence[Verdict],
     ) -> Sends[None]:
-        """Sends the rows of the chosen ids to the replicas of their parts, and appends their means here.
-
-        `id_states` [R][S] are the states of the ids of this rank's part on the replicas, with the `verdicts`
-        on these, [S].
-        """
+        """Sends rows of chosen ids [P][S] to their parts, and appends their means here; id_states [R][S]."""
         sizes = [side.record_bytes for side in self._sides]
         counts = [side.record_tensors for side in self._sides]
         rounds = [

@@ -82,10 +82,7 @@ class Side:
 
     @locked
     def check_same(self, present: Table | None) -> None:
-        """Raises ValueError unless this is still the table, with contents from training and edits only.
-
-        `present` is the table of this name in the model; None if there is none any more.
-        """
+        """Raises ValueError unless `present`, in the model, is this table, only trained and edited."""
         generations = [shard.generation for shard in self.table.shards]
         is_logged = self._first.changes is self._version.log
         is_there = present is not None and present.has_shards_of(self.table)
@@ -185,10 +182,7 @@ class Side:
 
     @locked
     def decide(self, id_states: Sequence[IdStates], clock: Clock | None) -> Verdict:
-        """Returns the verdict on K ids from their states on all sides, in their order.
-
-        `clock` is the merged one; None if all replicas have the same.
-        """
+        """Returns the verdict on K ids from their states on all sides; clock: merged, if they differ."""
         together = IdStates(*(torch.stack(parts) for parts in zip(*id_states, strict=True)))
         life, step = self._first.life, self.step
 
@@ -227,11 +221,7 @@ class Side:
     def mean(
         self, ids: Tensor, records: Sequence[Sequence[Tensor]], gives: Tensor, takes_part: Tensor
     ) -> list[Tensor]:
-        """Returns the means of the records of ids [M] int64, as records.
-
-        records of each side, any numbers where it gives no row; gives [R, M] and takes_part [R, M] as of
-        `merge.mean_of`.
-        """
+        """Returns the means of the records of ids [M] int64; gives and takes_part [R, M] as of `mean_of`."""
         by_store, means = zip(*records, strict=True), []
         for shard in self.table.shards:
             fresh, rows = beside(shard), torch.arange(len(ids), device=shard.device)
@@ -248,10 +238,7 @@ class Side:
 
     @locked
     def check_limit(self, ids: Tensor, kinds: Tensor) -> None:
-        """Raises RuntimeError if the union of rows is over the limit and no policy replaces rows.
-
-        kinds [K] uint8 are the verdicts on ids [K] int64.
-        """
+        """Raises RuntimeError if ids [K] of kinds [K] uint8 go over the limit, and no policy evicts."""
         first = self._first
         has_row = to_host(first.id_map.lookup(ids.to(first.device))) >= 0
         gets_row = kinds == ROW
@@ -279,10 +266,7 @@ class Side:
     def prepare(
         self, ids: Tensor, kinds: Tensor, words: Tensor, clock: Clock | None
     ) -> Callable[[], None]:
-        """Prepares to write the rows that were appended, and the counters of the verdicts on ids [K].
-
-        `clock` is None if all replicas have the same.
-        """
+        """Prepares to write the appended rows, counters by the verdicts on ids [K], and a merged clock."""
         ids, kinds = ids.to(self.device), kinds.to(self.device)
         waits, removed = kinds == COUNTER, ids[kinds != ROW]
         counters = torch.stack([ids[waits], *unpacked(words.to(self.device)[waits])])

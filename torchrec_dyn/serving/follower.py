@@ -26,7 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     read_chain,
 )
-from torchrec_dyn.serving.builder import build_instead, build_new
+from torchrec_dyn.serving.builder import apply_deltas, build_instead, build_new
 from torchrec_dyn.serving.files import DamagedTables, SecondWriter
 from torchrec_dyn.serving.manifest import (
     Manifest,
@@ -35,7 +35,6 @@ from torchrec_dyn.serving.manifest import (
     read_manifest,
     served_manifest,
 )
-from torchrec_dyn.serving.update import apply_deltas
 from torchrec_dyn.storage import lacks_memory
 
 # The longest time between two looks while errors last, if `every` is shorter.

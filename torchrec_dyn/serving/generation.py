@@ -22,7 +22,7 @@ Legend: T tables, N ids.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import content_sum, naming, replace_file
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.serving.files import DamagedTables, mapped
-from torchrec_dyn.serving.id_maps import SLOT_BYTES, ServedMap, checked_maps
+from torchrec_dyn.serving.id_maps import SLOT_BYTES, checked_maps
 from torchrec_dyn.serving.manifest import (
     SLOTS,
     Manifest,
@@ -109,6 +109,7 @@ class Generation(nn.Module):
         keys = [(-1, table.key) for table in self.tables]
         self._keys = torch.tensor(keys, device="cpu").view(-1, 2)
         self._made_once = self._tensors()
+        self.unseen: list[Callable[[Tensor], Tensor]] = []  # of each table, if they are served
 
     def tensors(self) -> ServedTensors:
         """Returns the tensors of the tables; an exported program makes views of its own two buffers."""
@@ -140,22 +141,23 @@ def open_generation(
             return None
         if verify:
             _verify(folder, name)
-        return _open(folder, name, tables)
+        manifest = read_manifest(folder, name)
+        missing = [table for table in tables if table not in manifest.tables]
+        if missing:
+            raise ValueError(
+                f"{folder}: expected tables among {listed(sorted(manifest.tables))}, got {listed(missing)}. "
+                "Build with these tables too."
+            )
+        slots, rows = mapped_files(folder, name, manifest)
+        return Generation(name, manifest, slots, rows, tables)
 
     return with_current(folder, open_named)
 
 
-def _open(folder: Path, name: str, tables: Sequence[str]) -> Generation:
-    manifest = read_manifest(folder, name)
-    missing = [table for table in tables if table not in manifest.tables]
-    if missing:
-        raise ValueError(
-            f"{folder}: expected tables among {listed(sorted(manifest.tables))}, got {listed(missing)}. "
-            "Build with these tables too."
-        )
+def mapped_files(folder: Path, name: str, manifest: Manifest) -> tuple[Tensor, Tensor]:
+    """Maps the id maps and rows of a generation, [bytes] uint8 each."""
     slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
-    rows = mapped(folder / manifest.rows_file, manifest.file_bytes())
-    return Generation(name, manifest, slots, rows, tables)
+    return slots, mapped(folder / manifest.rows_file, manifest.file_bytes())
 
 
 def name_in_index(table: str, part: str) -> str:
@@ -241,18 +243,26 @@ def _verify(folder: Path, generation: str) -> int:
     manifest = read_manifest(folder, generation)
     slots_file, rows_file = folder / generation / SLOTS, folder / manifest.rows_file
     # Mapped first: a delta may remove the files meanwhile.
-    slots = mapped(slots_file, manifest.slots * SLOT_BYTES, is_whole=True)
-    rows = mapped(rows_file, manifest.file_bytes())
+    slots, rows = mapped_files(folder, generation, manifest)
     size = check_index(folder, generation, manifest)
     # A disk that fails is an OSError of a plain read, where a mapped page would end the process.
     size += sum(_read_through(path) for path in (slots_file, rows_file))
     widths = manifest.widths()
     for name, served in checked_maps(slots_file, slots, manifest).items():
         width, table = widths[name], manifest.tables[name]
-        ids_sum, row_sum = _sums_of(slots_file, name, served, rows, width)
+        rows_of_table = rows_of_width(rows, width)
+        ids_sum = row_sum = 0
+        for ids, numbers, _ in served.pieces(width):
+            if not torch.equal(served.find(ids), numbers):
+                raise DamagedTables(
+                    f"{slots_file}: expected the ids of table '{name}' in slots by the key in the manifest, "
+                    "got ids that are not found. It is damaged. Build it again."
+                )
+            ids_sum += content_sum(name, "ids", ids, ids)
+            row_sum += sum_of_rows(name, ids, rows_of_table[numbers])
         for path, what, total, expected in (
-            (slots_file, "ids", ids_sum, table.sums["ids"]),
-            (rows_file, "rows", row_sum, table.row_sum),
+            (slots_file, "ids", unsigned(ids_sum), table.sums["ids"]),
+            (rows_file, "rows", unsigned(row_sum), table.row_sum),
         ):
             if total != expected:
                 raise DamagedTables(
@@ -260,21 +270,6 @@ def _verify(folder: Path, generation: str) -> int:
                     f"{total:016x}. It is damaged. Build it again."
                 )
     return size
-
-
-def _sums_of(path: Path, name: str, served: ServedMap, rows: Tensor, width: int) -> tuple[int, int]:
-    """Returns the content sums of the ids in the map of a table, and of their rows, of rows [bytes] uint8."""
-    rows_of_table = rows_of_width(rows, width)
-    ids_sum = row_sum = 0
-    for ids, numbers, _ in served.pieces(width):
-        if not torch.equal(served.find(ids), numbers):
-            raise DamagedTables(
-                f"{path}: expected the ids of table '{name}' in slots by the key in the manifest, got ids "
-                "that are not found. It is damaged. Build it again."
-            )
-        ids_sum += content_sum(name, "ids", ids, ids)
-        row_sum += sum_of_rows(name, ids, rows_of_table[numbers])
-    return unsigned(ids_sum), unsigned(row_sum)
 
 
 def _read_through(path: Path) -> int:

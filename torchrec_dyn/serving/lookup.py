@@ -123,39 +123,29 @@ class ServedLookup(nn.Module):
             }
         )
         self.serves_initial = unseen == "initial"
-        self._unseen: list[Callable[[Tensor], Tensor]] = []
         self.given: ServedTensors | None = None  # read in place of the generation, if any
         self.refresh()
 
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
+        names = [config.name for config in self._configs]
         while True:
             before = cast("Generation | None", self._modules.get("generation"))
-            generation = self._open(before)
+            generation = open_generation(self.folder, names, before, self._verify)
             if generation is None:
                 return False
+            for config, table in zip(self._configs, generation.tables, strict=True):
+                if config.embedding_dim != table.embedding_dim:
+                    raise ValueError(
+                        f"{self._where}(table='{config.name}'): expected embedding_dim "
+                        f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
+                    )
+                if self.serves_initial:
+                    generation.unseen.append(_unseen_rows(config.name, table))
             with _REPLACING:
                 if self._modules.get("generation") is before:  # else another thread has refreshed
                     self.generation = generation
-                    if self.serves_initial:
-                        # They follow from the name, the seed and the initializer of a table.
-                        names = (config.name for config in self._configs)
-                        self._unseen = list(map(_unseen_rows, names, generation.tables))
                     return True
-
-    def _open(self, before: Generation | None) -> Generation | None:
-        """Returns the current generation if it matches the collection; None if it is `before`."""
-        names = [config.name for config in self._configs]
-        generation = open_generation(self.folder, names, before, self._verify)
-        if generation is None:
-            return None
-        for config, table in zip(self._configs, generation.tables, strict=True):
-            if config.embedding_dim != table.embedding_dim:
-                raise ValueError(
-                    f"{self._where}(table='{config.name}'): expected embedding_dim "
-                    f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
-                )
-        return generation
 
     def tensor_names(self) -> list[str]:
         """Returns the names in the index of the tensors that `given_of` takes."""
@@ -227,7 +217,9 @@ class ServedLookup(nn.Module):
             ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
             absent_of = self._absent_positions(rows, table_offsets)
-            initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
+            initial = [
+                self.generation.unseen[t](ids[positions]) for t, positions in enumerate(absent_of)
+            ]
             out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
 
@@ -239,7 +231,7 @@ class ServedLookup(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own.
         modules = {name: child for name, child in self._modules.items() if name != "generation"}
-        return {**self.__dict__, "_modules": modules, "_unseen": []}
+        return {**self.__dict__, "_modules": modules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -285,7 +277,7 @@ class ServedLookup(nn.Module):
         parts = []
         for f, positions in enumerate(self._absent_positions(rows, offsets[every_feature])):
             table = self._table_numbers[f]
-            values = self._unseen[table](ids[positions])
+            values = self.generation.unseen[table](ids[positions])
             bags = torch.bucketize(positions, offsets[1:], right=True)
             if weights is not None:
                 values = values * weights[positions, None]

@@ -150,11 +150,8 @@ def _to_half(numbers: Tensor, up: bool) -> Tensor:
     """Rounds float32 to float16, up or down."""
     nearest = numbers.half()
     is_past = nearest.float() < numbers if up else nearest.float() > numbers
-    # Integers in the order of the numbers: the next number is one more or one less.
-    bits = nearest.view(torch.int16).int()
-    order = torch.where(bits < 0, -(bits & 0x7FFF), bits) + is_past.int() * (1 if up else -1)
-    bits = torch.where(order < 0, -order | -0x8000, order)
-    return bits.to(torch.int16).view(torch.float16)
+    end = nearest.new_tensor(torch.inf if up else -torch.inf)
+    return torch.where(is_past, nearest.nextafter(end), nearest)
 
 
 def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
