@@ -150,10 +150,8 @@ class Follower:
         self.skipped = []
         try:
             followed = self._to_newest()
-        except (ForkedChain, SecondWriter):
-            raise
         except Exception as error:
-            if not _may_pass(error):
+            if isinstance(error, (ForkedChain, SecondWriter)) or not _may_pass(error):
                 raise
             text = _text_of(error)
             self.skipped.append(text)

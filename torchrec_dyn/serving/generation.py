@@ -156,7 +156,8 @@ def open_generation(
 
 def mapped_files(folder: Path, name: str, manifest: Manifest) -> tuple[Tensor, Tensor]:
     """Maps the id maps and rows of a generation, [bytes] uint8 each."""
-    slots = mapped(folder / name / SLOTS, manifest.slots * SLOT_BYTES, is_whole=True)
+    size = SLOT_BYTES * sum(table.capacity for table in manifest.tables.values())
+    slots = mapped(folder / name / SLOTS, size, is_whole=True)
     return slots, mapped(folder / manifest.rows_file, manifest.file_bytes())
 
 

@@ -96,11 +96,6 @@ class Manifest:
         """The format of the rows."""
         return RowFormat(getattr(torch, self.rows))
 
-    @property
-    def slots(self) -> int:
-        """Number of slots of all tables."""
-        return sum(table.capacity for table in self.tables.values())
-
     def widths(self) -> dict[str, int]:
         """Returns the number of bytes of a row of each table."""
         return {
