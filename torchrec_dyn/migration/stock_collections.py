@@ -79,28 +79,22 @@ def make_dynamic(model: nn.Module, tables: _Names = None, dynamic: _Options = No
         options = dynamic
         if isinstance(dynamic, Mapping):
             options = {name: dynamic[name] for name in names if name in dynamic}
-        configs, by_name = _configs_of(stock[path]), _tables_by_name(stock[path])
-        collection = _empty_counterpart(stock[path], configs, _device_of(stock[path]), options)
-        for table in collection.unsharded_lookup.tables:
-            table.copy_marks(by_name[table.config.name].weight)
-        converted[path] = collection.train(stock[path].training)
-    processed = {
-        id(module._embedding_bag_collection)
-        for module in model.modules()
-        if isinstance(module, FeatureProcessedEmbeddingBagCollection)
-    }
-    for path, collection in converted.items():
-        if id(stock[path]) in processed:
-            check_unprocessed(collection.dynamic_configs(), f"make_dynamic('{path}')")
+        converted[path] = _converted(stock[path], options)
+    for path in _processed(model, stock) & converted.keys():
+        check_unprocessed(converted[path].dynamic_configs(), f"make_dynamic('{path}')")
     for path in converted:
         if _device_of(stock[path]).type != "meta":
             _logger.info("make_dynamic: rows of collection '%s' are not carried over", path)
-    by_id = {id(stock[path]): collection for path, collection in converted.items()}
+    return _replaced(model, {id(stock[path]): converted[path] for path in converted})
+
+
+def _replaced(model: nn.Module, converted: Mapping[int, UnshardedCollection]) -> nn.Module:
+    """Puts the converted collections, by id of the stock collection, in place; returns the model."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if id(child) in by_id:
-                setattr(parent, name, by_id[id(child)])
-    return by_id.get(id(model), model)
+            if id(child) in converted:
+                setattr(parent, name, converted[id(child)])
+    return converted.get(id(model), model)
 
 
 def _chosen_names(
@@ -132,6 +126,24 @@ def _check_not_managed(model: nn.Module, names: Mapping[int, Sequence[str]]) -> 
                 "which remaps ids to row numbers first. Replace that whole module by a dynamic collection, "
                 "or name only the other tables in `tables`."
             )
+
+
+def _processed(model: nn.Module, collections: Mapping[str, Any]) -> set[str]:
+    """Returns the paths of the collections that are in a feature-processed module."""
+    inner = {
+        id(module._embedding_bag_collection)
+        for module in model.modules()
+        if isinstance(module, FeatureProcessedEmbeddingBagCollection)
+    }
+    return {path for path, collection in collections.items() if id(collection) in inner}
+
+
+def _converted(stock: Any, dynamic: _Options) -> UnshardedCollection:
+    stock_tables = _tables_by_name(stock)
+    collection = _empty_counterpart(stock, _configs_of(stock), _device_of(stock), dynamic)
+    for table in collection.unsharded_lookup.tables:
+        table.copy_marks(stock_tables[table.config.name].weight)
+    return collection.train(stock.training)
 
 
 def _raise_without_stock(model: nn.Module) -> NoReturn:

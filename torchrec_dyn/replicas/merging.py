@@ -148,13 +148,7 @@ class Merging:
             for side, clock, *side_states in zip(self._sides, clocks, *id_states, strict=True)
         ]
         arrived = yield [self._sent([verdict[:2] for verdict in verdicts])] * self._parts
-        decided = [
-            [
-                (side_ids, *of_side)
-                for side_ids, of_side in zip(ids, self._received(sent, 1), strict=True)
-            ]
-            for ids, sent in zip(unions, arrived, strict=True)
-        ]
+        decided = self._decided(unions, arrived)
         whole = [
             [torch.cat(parts) for parts in zip(*by_part, strict=True)]
             for by_part in zip(*decided, strict=True)
@@ -173,6 +167,15 @@ class Merging:
         return [
             (ids, kinds, words, clock)
             for (ids, kinds, words), clock in zip(whole, clocks, strict=True)
+        ]
+
+    def _decided(
+        self, unions: Sequence[Sequence[Tensor]], arrived: Sequence[Sequence[Tensor]]
+    ) -> list[list[tuple[Tensor, ...]]]:
+        """Returns ids with kinds and words of the verdicts that arrived, by part and side, [P][S]."""
+        return [
+            [(ids, *verdict) for ids, verdict in zip(part, self._received(sent, 1), strict=True)]
+            for part, sent in zip(unions, arrived, strict=True)
         ]
 
     def _unions(self) -> Sends[tuple[list[list[Tensor]], list[Clock | None]]]:

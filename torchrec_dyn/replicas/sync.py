@@ -232,6 +232,12 @@ def _replica_groups(described: Sequence[_Described]) -> list[list[int]]:
     if len({len(ranks) for ranks in groups}) > 1:
         raise ValueError(f"{_CALL}: expected sharding groups of the same size, got {groups}.")
     by_place = [list(ranks) for ranks in zip(*groups, strict=True)]
+    _check_alike(described, by_place)
+    return by_place
+
+
+def _check_alike(described: Sequence[_Described], by_place: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError unless the ranks of each replica group have the same tables and plans."""
     names = [[("", list(tables))] for _, _, tables in described]
     for _, tables, others, rank, other in _differences(by_place, names):
         raise ValueError(
@@ -244,7 +250,6 @@ def _replica_groups(described: Sequence[_Described]) -> list[list[int]]:
             f"{_CALL}(table='{name}'): expected the same plan, options and optimizer in all replicas, got "
             f"{plan} on rank {rank} and {other_plan} on rank {other}. Give all sharding groups one plan."
         )
-    return by_place
 
 
 def _differences(

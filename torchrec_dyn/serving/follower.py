@@ -207,10 +207,7 @@ class Follower:
     def _to_newest(self) -> Followed | None:
         generation, damage, chain = self._look()
         served = self._served
-        last = 0 if served is None else served.sequence
-        self.skipped = [line for line in chain.skipped if _sequence_of(line) > last]
-        if served is not None and not chain.entries:
-            self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
+        self.skipped = self._unusable(chain)
         is_fork = self._check_fork(chain)
         begin = None if served is None or damage is not None else served.id
         way = self._newest_way(chain, begin, 0 if is_fork else self._least(damage, chain))
@@ -220,15 +217,33 @@ class Follower:
         if now is None:
             return None
         # Before the rows are served: the entries may be removed then.
-        changed, removed = self._changes(chain, now)
+        changes = self._changes(chain, now)
         if way is not None:
             generation = self._serve(way, generation, damage, chain)
             self._known = read_manifest(self.to, generation)
-        if generation is None or now.id == self.since:
+            return self._followed(now, generation, changes, is_fork)
+        return None if generation is None else self._followed(now, generation, changes, False)
+
+    def _unusable(self, chain: SavedChain) -> list[str]:
+        """Returns a line for each entry after what is served that cannot be read."""
+        last = 0 if self._served is None else self._served.sequence
+        lines = [line for line in chain.skipped if _sequence_of(line) > last]
+        if self._served is not None and not chain.entries:
+            lines.append(f"{self.path}: expected the served entry or later ones, got none")
+        return lines
+
+    def _followed(
+        self,
+        now: Entry,
+        generation: str,
+        changes: tuple[Ids, Ids] | tuple[None, None],
+        is_fork: bool,
+    ) -> Followed | None:
+        """Returns an entry for the caller; None if it is that which the caller has."""
+        if now.id == self.since:
             return None
-        lag, is_other_line = _seconds_since(now), is_fork and way is not None
-        self.since = now.id
-        return Followed(now, generation, changed, removed, lag, self.skipped, is_other_line)
+        self.since, lag, (changed, removed) = now.id, _seconds_since(now), changes
+        return Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
 
     def _check_fork(self, chain: SavedChain) -> bool:
         """Returns True if the newest entry does not come after what is served, and that is allowed."""
@@ -279,15 +294,8 @@ class Follower:
                 if line is None:
                     raise
                 way = line
-        rows, tables = self._rows, self._tables
-        if self._known is not None:
-            rows, tables = self._known.row_format.dtype, tuple(self._known.tables)
-        elif damage is not None and rows is None:
-            raise ValueError(
-                f"{damage} Or follow with the dtype of its rows, as rows=torch.float32 (--dtype float32), "
-                "and tables= if not all were served: they are built then."
-            )
-        folders, rows = [step.tables for step in way], rows or torch.float32
+        rows, tables = self._wanted(damage)
+        folders = [step.tables for step in way]
         if not self.to.exists():
             return build_new(folders, self.to, rows, tables, entry)
         generation = build_instead(folders, self.to, rows, tables, before, entry)
@@ -296,6 +304,17 @@ class Follower:
                 f"Follower: {damage} The tables were built anew from {way[0].path}.", stacklevel=4
             )
         return generation
+
+    def _wanted(self, damage: DamagedTables | None) -> tuple[torch.dtype, Sequence[str] | None]:
+        """Returns dtype and names of the tables to build, as served, or as the caller says."""
+        if self._known is not None:
+            return self._known.row_format.dtype, tuple(self._known.tables)
+        if damage is not None and self._rows is None:
+            raise ValueError(
+                f"{damage} Or follow with the dtype of its rows, as rows=torch.float32 (--dtype float32), "
+                "and tables= if not all were served: they are built then."
+            )
+        return self._rows or torch.float32, self._tables
 
     def _changes(self, chain: SavedChain, now: Entry) -> tuple[Ids, Ids] | tuple[None, None]:
         """Returns the ids that changed and that were removed since the caller's entry; None: any may have."""

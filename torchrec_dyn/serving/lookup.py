@@ -104,6 +104,19 @@ class ServedLookup(nn.Module):
         self._features, self._width = len(table_of), sum(self._columns)
         means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in configs]
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
+        self._lay_out()
+        self._nbit = nn.ModuleDict(
+            {
+                "int8": NBitPooling(self._columns, torch.int8),
+                "int4": NBitPooling(self._columns, INT4),
+            }
+        )
+        self.serves_initial = unseen == "initial"
+        self.given: ServedTensors | None = None  # read in place of the generation, if any
+        self.refresh()
+
+    def _lay_out(self) -> None:
+        """Sets the tensors that follow from the tables and their features alone."""
         places = list(accumulate(self._columns, initial=0))
         features = range(self._features)
         firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
@@ -116,15 +129,6 @@ class ServedLookup(nn.Module):
         self._feature_of_column = torch.arange(self._features, device="cpu").repeat_interleave(
             torch.tensor(self._columns, device="cpu")
         )
-        self._nbit = nn.ModuleDict(
-            {
-                "int8": NBitPooling(self._columns, torch.int8),
-                "int4": NBitPooling(self._columns, INT4),
-            }
-        )
-        self.serves_initial = unseen == "initial"
-        self.given: ServedTensors | None = None  # read in place of the generation, if any
-        self.refresh()
 
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
