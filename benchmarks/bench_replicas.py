@@ -48,7 +48,7 @@ class Replicated:
         count = len(self.sides)
         mergings = [Merging([side], place, count) for place, side in enumerate(self.sides)]
         runs = [merging.run() for merging in mergings]
-        sent: list[list[torch.Tensor]] = []
+        sent: list[list[list[torch.Tensor]]] = []
         merged: list[Merged] = []
         self.sent = 0
         while not merged:
@@ -59,8 +59,13 @@ class Replicated:
                     sent.append(run.send(arrived[place]) if arrived else next(run))
                 except StopIteration as end:
                     merged += end.value
-            own = sum(parts[place].numel() for place, parts in enumerate(sent))
-            self.sent += sum(part.numel() for parts in sent for part in parts) - own
+            self.sent += sum(
+                tensor.nbytes
+                for place, parts in enumerate(sent)
+                for to, part in enumerate(parts)
+                for tensor in part
+                if to != place
+            )
         for side, contents in zip(self.sides, merged, strict=True):
             side.prepare(*contents)()
         self._has_changed = False

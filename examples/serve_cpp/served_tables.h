@@ -1,5 +1,5 @@
 // Maps the served tables of a directory of serving.build, by the index of its current generation
-// (torchrec_dyn/serving/tensor_index.py). No row is copied: pages are read at first use, and processes share them.
+// (torchrec_dyn/serving/generation.py). No row is copied: pages are read at first use, and processes share them.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -24,7 +24,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
-from torchrec_dyn.migration.trained_collections import from_static
+from torchrec_dyn.migration import from_static
 
 RULE = {"optimizer": "EXACT_SGD", "learning_rate": 0.1}
 

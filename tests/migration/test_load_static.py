@@ -35,8 +35,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import apply_delta, export_delta, mark
+from torchrec_dyn.migration import from_static
 from torchrec_dyn.migration.static_checkpoint import load_static
-from torchrec_dyn.migration.trained_collections import from_static
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -15,7 +15,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint_format.checkpoint_reader import open_checkpoint
 from torchrec_dyn.initializers import Constant, Normal
-from torchrec_dyn.migration.trained_collections import from_static
+from torchrec_dyn.migration import from_static
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 
 POOL = torch.arange(30) * 7919 - 1000

@@ -68,7 +68,7 @@ def test_memory_behind_the_last_row_can_be_read(tmp_path, dtype):
     spare = 64 if dtype == torch.int8 else 0
     assert file.stat().st_size == used + spare
     ours = serving.ServingEmbeddingBagCollection(out, bag_configs(table))
-    assert ours._lookup.served.rows.untyped_storage().nbytes() == used + spare
+    assert ours._lookup.generation.rows.untyped_storage().nbytes() == used + spare
     save_delta(tmp_path / "delta", [table], [table.with_random([1])])
     serving.apply_delta(out, tmp_path / "delta")
     assert file.stat().st_size >= used + used // 256 + spare

@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from serving_cases import Plain, bag_configs, batch, decode, save, save_delta, s
 from torch import nn
 
 from torchrec_dyn import ops, serving
-from torchrec_dyn.serving.compiled import export_with_tables
+from torchrec_dyn.serving.export import export_with_tables
 from torchrec_dyn.serving.files import mapped
+from torchrec_dyn.serving.generation import mapped_tensors
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 from torchrec_dyn.serving.row_format import RowFormat
-from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 DTYPES = [torch.float32, torch.float16, torch.int8]
 
@@ -139,17 +140,30 @@ def test_sequence_programs_read_the_tables_that_they_get(tmp_path):
 def test_a_refresh_while_a_program_is_traced(tmp_path):
     served = built(tmp_path, torch.float32)
     ebc = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
-    before, lookup = ebc.generation, ebc._lookup
-    with lookup.reading(lookup.given_tables()):
-        assert not ebc.refresh() and ebc.generation == before
-        grow(served)
-        assert ebc.refresh() and ebc.generation == current_generation(served) != before
-        assert ebc.ids("b").sort().values.tolist() == sorted(B.rows)
-        assert not any(name.endswith("generation.rows") for name, _ in ebc.named_buffers())
+    before, features = ebc.generation, batch(["f_b"], IDS, 6, seed=0)
+
+    class Refreshed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sparse = ebc
+
+        def forward(self, features):
+            thread = threading.Thread(target=ebc.refresh)
+            thread.start()
+            thread.join()
+            return self.sparse(features)
+
+    assert not ebc.refresh() and ebc.generation == before
+    grow(served)
+    program, names = export_with_tables(Refreshed(), [features])
+    assert ebc.generation == current_generation(served) != before
+    assert ebc.ids("b").sort().values.tolist() == sorted(B.rows)
     fresh = serving.ServingEmbeddingBagCollection(served, bag_configs(B))
-    features = batch(["f_b"], IDS, 6, seed=0)
     assert torch.equal(ebc(features).values(), fresh(features).values())
-    assert lookup.generation is lookup.served
+    tables = tensors_of_index(served)
+    plain = [features.values(), features.lengths()]
+    (seen,) = program.module()(plain, [tables[name] for name in names])
+    assert torch.equal(seen, ebc(features).values())
 
 
 def test_the_rows_of_other_tables_may_be_more_than_a_block_holds(tmp_path):

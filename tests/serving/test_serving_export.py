@@ -13,7 +13,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
-from torchrec_dyn.serving.compiled import export_with_tables
+from torchrec_dyn.serving.export import export_with_tables
 
 A = Plain("a", 16).with_random(range(-50, 50))
 B = Plain("b", 16).with_random([2**63 - 1, -(2**63), 7, 9], seed=1)

@@ -13,8 +13,8 @@ from torchrec_dyn import knobs, serving
 from torchrec_dyn.serving import builder
 from torchrec_dyn.serving import generation as serving_generation
 from torchrec_dyn.serving import lookup as serving_lookup
+from torchrec_dyn.serving.generation import mapped_tensors
 from torchrec_dyn.serving.manifest import read_manifest, with_current
-from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 IDS = range(300)
 VERSIONS = 6
@@ -107,7 +107,7 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
     monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     served = prepare(tmp_path, dtype, 3)
     ours = serving.ServingEmbeddingBagCollection(served, bag_configs(*version(0)))
-    find = serving_generation.Generation.find
+    find = serving_generation.ServedTensors.find
 
     def slow(self, ids, table_offsets):
         found = find(self, ids, table_offsets)
@@ -118,7 +118,7 @@ def test_a_request_ends_with_the_generation_it_began_with(tmp_path, monkeypatch,
             assert ours.refresh()
         return found
 
-    monkeypatch.setattr(serving_generation.Generation, "find", slow)
+    monkeypatch.setattr(serving_generation.ServedTensors, "find", slow)
     assert ask(ours) == {0.0}
     assert ask(ours) == {3.0}
 

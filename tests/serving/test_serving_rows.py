@@ -52,7 +52,7 @@ def test_fbgemm_reads_int8_as_we_do():
     written = INT8.encode(rows, "t")
     assert written.shape == (50, INT8.row_bytes(12)) == (50, 16)
     numbers = torch.tensor([3, 0, 49, -1, 3])
-    read = NBitPooling([12], torch.int8).gather(written.view(-1), numbers)
+    read = NBitPooling([12], torch.int8)(written.view(-1), numbers, None)
     expected = decode(INT8, written)[numbers]
     expected[3] = 0.0
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
@@ -106,7 +106,7 @@ def test_fbgemm_reads_int4_as_we_do():
     rows = torch.randn(50, 12)
     numbers = torch.tensor([3, 0, 49, -1, 3])
     written = INT4.encode(rows, "t")
-    read = NBitPooling([12], torch.int4).gather(written.view(-1), numbers)
+    read = NBitPooling([12], torch.int4)(written.view(-1), numbers, None)
     expected = decode(INT4, written)[numbers]
     expected[3] = 0.0
     torch.testing.assert_close(read, expected, rtol=0, atol=1e-6)
@@ -123,8 +123,8 @@ def read_last_rows_before_a_hole(dtype):
         written = form.encode(torch.randn(20, columns), "t").view(-1)
         rows = torch.frombuffer(memory, dtype=torch.uint8)[end - len(written) : end].copy_(written)
         pooling, last = NBitPooling([columns], dtype), torch.tensor([19])
-        pooled = pooling(rows, last, torch.tensor([0, 1]), None, False)
-        assert torch.equal(pooled, pooling.gather(rows, last))
+        pooled = pooling(rows, last, torch.tensor([0, 1]))
+        assert torch.equal(pooled, pooling(rows, last, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int4])

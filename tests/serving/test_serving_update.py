@@ -21,8 +21,8 @@ from serving_cases import Plain, bag_configs, save, save_delta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import knobs, ops, serving
+from torchrec_dyn.serving import builder as serving_builder
 from torchrec_dyn.serving import generation as serving_generation
-from torchrec_dyn.serving import update as serving_update
 from torchrec_dyn.serving.files import only_writer
 from torchrec_dyn.serving.manifest import current_generation, read_manifest
 
@@ -220,9 +220,9 @@ def test_memory_does_not_grow_with_removed_ids_nor_with_wide_rows(tmp_path, monk
 
         monkeypatch.setattr(owner, name, call)
 
-    watched(serving_update, "sum_of_rows", 2)
+    watched(serving_builder, "sum_of_rows", 2)
     watched(serving_generation, "sum_of_rows", 2)
-    watched(serving_update.Appender, "append", 1)
+    watched(serving_builder.Appender, "append", 1)
     monkeypatch.setattr(knobs, "WASTE_BYTES", 0)
     monkeypatch.setattr(knobs, "SERVED_CHUNK_BYTES", 8192)
     monkeypatch.setattr(knobs, "MAP_PIECE_BYTES", 8192)

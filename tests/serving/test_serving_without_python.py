@@ -17,8 +17,8 @@ from serving_cases import Plain, batch, save
 
 import torchrec_dyn._C
 from torchrec_dyn import serving
+from torchrec_dyn.serving.generation import mapped_tensors
 from torchrec_dyn.serving.manifest import read_manifest
-from torchrec_dyn.serving.tensor_index import mapped_tensors
 
 FOLDER = Path(__file__).parents[2] / "examples" / "serve_cpp"
 TORCH = Path(torch.__file__).parent

@@ -78,9 +78,8 @@ def _place() -> str:
 
 PLANS = ["table_wise", "row_wise", "column_wise"]
 POOLED_PLANS = [*PLANS, "table_row_wise", "table_column_wise", "grid_shard"]
-# These ops add in order on the CPU. Their functions take another way elsewhere, as the next tests show.
+# This op adds in order on the CPU. Its function takes another way elsewhere, as a test below shows.
 REPEATS = {("index_add_", "torchrec_dyn/lookup/gradient_reduction.py: sums_by_place")}
-SHARES = {("index_add", "torchrec_dyn/layers/inputs.py: _sums_by_bag")}
 
 
 def tables(plans, **options):
@@ -147,7 +146,7 @@ def test_modules_of_one_table_add_in_a_fixed_order(mode):
     weights = torch.rand(60, requires_grad=True)
     with OrderOfSums() as noted:
         bags(ids.view(12, 5), weights.view(12, 5)).sum().backward()
-    assert noted.sums == (SHARES if mode == "mean" else set())
+    assert noted.sums == set()
 
 
 @pytest.mark.parametrize("count, columns", [(0, 8), (1, 8), (40, 130), (3000, 8)])
@@ -175,13 +174,12 @@ def test_sums_by_place_are_float32_whatever_torchs_default_is():
     assert sums.dtype == torch.float32 and sums.tolist() == [[300.0]]  # bfloat16 stops at 256
 
 
-def test_sums_by_bag_have_the_bits_of_the_cpu():
+def test_shares_have_the_bits_of_the_cpu():
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(0, 40, (100,), generator=draw)
-    bag = torch.arange(100).repeat_interleave(lengths)
-    weights = torch.randn(len(bag), generator=draw)
-    expected = inputs._sums_by_bag(weights, bag, lengths)
+    weights = torch.randn(int(lengths.sum()), generator=draw)
+    expected = inputs.shares(weights, lengths)
     with MockDevice() as device, OrderOfSums() as noted:
-        found = inputs._sums_by_bag(*map(device.of, (weights, bag, lengths)))
+        found = inputs.shares(*map(device.of, (weights, lengths)))
     assert torch.equal(found.memory, expected)
     assert noted.sums == set() and device.mixed == []

@@ -25,7 +25,7 @@ def merged_of(sides: Sequence[Side]) -> list[Merged]:
     """Returns what each side is to write, of the sides of one table, one of each replica."""
     mergings = [Merging([side], place, len(sides)) for place, side in enumerate(sides)]
     runs = [merging.run() for merging in mergings]
-    arrived: list[list[Tensor] | None] = [None for _ in sides]
+    arrived: list[list[list[Tensor]] | None] = [None for _ in sides]
     merged: list[Merged] = []
     while not merged:
         sent = []

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -133,19 +133,14 @@ class PooledProjections(nn.Module):
 
         pooled [B, sum of b] has outputs in any order: in a sharded collection the plan decides the order.
         """
-        narrow = pooled.to_dict()
-        wide = [
-            self._projected(narrow[name], table)
-            for name, table in zip(self._names, self._tables, strict=True)
-        ]
+        narrow, wide = pooled.to_dict(), []
+        for name, table in zip(self._names, self._tables, strict=True):
+            rows = narrow[name]
+            if table in self.tables:
+                projection = cast(Projection, self.tables[table])
+                rows = projection(rows.to(projection.weight.dtype))
+            wide.append(rows)
         return KeyedTensor(self._names, self._widths, torch.cat(wide, dim=1))
-
-    def _projected(self, pooled: Tensor, table: str) -> Tensor:
-        if table not in self.tables:
-            return pooled
-        projection = cast(Projection, self.tables[table])
-        projected: Tensor = projection(pooled.to(projection.weight.dtype))
-        return projected
 
 
 class Projection(nn.Linear):

@@ -235,7 +235,8 @@ class DynamicEmbeddingBag(OneTable):
                 "Make the module with is_weighted=True."
             )
         chosen = dynamic_config_by_table(dynamic, [name], self.where)[name]
-        if mode == "tile" or weight_gradients or not is_weighted:
+        self._sends_rows = mode == "tile" or weight_gradients
+        if self._sends_rows or not is_weighted:
             check_unscored(chosen, self.where)
         self.mode = mode
         self.tile_length = tile_length
@@ -249,12 +250,11 @@ class DynamicEmbeddingBag(OneTable):
             "data_type": data_type,
         }
         rows: dict[str, Any] = {"device": device, "dynamic": dynamic, "fused_params": fused_params}
-        sends_rows = mode == "tile" or weight_gradients
         # A separate module before the collection: see DynamicEmbedding.
         self.read_input = BagReader(
-            name, mode, tile_length, is_weighted, sends_rows, padding_idx, self.where
+            name, mode, tile_length, is_weighted, self._sends_rows, padding_idx, self.where
         )
-        if sends_rows:
+        if self._sends_rows:
             self.collection = DynamicEmbeddingCollection([EmbeddingConfig(**common)], **rows)
         else:
             # A weighted mean is computed as a sum: BagReader divides the weights before the lookup.
@@ -283,11 +283,7 @@ class DynamicEmbeddingBag(OneTable):
         is_sharded = isinstance(self.collection, ShardedModule)
         read = self.read_input(ids, weights, is_sharded)
         output = self.collection(read[0])
-        if self.tile_length is not None:
-            return _tiled(output, read[1], self.name, self.tile_length)
-        if self.weight_gradients:
-            return _pooled_here(output, read[1], self.name)
-        return _in_shape(output, read[1])
+        return _bags_of(output, read[1], self.name, self._sends_rows, self.tile_length)
 
     def extra_repr(self) -> str:
         """Returns the arguments for printing, like torch.nn.EmbeddingBag."""
@@ -334,27 +330,21 @@ def _in_shape_of(source: Input, output: Any, kept: Tensor | None, name: str) -> 
 
 
 @torch.fx.wrap
-def _in_shape(output: Any, bags: InputBags) -> Tensor:
-    """Returns rows that the collection pooled, `[*shape, D]`."""
-    pooled = output.values()
-    return pooled.view(*bags.shape, pooled.shape[1])
-
-
-@torch.fx.wrap
-def _tiled(output: Any, bags: InputBags, name: str, tile_length: int) -> Tensor:
-    """Returns rows side by side, `[*shape, T * D]`, zeros where a tile has no row."""
+def _bags_of(
+    output: Any, bags: InputBags, name: str, sends_rows: bool, tile_length: int | None
+) -> Tensor:
+    """Returns pooled rows, `[*shape, D]`, or tiles, `[*shape, T * D]`, zeros where a tile has no row."""
+    if not sends_rows:
+        pooled = output.values()  # by the collection
+        return pooled.view(*bags.shape, pooled.shape[1])
     rows = output[name].values()
+    columns = rows.shape[1]
+    if tile_length is None:  # here: weights get gradients
+        pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
+        return pooled.view(*bags.shape, columns)
     if bags.weights is not None:
         rows = (rows * bags.weights.unsqueeze(1)).to(rows.dtype)
     bag, place = places_in_bags(bags.lengths, len(rows))
-    tiles = rows.new_zeros(bags.shape.numel() * tile_length, rows.shape[1])
+    tiles = rows.new_zeros(bags.shape.numel() * tile_length, columns)
     tiles = tiles.index_copy(0, bag * tile_length + place, rows)
-    return tiles.view(*bags.shape, tile_length * rows.shape[1])
-
-
-@torch.fx.wrap
-def _pooled_here(output: Any, bags: InputBags, name: str) -> Tensor:
-    """Returns the weighted sum of the rows of each bag, `[*shape, D]`; weights get gradients."""
-    rows = output[name].values()
-    pooled = pooled_rows(rows, bags.lengths, bags.weights, mean=False)
-    return pooled.view(*bags.shape, rows.shape[1])
+    return tiles.view(*bags.shape, tile_length * columns)

@@ -163,18 +163,14 @@ def read_weights(source: Input, weights: Tensor | None, where: str) -> Tensor | 
 def _fit(source: Input, weights: Tensor) -> bool:
     if isinstance(source, JaggedTensor):
         return weights.shape == source.values().shape
-    if source.is_nested:
-        return weights.is_nested and _have_same_bags(source, weights)
-    return weights.shape == source.shape
-
-
-def _have_same_bags(ids: Tensor, weights: Tensor) -> bool:
-    if weights.layout != torch.jagged or weights.values().shape != ids.values().shape:
+    if not source.is_nested:
+        return weights.shape == source.shape
+    if not weights.is_nested or weights.layout != torch.jagged:
         return False
-    (offsets, lengths), (others, other_lengths) = nested_parts(ids), nested_parts(weights)
-    if lengths is None or other_lengths is None:
-        return lengths is other_lengths and torch.equal(offsets, others)
-    return torch.equal(offsets, others) and torch.equal(lengths, other_lengths)
+    if weights.values().shape != source.values().shape:
+        return False
+    parts = zip(nested_parts(source), nested_parts(weights), strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in parts)
 
 
 def check_unscored(options: DynamicTableConfig, where: str) -> None:
@@ -280,9 +276,6 @@ def places_in_bags(lengths: Tensor, ids: int) -> tuple[Tensor, Tensor]:
 
 def _cut(bags: InputBags, tile_length: int) -> InputBags:
     """Returns the first T ids of each bag."""
-    # On a GPU the host reads the kept positions without this test, which would be a second wait.
-    if bags.ids.is_cpu and not bool((bags.lengths > tile_length).any()):
-        return bags
     _, place = places_in_bags(bags.lengths, len(bags.ids))
     kept = (place < tile_length).nonzero().squeeze(1)
     return bags._replace(
@@ -307,18 +300,9 @@ def pooled_rows(rows: Tensor, lengths: Tensor, weights: Tensor | None, mean: boo
 
 def shares(weights: Tensor, lengths: Tensor) -> Tensor:
     """Divides each weight [K] by the sum of its bag, of lengths [B] int64; zeros if that is 0."""
-    bags = torch.arange(lengths.numel(), device=weights.device)
-    bag = torch.repeat_interleave(bags, lengths, output_size=weights.numel())
-    total = _sums_by_bag(weights, bag, lengths)
+    bag, _ = places_in_bags(lengths, weights.numel())
+    # A weight is a row of one column: rows are added in the same order on every device.
+    total = pooled_rows(weights.unsqueeze(1), lengths, None, mean=False).squeeze(1)
     is_zero = (total == 0)[bag]
     # A divisor of zero would make the gradient NaN even where the quotient is not used.
     return torch.where(is_zero, 0.0, weights / total.where(total != 0, 1.0)[bag])
-
-
-def _sums_by_bag(weights: Tensor, bag: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the sum of the weights of each bag, [B] float32; the same bits on every device."""
-    if weights.is_cpu:
-        return weights.new_zeros(lengths.numel()).index_add(0, bag, weights)
-    # On CUDA `index_add` adds in any order. Segments of rows are added in order, segments of numbers in
-    # another order than on the CPU; so each weight is a row of one column.
-    return pooled_rows(weights.unsqueeze(1), lengths, None, False).squeeze(1)

@@ -198,37 +198,28 @@ def _collection(
     fused_params: Mapping[str, Any] | None,
 ) -> DynamicEmbeddingCollection:
     """Returns the collection of the pairs of one width."""
-    configs = []
+    configs, chosen = [], {}
     for pair in pairs:
         # The rows cannot exceed the number of quotients of 64-bit ids, or of remainders.
         limits = (
             min(quotients[pair.config.name], (2**64 - 1) // pair.divisor + 1),
             min(pair.config.num_embeddings, pair.divisor),
         )
-        configs += [
-            EmbeddingConfig(
+        for table, limit in zip(pair.tables, limits, strict=True):
+            config = EmbeddingConfig(
                 name=table,
                 embedding_dim=pair.columns,
                 num_embeddings=limit,
                 feature_names=pair.features(table),
                 data_type=pair.config.data_type,
             )
-            for table, limit in zip(pair.tables, limits, strict=True)
-        ]
-    return DynamicEmbeddingCollection(
-        configs,
-        device=device,
-        dynamic={
-            config.name: replace(
-                dynamic[config.name],
-                features=tuple(
-                    replace(use, feature=f"{config.name}.{use.feature}")
-                    for use in dynamic[config.name].features
-                ),
+            configs.append(config)
+            uses = (
+                replace(use, feature=f"{table}.{use.feature}") for use in dynamic[table].features
             )
-            for config in configs
-        },
-        fused_params=fused_params,
+            chosen[table] = replace(dynamic[table], features=tuple(uses))
+    return DynamicEmbeddingCollection(
+        configs, device=device, dynamic=chosen, fused_params=fused_params
     )
 
 

@@ -8,7 +8,6 @@ Legend: N rows, D columns of a static table, S its column shards, M rows of a ch
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format import ChunkedTensor, open_files
-from torchrec_dyn.migration.static_rows import MOMENTS, STEPS, ReadRows, StaticRows
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.migration.static_rows import (
+    MOMENTS,
+    STEPS,
+    ReadRows,
+    StaticRows,
+    check_states,
+)
 from torchrec_dyn.ranks import Table, run_together
 from torchrec_dyn.storage import commit, turn_of
 from torchrec_dyn.table import Commit, beside, replace
 from torchrec_dyn.whole_model import tables_in
+
+_OTHER_STATES = (
+    " Choose the optimizer that trained the table, pass `optimizer_fqn` if the saved optimizer names the "
+    "table by another path than the saved model, or with_optimizer=False to start with fresh state."
+)
 
 
 def load_static(
@@ -92,7 +101,13 @@ class _Files:
         states, steps = self._states(table) if with_optimizer else ({}, [])
         steps = steps if step is None else [step]
         if with_optimizer and table.shards:
-            _check_states(states, weight.shape, cuts, table.optimizer, bool(steps), where)
+            optimizer = table.optimizer
+            check_states(states, weight.shape, len(cuts) - 1, optimizer, where, _OTHER_STATES)
+            if optimizer.counts_steps and not steps:
+                raise ValueError(
+                    f"{where}: expected the training steps of {optimizer.kind.name}, which TorchRec does not "
+                    "save, got none. Pass step=..."
+                )
         tensors: dict[str, ReadRows] = {"weight": weight.rows}
         for name, state in states.items():
             tensors[name] = partial(_state_rows, state, len(cuts) - 1)
@@ -120,10 +135,8 @@ class _Files:
         return key, weight
 
     def _states(self, table: Table) -> tuple[dict[str, ChunkedTensor], list[int]]:
-        """Returns the optimizer state of a table, and its saved steps.
-
-        Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
-        """
+        """Returns the optimizer state of a table, and its saved steps."""
+        # Keys of states have the form "...{tail}.{table}.momentum1" or "...{tail}.sum".
         tail = _tail(self._optimizer_fqn, table)
         by_name: dict[str, list[str]] = {}
         for key in self._saved:
@@ -165,35 +178,3 @@ def _state_rows(saved: ChunkedTensor, shards: int, first: int, last: int) -> Ten
     rows = saved.shape[0] // shards
     parts = [saved.rows(n * rows + first, n * rows + last) for n in range(shards)]
     return torch.stack(parts, 1)
-
-
-def _check_states(
-    states: Mapping[str, ChunkedTensor],
-    shape: Sequence[int],
-    cuts: Sequence[int],
-    optimizer: RowOptimizer,
-    known: bool,
-    where: str,
-) -> None:
-    """Raises ValueError unless the optimizer state fits the optimizer here."""
-    if sorted(states) != sorted(optimizer.state_names):
-        raise ValueError(
-            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, "
-            f"got {sorted(states)}. Choose the optimizer that trained the table, pass `optimizer_fqn` "
-            "if the saved optimizer names the table by another path than the saved model, or "
-            "with_optimizer=False to start with fresh state."
-        )
-    rows, columns = shape
-    for name, state in states.items():
-        spread = (rows * (len(cuts) - 1),)
-        fits = [spread, (rows, 1)] if optimizer.is_rowwise(name) else [(rows, columns)]
-        if state.shape not in fits or (state.shape == (rows, 1) and len(cuts) > 2):
-            raise ValueError(
-                f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got "
-                f"{list(state.shape)}."
-            )
-    if optimizer.counts_steps and not known:
-        raise ValueError(
-            f"{where}: expected the training steps of {optimizer.kind.name}, which TorchRec does not "
-            "save, got none. Pass step=..."
-        )

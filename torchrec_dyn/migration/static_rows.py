@@ -143,10 +143,7 @@ def _unwrapped(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.optim.
 def row_rule(
     trainer: torch.optim.Optimizer, group: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    """Returns the hyper-parameters for further training of the rows by the same rule.
-
-    `group` is the optimizer's parameter group, with the present learning rate.
-    """
+    """Returns the hyper-parameters of the same rule, with the present learning rate of the group."""
     name, kind = type(trainer).__name__, _kind_of(trainer)
     advice = 'Set the optimizer of the rows: fused_params={"optimizer": ...}.'
     if kind is None:
@@ -185,32 +182,36 @@ def check_kind(trainer: torch.optim.Optimizer, optimizer: RowOptimizer, where: s
 def saved_moments(
     trainer: torch.optim.Optimizer, weight: Tensor, optimizer: RowOptimizer, table: str, where: str
 ) -> tuple[dict[str, Tensor], int]:
-    """Returns the optimizer state of a table and its training steps, checked against the rule and the rows.
-
-    The state is by FBGEMM's name, [N, D], [N, 1] or [N] each; it is empty before the first step.
-
-    weight [N, D] is the parameter that `trainer` has trained; `optimizer` is the rule for further training.
-    """
+    """Returns checked states by FBGEMM's names, [N, D], [N, 1] or [N], and the training steps."""
     saved = getattr(trainer, "state", {}).get(weight, {})
     plain = {str(name).removeprefix(f"{table}."): state for name, state in saved.items()}
     states = {MOMENTS.get(name, name): state for name, state in plain.items() if state is not None}
     steps = [int(states.pop(name)) for name in STEPS if name in states]
-    if states and sorted(states) != sorted(optimizer.state_names):
-        raise ValueError(
-            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
-            f"{sorted(states)}."
-        )
-    _check_shapes(states, tuple(weight.shape), optimizer, where)
+    if states:
+        check_states(states, weight.shape, 1, optimizer, where)
     return states, max(steps, default=0)
 
 
-def _check_shapes(
-    states: Mapping[str, Tensor], shape: tuple[int, ...], optimizer: RowOptimizer, where: str
+def check_states(
+    states: Mapping[str, Any],
+    shape: Sequence[int],
+    shards: int,
+    optimizer: RowOptimizer,
+    where: str,
+    advice: str = "",
 ) -> None:
+    """Raises ValueError unless an optimizer has these states: [N, D], by row [N, 1] or [N * shards]."""
+    if sorted(states) != sorted(optimizer.state_names):
+        raise ValueError(
+            f"{where}: expected optimizer state {list(optimizer.state_names)} of {optimizer.kind.name}, got "
+            f"{sorted(states)}.{advice}"
+        )
+    rows, columns = shape
+    by_row = [(rows * shards,), (rows, 1)][: 2 if shards == 1 else 1]
     for name, state in states.items():
-        shapes = [shape[:1], (shape[0], 1)] if optimizer.is_rowwise(name) else [shape]
-        if not isinstance(state, Tensor) or tuple(state.shape) not in shapes:
-            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+        fits = by_row if optimizer.is_rowwise(name) else [(rows, columns)]
+        if tuple(getattr(state, "shape", ())) not in fits:
+            got = list(state.shape) if hasattr(state, "shape") else type(state).__name__
             raise ValueError(
-                f"{where}: expected {name} of {optimizer.kind.name} as {list(shapes[0])}, got {got}."
+                f"{where}: expected {name} of {optimizer.kind.name} as {list(fits[0])}, got {got}."
             )

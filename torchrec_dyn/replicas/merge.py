@@ -59,11 +59,7 @@ class Verdict(NamedTuple):
 
 
 def decide(id_states: IdStates, as_of: CountsAsOf, adds_waiting: bool) -> Verdict:
-    """Returns the verdict on ids.
-
-    With `adds_waiting` the occurrences of a waiting id are added to the count of its row on another side:
-    rows count occurrences, not weights.
-    """
+    """Returns the verdict on ids; with `adds_waiting` occurrences of waiting ids count for their rows."""
     flags = id_states.flags
     has_erased = (flags & ERASED) != 0
     is_erased = has_erased.any(0)

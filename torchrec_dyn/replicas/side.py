@@ -3,12 +3,12 @@
 Nothing here sends anything; tensors that are returned are on the CPU. The column shards of a rank have the
 same ids and scores, so those of the first shard are read.
 
-Legend: K ids, M ids with a row, R sides, B bytes of a record.
+Legend: K ids, M ids with a row, R sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from torchrec_dyn.replicas.merge import (
     packed,
     unpacked,
 )
-from torchrec_dyn.storage import RowStore, TableLock, locked, read, to_host, turn_of
+from torchrec_dyn.storage import locked, read, to_host, turn_of
 from torchrec_dyn.table import TableShard, append, beside, merge
 
 _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
@@ -39,11 +39,11 @@ _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
 class Side:
     """One table on this rank. The rank has shards of it, and every replica has the same contents now.
 
-    A record is what is averaged of a row: the weights and every optimizer state of every shard, as bytes.
+    A record is what is averaged of a row: the weights and every optimizer state of every shard.
     """
 
     def __init__(self, table: Table) -> None:
-        self.table = table
+        self.table, self.lock, self.device = table, table.lock, table.device  # for `locked`
         self._scores: Scores | None = None
         self._begin_with_all()
         self._removed = self._erased = self._counters[0]  # ids, since the last sync
@@ -62,16 +62,6 @@ class Side:
     @property
     def _first(self) -> TableShard:
         return self.table.shards[0]
-
-    @property
-    def lock(self) -> TableLock:
-        """The lock of the table, which each method holds that reads or writes it."""
-        return self.table.lock
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the table."""
-        return self.table.device
 
     def _note_scores(self, life: RowLife, rows: Tensor) -> None:
         """Notes the present scores of rows [M] int64 as those of the last sync."""
@@ -92,10 +82,7 @@ class Side:
 
     @locked
     def check_same(self, present: Table | None) -> None:
-        """Raises ValueError unless this is still the table, with contents from training and edits only.
-
-        `present` is the table of this name in the model; None if there is none any more.
-        """
+        """Raises ValueError unless `present`, in the model, is this table, only trained and edited."""
         generations = [shard.generation for shard in self.table.shards]
         is_logged = self._first.changes is self._version.log
         is_there = present is not None and present.has_shards_of(self.table)
@@ -195,10 +182,7 @@ class Side:
 
     @locked
     def decide(self, id_states: Sequence[IdStates], clock: Clock | None) -> Verdict:
-        """Returns the verdict on K ids from their states on all sides, in their order.
-
-        `clock` is the merged one; None if all replicas have the same.
-        """
+        """Returns the verdict on K ids from their states on all sides; clock: merged, if they differ."""
         together = IdStates(*(torch.stack(parts) for parts in zip(*id_states, strict=True)))
         life, step = self._first.life, self.step
 
@@ -214,53 +198,47 @@ class Side:
 
     # Rows.
 
-    def _stores(self) -> Iterator[tuple[TableShard, RowStore, float | None]]:
-        """Yields the stores of a record, and what each has of an unseen id; None: its initial row."""
-        for shard in self.table.shards:
-            yield shard, shard.weights, None
-            for store, number in zip(shard.states, shard.optimizer.initial_states, strict=True):
-                yield shard, store, number
-
     @property
     def record_bytes(self) -> int:
         """Bytes of a record."""
-        return sum(store.row_bytes for _, store, _ in self._stores())
+        return sum(store.row_bytes for shard in self.table.shards for store in shard.stores)
+
+    @property
+    def record_tensors(self) -> int:
+        """Number of tensors of records."""
+        return sum(len(shard.stores) for shard in self.table.shards)
 
     @locked
-    def records(self, ids: Tensor) -> Tensor:
-        """Returns the records of ids [M] int64, which have rows, [M, B] uint8."""
-        parts = []
-        for shard, store, _ in self._stores():
+    def records(self, ids: Tensor) -> list[Tensor]:
+        """Returns the records of ids [M] int64, which have rows: [M, columns] of each store."""
+        records: list[Tensor] = []
+        for shard in self.table.shards:
             rows = shard.id_map.lookup(ids.to(shard.device))
-            parts.append(to_host(store.read(rows)).view(torch.uint8))
-        return torch.cat(parts, 1)
+            records += [to_host(store.read(rows)) for store in shard.stores]
+        return records
 
     @locked
     def mean(
-        self, ids: Tensor, records: Sequence[Tensor], gives: Tensor, takes_part: Tensor
-    ) -> Tensor:
-        """Returns the means of the records of ids [M] int64, [M, B] uint8.
-
-        records [M, B] of each side, any bytes where it gives no row; gives [R, M] and takes_part [R, M] as of
-        `merge.mean_of`.
-        """
-        parts, begin = [], 0
-        for shard, store, number in self._stores():
-            end = begin + store.row_bytes
-            of_sides = [side[:, begin:end].contiguous().view(store.dtype) for side in records]
-            initial = _initial(shard, store, number, ids)
-            parts.append(mean_of(of_sides, initial, gives, takes_part).view(torch.uint8))
-            begin = end
-        return torch.cat(parts, 1)
+        self, ids: Tensor, records: Sequence[Sequence[Tensor]], gives: Tensor, takes_part: Tensor
+    ) -> list[Tensor]:
+        """Returns the means of the records of ids [M] int64; gives and takes_part [R, M] as of `mean_of`."""
+        by_store, means = zip(*records, strict=True), []
+        for shard in self.table.shards:
+            fresh, rows = beside(shard), torch.arange(len(ids), device=shard.device)
+            fresh.reserve(len(ids))
+            shard.initial_rows.write(ids.to(shard.device), rows, fresh.weights, fresh.states)
+            initial = [to_host(store.read(rows)) for store in fresh.stores]
+            means += [
+                mean_of(sides, of_new, gives, takes_part)
+                for of_new, sides in zip(initial, by_store, strict=False)
+            ]
+        return means
 
     # What becomes of it.
 
     @locked
     def check_limit(self, ids: Tensor, kinds: Tensor) -> None:
-        """Raises RuntimeError if the union of rows is over the limit and no policy replaces rows.
-
-        kinds [K] uint8 are the verdicts on ids [K] int64.
-        """
+        """Raises RuntimeError if ids [K] of kinds [K] uint8 go over the limit, and no policy evicts."""
         first = self._first
         has_row = to_host(first.id_map.lookup(ids.to(first.device))) >= 0
         gets_row = kinds == ROW
@@ -277,27 +255,18 @@ class Side:
             )
 
     @locked
-    def append(self, ids: Tensor, words: Tensor, records: Tensor) -> None:
-        """Adds merged rows to those beside the shards: ids and scores [M] int64, records [M, B] uint8."""
-        scores = dict(zip(BY_ROW, unpacked(words), strict=True))
-        begin = 0
+    def append(self, ids: Tensor, words: Tensor, records: Sequence[Tensor]) -> None:
+        """Adds merged rows to those beside the shards: ids and scores [M] int64, and records."""
+        chunk, left = {"ids": ids, **dict(zip(BY_ROW, unpacked(words), strict=True))}, iter(records)
         for shard, rows in zip(self.table.shards, self._rows, strict=True):
-            chunk = {"ids": ids, **scores}
             names = ("weight", *shard.optimizer.state_names)
-            for name, store in zip(names, shard.stores, strict=True):
-                end = begin + store.row_bytes
-                chunk[name] = records[:, begin:end].contiguous().view(store.dtype)
-                begin = end
-            append(rows, chunk)
+            append(rows, {**chunk, **{name: next(left) for name in names}})
 
     @locked
     def prepare(
         self, ids: Tensor, kinds: Tensor, words: Tensor, clock: Clock | None
     ) -> Callable[[], None]:
-        """Prepares to write the rows that were appended, and the counters of the verdicts on ids [K].
-
-        `clock` is None if all replicas have the same.
-        """
+        """Prepares to write the appended rows, counters by the verdicts on ids [K], and a merged clock."""
         ids, kinds = ids.to(self.device), kinds.to(self.device)
         waits, removed = kinds == COUNTER, ids[kinds != ROW]
         counters = torch.stack([ids[waits], *unpacked(words.to(self.device)[waits])])
@@ -326,19 +295,6 @@ class Side:
                 self._begin()
 
         return write
-
-
-def _initial(shard: TableShard, store: RowStore, number: float | None, ids: Tensor) -> Tensor:
-    """Returns what a store has of unseen ids [M] int64, [M, columns] on the CPU."""
-    shape = len(ids), store.columns
-    if number is not None:
-        return torch.full(shape, number, dtype=store.dtype, device="cpu")
-    initial = RowStore(store.columns, store.shift, store.dtype, store.device)
-    initial.reserve(len(ids))
-    rows = torch.arange(len(ids), device=store.device)
-    if len(ids):
-        shard.initial_rows.write(ids.to(store.device), rows, initial)
-    return to_host(initial.read(rows)).reshape(shape)
 
 
 def _cut(shard: TableShard) -> None:

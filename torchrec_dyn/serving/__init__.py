@@ -15,15 +15,13 @@ Imports `modules`, `checkpoint_format`, `storage` and the ground; needs no table
 with `modules`; `manifest` describes the directory, and `follower` keeps it at the newest checkpoint.
 """
 
-from torchrec_dyn.serving.builder import build, build_again
-from torchrec_dyn.serving.compiled import compile_program
-from torchrec_dyn.serving.export import export_program
+from torchrec_dyn.serving.builder import apply_delta, build, build_again
+from torchrec_dyn.serving.export import compile_program, export_program
 from torchrec_dyn.serving.files import SecondWriter
 from torchrec_dyn.serving.follower import Followed, Follower, ForkedChain, follow
 from torchrec_dyn.serving.generation import verify
 from torchrec_dyn.serving.modules import ServingEmbeddingBagCollection, ServingEmbeddingCollection
 from torchrec_dyn.serving.row_format import ROW_DTYPES
-from torchrec_dyn.serving.update import apply_delta
 
 __all__ = [
     "Followed",

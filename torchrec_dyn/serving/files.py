@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -48,16 +48,13 @@ def mapped(path: Path, size: int, is_whole: bool = False) -> Tensor:
 def new_mapped(path: Path, size: int, copied: Tensor | None = None) -> Tensor:
     """Creates a file and maps it, [size] uint8; writes change the file. copied: [size] uint8; None: zeros."""
     # All bytes get their room first: a write to a page without room would end the process.
-    file = FileWriter(path)
-    try:
+    with closing(FileWriter(path)) as file:
         if copied is None:
             zeros = memoryview(bytes(knobs.HUGE_PAGE_BYTES))
             for place in range(0, size, knobs.HUGE_PAGE_BYTES):
                 file.write(place, zeros[: size - place])
         else:
             file.write(0, copied.numpy())
-    finally:
-        file.close()
     with open(path, "r+b") as opened:
         return _map(opened.fileno(), size, mmap.MAP_SHARED)
 
@@ -91,26 +88,21 @@ class Appender:
         count, width = written.shape
         first = -(-self.used // width)
         if count:
-            self._add(torch.zeros(first * width - self.used, dtype=torch.uint8, device="cpu"))
-            self._add(written.contiguous().view(-1))
+            gap = torch.zeros(first * width - self.used, dtype=torch.uint8, device="cpu")
+            self._waiting += [gap, written.contiguous().view(-1)]
+            self.used = (first + count) * width
+            self._write_until(self.used // knobs.HUGE_PAGE_BYTES * knobs.HUGE_PAGE_BYTES)
         return torch.arange(first, first + count, device="cpu")
-
-    def _add(self, data: Tensor) -> None:
-        self._waiting.append(data)
-        self.used += data.numel()
-        end = self.used // knobs.HUGE_PAGE_BYTES * knobs.HUGE_PAGE_BYTES
-        if end > self._written:
-            self._write_until(end)
-
-    def _write_until(self, end: int) -> None:
-        waiting, count = torch.cat(self._waiting), end - self._written
-        self._file.write(self._written, waiting[:count].numpy())
-        self._written, self._waiting = end, [waiting[count:].clone()]
 
     def flush(self) -> None:
         """Writes the rows that wait; readers of the file see them from then on."""
-        if self.used > self._written:
-            self._write_until(self.used)
+        self._write_until(self.used)
+
+    def _write_until(self, end: int) -> None:
+        if end > self._written:
+            waiting, count = torch.cat(self._waiting), end - self._written
+            self._file.write(self._written, waiting[:count].numpy())
+            self._written, self._waiting = end, [waiting[count:].clone()]
 
     def finish(self, size: int) -> None:
         """Writes the rows that wait, extends the file to `size` bytes by a hole, and commits it."""

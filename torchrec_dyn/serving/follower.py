@@ -26,7 +26,7 @@ from torchrec_dyn.checkpoint_format import (
     open_checkpoint,
     read_chain,
 )
-from torchrec_dyn.serving.builder import build_instead, build_new
+from torchrec_dyn.serving.builder import apply_deltas, build_instead, build_new
 from torchrec_dyn.serving.files import DamagedTables, SecondWriter
 from torchrec_dyn.serving.manifest import (
     Manifest,
@@ -35,7 +35,6 @@ from torchrec_dyn.serving.manifest import (
     read_manifest,
     served_manifest,
 )
-from torchrec_dyn.serving.update import apply_deltas
 from torchrec_dyn.storage import lacks_memory
 
 # The longest time between two looks while errors last, if `every` is shorter.
@@ -151,10 +150,8 @@ class Follower:
         self.skipped = []
         try:
             followed = self._to_newest()
-        except (ForkedChain, SecondWriter):
-            raise
         except Exception as error:
-            if not _may_pass(error):
+            if isinstance(error, (ForkedChain, SecondWriter)) or not _may_pass(error):
                 raise
             text = _text_of(error)
             self.skipped.append(text)
@@ -208,26 +205,45 @@ class Follower:
         return name, None, read_chain(self.path)
 
     def _to_newest(self) -> Followed | None:
-        before, damage, chain = self._look()
+        generation, damage, chain = self._look()
         served = self._served
-        last = 0 if served is None else served.sequence
-        self.skipped = [line for line in chain.skipped if _sequence_of(line) > last]
-        if served is not None and not chain.entries:
-            self.skipped.append(f"{self.path}: expected the served entry or later ones, got none")
+        self.skipped = self._unusable(chain)
         is_fork = self._check_fork(chain)
         begin = None if served is None or damage is not None else served.id
-        if way := self._newest_way(chain, begin, 0 if is_fork else self._least(damage, chain)):
-            # Before the rows are served: the entries may be removed then.
-            changes = self._changes(chain, way[-1])
-            generation = self._serve(way, before, damage, chain)
-            self._known = read_manifest(self.to, generation)
-            return self._followed(way[-1], generation, changes, is_fork)
-        if damage is not None:
+        way = self._newest_way(chain, begin, 0 if is_fork else self._least(damage, chain))
+        if way is None and damage is not None:
             raise ValueError(" ".join([str(damage), *self.skipped])) from damage
-        now = self._entry(chain)
-        if now is None or before is None:
+        now = self._entry(chain) if way is None else way[-1]
+        if now is None:
             return None
-        return self._followed(now, before, self._changes(chain, now), False)
+        # Before the rows are served: the entries may be removed then.
+        changes = self._changes(chain, now)
+        if way is not None:
+            generation = self._serve(way, generation, damage, chain)
+            self._known = read_manifest(self.to, generation)
+            return self._followed(now, generation, changes, is_fork)
+        return None if generation is None else self._followed(now, generation, changes, False)
+
+    def _unusable(self, chain: SavedChain) -> list[str]:
+        """Returns a line for each entry after what is served that cannot be read."""
+        last = 0 if self._served is None else self._served.sequence
+        lines = [line for line in chain.skipped if _sequence_of(line) > last]
+        if self._served is not None and not chain.entries:
+            lines.append(f"{self.path}: expected the served entry or later ones, got none")
+        return lines
+
+    def _followed(
+        self,
+        now: Entry,
+        generation: str,
+        changes: tuple[Ids, Ids] | tuple[None, None],
+        is_fork: bool,
+    ) -> Followed | None:
+        """Returns an entry for the caller; None if it is that which the caller has."""
+        if now.id == self.since:
+            return None
+        self.since, lag, (changed, removed) = now.id, _seconds_since(now), changes
+        return Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
 
     def _check_fork(self, chain: SavedChain) -> bool:
         """Returns True if the newest entry does not come after what is served, and that is allowed."""
@@ -269,59 +285,44 @@ class Follower:
         """Applies the deltas of a way, or builds from its full save; returns the generation."""
         now = way[-1]
         entry = ServedEntry(now.sequence, now.id, now.chain)
-        if way[0].is_full:
-            return self._build(way, entry, before, damage)
-        assert before is not None
-        try:
-            return apply_deltas(self.to, [step.tables for step in way], before, entry)
-        except DamagedTables as error:
-            if (line := chain.line_of(now)) is None:
-                raise
-            return self._build(line, entry, before, error)
-
-    def _build(
-        self,
-        line: Sequence[Entry],
-        entry: ServedEntry,
-        before: str | None,
-        damage: DamagedTables | None,
-    ) -> str:
-        rows, tables = self._rows, self._tables
-        if self._known is not None:
-            rows, tables = self._known.row_format.dtype, tuple(self._known.tables)
-        elif damage is not None and rows is None:
-            raise ValueError(
-                f"{damage} Or follow with the dtype of its rows, as rows=torch.float32 (--dtype float32), "
-                "and tables= if not all were served: they are built then."
-            )
-        folders, rows = [step.tables for step in line], rows or torch.float32
+        if not way[0].is_full:
+            assert before is not None
+            try:
+                return apply_deltas(self.to, [step.tables for step in way], before, entry)
+            except DamagedTables as error:
+                damage, line = error, chain.line_of(now)
+                if line is None:
+                    raise
+                way = line
+        rows, tables = self._wanted(damage)
+        folders = [step.tables for step in way]
         if not self.to.exists():
             return build_new(folders, self.to, rows, tables, entry)
         generation = build_instead(folders, self.to, rows, tables, before, entry)
         if damage is not None:
             warnings.warn(
-                f"Follower: {damage} The tables were built anew from {line[0].path}.", stacklevel=5
+                f"Follower: {damage} The tables were built anew from {way[0].path}.", stacklevel=4
             )
         return generation
 
-    def _followed(
-        self, now: Entry, generation: str, changes: tuple[Ids, Ids] | None, is_fork: bool
-    ) -> Followed | None:
-        """Returns an entry for the caller; None if it is that which the caller has."""
-        if now.id == self.since:
-            return None
-        changed, removed = changes or (None, None)
-        lag = _seconds_since(now)
-        self.since = now.id
-        return Followed(now, generation, changed, removed, lag, self.skipped, is_fork)
+    def _wanted(self, damage: DamagedTables | None) -> tuple[torch.dtype, Sequence[str] | None]:
+        """Returns dtype and names of the tables to build, as served, or as the caller says."""
+        if self._known is not None:
+            return self._known.row_format.dtype, tuple(self._known.tables)
+        if damage is not None and self._rows is None:
+            raise ValueError(
+                f"{damage} Or follow with the dtype of its rows, as rows=torch.float32 (--dtype float32), "
+                "and tables= if not all were served: they are built then."
+            )
+        return self._rows or torch.float32, self._tables
 
-    def _changes(self, chain: SavedChain, now: Entry) -> tuple[Ids, Ids] | None:
+    def _changes(self, chain: SavedChain, now: Entry) -> tuple[Ids, Ids] | tuple[None, None]:
         """Returns the ids that changed and that were removed since the caller's entry; None: any may have."""
         if self.since in (None, now.id) or self._known is None:
-            return None
+            return None, None
         way = _way_to(chain, now, self.since)
         if way is None or any(entry.is_full for entry in way):
-            return None
+            return None, None
         changed = dict.fromkeys(self._known.tables, _NO_IDS)
         removed = dict(changed)
         try:
@@ -330,7 +331,7 @@ class Follower:
                     if table.name in changed:
                         _add_changes(table, changed, removed)
         except (ValueError, OSError):  # removed or damaged since they were applied
-            return None
+            return None, None
         return changed, removed
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -20,16 +19,21 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 from torchrec_dyn import ops
 from torchrec_dyn.checkpoint_format import INITIALIZERS, named_initializer
 from torchrec_dyn.initializers import table_key
-from torchrec_dyn.serving.export import counts_between
-from torchrec_dyn.serving.generation import Generation, open_generation
+from torchrec_dyn.serving.generation import (
+    ALL_ROWS,
+    BLOCK_SHIFT,
+    Generation,
+    ServedTensors,
+    name_in_index,
+    open_generation,
+)
 from torchrec_dyn.serving.manifest import ServedTable
 from torchrec_dyn.serving.row_format import INT4, NBitPooling
-from torchrec_dyn.serving.tensor_index import GivenTables
 
 # Held for an assignment only.
 _REPLACING = threading.Lock()
@@ -74,22 +78,16 @@ def _unseen_rows(name: str, table: ServedTable) -> Callable[[Tensor], Tensor]:
 class ServedLookup(nn.Module):
     """The lookup of the features of a collection's T tables.
 
-    `means` has True for each table that divides bags by their lengths. Unseen ids have `unseen` rows: "zeros"
+    Unseen ids have `unseen` rows: "zeros"
     or "initial". A copy, also an unpickled one, opens the directory as a new lookup does.
     """
 
     generation: Generation
-    _fixed: Tensor
-    _by_batch: Tensor
-    _first_feature: Tensor
-    _is_sum: Tensor
-    _feature_of_column: Tensor
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-        means: Sequence[bool],
         unseen: str,
         where: str,
         verify: bool = False,
@@ -104,9 +102,9 @@ class ServedLookup(nn.Module):
         table_of = [t for t, config in enumerate(configs) for _ in config.feature_names]
         self._columns = [config.embedding_dim for config in configs for _ in config.feature_names]
         self._features, self._width = len(table_of), sum(self._columns)
-        self._all_mean, self._any_mean = all(means), any(means)
+        means = [getattr(config, "pooling", None) == PoolingType.MEAN for config in configs]
         self._table_numbers, self._means = table_of, [means[t] for t in table_of]
-        self._register_layout()
+        self._lay_out()
         self._nbit = nn.ModuleDict(
             {
                 "int8": NBitPooling(self._columns, torch.int8),
@@ -114,79 +112,64 @@ class ServedLookup(nn.Module):
             }
         )
         self.serves_initial = unseen == "initial"
-        self._unseen: list[Callable[[Tensor], Tensor]] = []
-        self._served: tuple[Generation, ...] = ()  # the one that is served, also while `reading`
+        self.given: ServedTensors | None = None  # read in place of the generation, if any
         self.refresh()
 
-    def _register_layout(self) -> None:
-        """Registers as buffers what follows from the tables and their features alone."""
+    def _lay_out(self) -> None:
+        """Sets the tensors that follow from the tables and their features alone."""
         places = list(accumulate(self._columns, initial=0))
-        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
-        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
         features = range(self._features)
         firsts = accumulate((len(config.feature_names) for config in self._configs), initial=0)
-        for name, numbers in {
-            "_fixed": fixed,
-            "_by_batch": [[0, f, 1, 0, 0] for f in features],
-            "_first_feature": list(firsts),
-            "_is_sum": [not is_mean for is_mean in self._means],
-            "_feature_of_column": [f for f in features for _ in range(self._columns[f])],
-        }.items():
-            self.register_buffer(name, torch.tensor(numbers, device="cpu"), persistent=False)
+        # A segment (csrc/lookup/bags.h) is `fixed` + `by_batch` * B.
+        fixed = [[t, 0, 0, places[f], self._width] for f, t in enumerate(self._table_numbers)]
+        self._fixed = torch.tensor(fixed, device="cpu")
+        self._by_batch = torch.tensor([[0, f, 1, 0, 0] for f in features], device="cpu")
+        self._first_feature = torch.tensor(list(firsts), device="cpu")
+        self._is_sum = torch.tensor([not is_mean for is_mean in self._means], device="cpu")
+        self._feature_of_column = torch.arange(self._features, device="cpu").repeat_interleave(
+            torch.tensor(self._columns, device="cpu")
+        )
 
     def refresh(self) -> bool:
         """Serves the current generation from the next call on; returns True if it is a new one."""
+        names = [config.name for config in self._configs]
         while True:
-            before = self._served
-            generation = self._open(*before)
+            before = cast("Generation | None", self._modules.get("generation"))
+            generation = open_generation(self.folder, names, before, self._verify)
             if generation is None:
                 return False
+            for config, table in zip(self._configs, generation.tables, strict=True):
+                if config.embedding_dim != table.embedding_dim:
+                    raise ValueError(
+                        f"{self._where}(table='{config.name}'): expected embedding_dim "
+                        f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
+                    )
+                if self.serves_initial:
+                    generation.unseen.append(_unseen_rows(config.name, table))
             with _REPLACING:
-                if self._served is before:  # else another thread has refreshed meanwhile
-                    self._served = (generation,)
-                    if self.serves_initial:
-                        # They follow from the name, the seed and the initializer of a table.
-                        names = (config.name for config in self._configs)
-                        self._unseen = list(map(_unseen_rows, names, generation.tables))
-                    if not isinstance(self._modules.get("generation"), GivenTables):
-                        self.generation = generation
+                if self._modules.get("generation") is before:  # else another thread has refreshed
+                    self.generation = generation
                     return True
 
-    def _open(self, before: Generation | None = None) -> Generation | None:
-        """Returns the current generation if it matches the collection; None if it is `before`."""
-        names = [config.name for config in self._configs]
-        generation = open_generation(self.folder, names, before, self._verify)
-        if generation is None:
-            return None
-        for config, table in zip(self._configs, generation.tables, strict=True):
-            if config.embedding_dim != table.embedding_dim:
-                raise ValueError(
-                    f"{self._where}(table='{config.name}'): expected embedding_dim "
-                    f"{table.embedding_dim} as in {self.folder}, got {config.embedding_dim}."
-                )
-        return generation
+    def tensor_names(self) -> list[str]:
+        """Returns the names in the index of the tensors that `given_of` takes."""
+        parts = "slots", "key", "rows"
+        names = [name_in_index(config.name, part) for config in self._configs for part in parts]
+        return [*names, ALL_ROWS] if self.generation.nbit else names
 
-    @property
-    def served(self) -> Generation:
-        """The generation that calls read, also while a program is traced."""
-        now = self.generation  # as calls do: within a `refresh`, `_served` may be newer
-        return self._served[0] if isinstance(now, GivenTables) else now
-
-    def given_tables(self) -> GivenTables:
-        """Returns tables of the same names and columns for a program, without their tensors."""
-        columns = {config.name: config.embedding_dim for config in self._configs}
-        return GivenTables(columns, self.served.nbit)
-
-    @contextmanager
-    def reading(self, given: GivenTables) -> Iterator[None]:
-        """Reads given tables instead of the generation, which is no part of the module meanwhile."""
-        with _REPLACING:
-            self._modules["generation"] = given
-        try:
-            yield
-        finally:
-            with _REPLACING:
-                self._modules["generation"] = self._served[0]
+    def given_of(self, tensors: Mapping[str, Tensor]) -> ServedTensors:
+        """Returns the tables that consist of tensors by the names of `tensor_names`."""
+        maps, keys, rows = (
+            [tensors[name_in_index(config.name, part)] for config in self._configs]
+            for part in ("slots", "key", "rows")
+        )
+        lines = [[t, 1, BLOCK_SHIFT, one.embedding_dim] for t, one in enumerate(self._configs)]
+        layout, nbit = torch.tensor(lines, device="cpu"), self.generation.nbit
+        if nbit:
+            return ServedTensors(maps, torch.cat(keys), tensors[ALL_ROWS], [], layout, nbit)
+        # The file may have more rows of this width, of other tables.
+        blocks = [one.narrow(0, 0, torch.sym_min(one.shape[0], 1 << BLOCK_SHIFT)) for one in rows]
+        return ServedTensors(maps, torch.cat(keys), rows[0], blocks, layout, nbit)
 
     def pooled(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
         """Returns the pooled rows of bags, [B, sum of D over features] float32; `batch` is B.
@@ -194,27 +177,24 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; offsets [F * B + 1] int64, ascending from 0 to N;
         weights [N] float32 or None.
         """
-        self.check_call(ids)
-        generation = self.generation  # read once: refresh may replace it at any time
+        # Read once: refresh may replace it at any time.
+        served = self.given or self.generation.tensors()
         ids, weights = ids.contiguous(), None if weights is None else weights.contiguous()
         table_offsets = offsets[self._first_feature * batch]
-        rows, absent = generation.find(ids, table_offsets)
-        if generation.nbit:
-            nbit = self._nbit[generation.nbit]
-            out = nbit(generation.rows, rows, offsets, weights, self._all_mean)
+        rows, absent = served.find(ids, table_offsets)
+        if served.nbit:
+            out = self._nbit[served.nbit](served.rows, rows, offsets, weights)
         else:
             segments = self._fixed + self._by_batch * batch
             out = ops.gather_pool(
-                rows, offsets, weights, generation.blocks(), generation.layout, segments,
-                self._all_mean, batch * self._width, torch.float32,
+                rows, offsets, weights, served.blocks, served.layout, segments,
+                False, batch * self._width, torch.float32,
             ).view(batch, self._width)  # fmt: skip
-        lengths = offsets.diff().view(self._features, batch).t() if self._any_mean else None
-        if self._any_mean and not self._all_mean:
-            assert lengths is not None
-            lengths = torch.where(self._is_sum, 1, lengths.clamp(min=1))
-            out = out / lengths[:, self._feature_of_column]
         if self.serves_initial and self._has_any(absent):
             out = out + self._unseen_pooled(ids, rows, offsets, weights, batch)
+        if any(self._means):
+            lengths = offsets.diff().view(self._features, batch).t().clamp(min=1)
+            out = out / torch.where(self._is_sum, 1, lengths)[:, self._feature_of_column]
         return out
 
     def sequences(self, ids: Tensor, feature_offsets: Tensor) -> Tensor:
@@ -223,27 +203,27 @@ class ServedLookup(nn.Module):
         ids [N] int64, feature after feature in table order; feature_offsets [F + 1] int64, the begin of each
         feature in `ids`, and N.
         """
-        self.check_call(ids)
-        generation = self.generation
+        served = self.given or self.generation.tensors()
         table_offsets = feature_offsets[self._first_feature]
         ids = ids.contiguous()
-        rows, absent = generation.find(ids, table_offsets)
+        rows, absent = served.find(ids, table_offsets)
         width = self._columns[0]
-        if generation.nbit:
-            nbit = cast(NBitPooling, self._nbit[generation.nbit])
-            out = nbit.gather(generation.rows, rows)
+        if served.nbit:
+            out = self._nbit[served.nbit](served.rows, rows, None)
         else:
             begins, counts = table_offsets[:-1], table_offsets.diff()
             tables = torch.arange(len(self._configs), device="cpu")
             columns = torch.full_like(tables, width)
             segments = torch.stack([tables, begins, counts, begins * width, columns], 1)
             out = ops.gather_pool(
-                rows, None, None, generation.blocks(), generation.layout, segments, False,
+                rows, None, None, served.blocks, served.layout, segments, False,
                 ids.shape[0] * width, torch.float32,
             ).view(-1, width)  # fmt: skip
         if self.serves_initial and self._has_any(absent):
             absent_of = self._absent_positions(rows, table_offsets)
-            initial = [self._unseen[t](ids[positions]) for t, positions in enumerate(absent_of)]
+            initial = [
+                self.generation.unseen[t](ids[positions]) for t, positions in enumerate(absent_of)
+            ]
             out = out.index_copy(0, torch.cat(absent_of), torch.cat(initial))
         return out
 
@@ -255,7 +235,7 @@ class ServedLookup(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Without the generation: a copy would hold all rows in memory of its own.
         modules = {name: child for name, child in self._modules.items() if name != "generation"}
-        return {**self.__dict__, "_modules": modules, "_served": (), "_unseen": []}
+        return {**self.__dict__, "_modules": modules}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -296,18 +276,38 @@ class ServedLookup(nn.Module):
     def _unseen_pooled(
         self, ids: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, batch: int
     ) -> Tensor:
-        """Returns the pooled initial rows of absent ids; ids with a row count as zeros."""
+        """Returns the summed initial rows of absent ids; ids with a row count as zeros."""
         every_feature = torch.arange(self._features + 1, device="cpu") * batch
-        ends, lengths = offsets[1:], offsets.diff()
         parts = []
         for f, positions in enumerate(self._absent_positions(rows, offsets[every_feature])):
             table = self._table_numbers[f]
-            values = self._unseen[table](ids[positions])
-            bags = torch.bucketize(positions, ends, right=True)
+            values = self.generation.unseen[table](ids[positions])
+            bags = torch.bucketize(positions, offsets[1:], right=True)
             if weights is not None:
                 values = values * weights[positions, None]
-            if self._means[f]:
-                values = values / lengths[bags, None]
             zeros = values.new_zeros(batch, self._columns[f])
             parts.append(zeros.index_add(0, bags - f * batch, values))
         return torch.cat(parts, 1)
+
+
+def begins_of(sizes: Sequence[int]) -> Tensor:
+    """Returns the first bag of each feature, and the end of the last, [F + 1] int64, of sizes [F]."""
+    if torch.compiler.is_exporting():  # all sizes are one, which is no number yet
+        return torch.arange(len(sizes) + 1, device="cpu") * sizes[0]
+    return torch.tensor([*accumulate(sizes, initial=0)], device="cpu")
+
+
+def counts_between(bounds: Tensor, ids: Tensor) -> list[int]:
+    """Returns the number of ids of each feature, as sizes whose values are known when the program runs.
+
+    bounds: [F + 1] int64, the begin of each feature in ids [N] int64, and N.
+    """
+    if not torch.compiler.is_exporting():
+        return cast(list[int], bounds.diff().tolist())
+    counts = [
+        cast(int, count.item()) for count in bounds.diff().unbind()
+    ]  # int() would fix the sizes
+    for count in counts:
+        torch._check(count >= 0)
+    torch._check(sum(counts) == ids.shape[0])
+    return counts

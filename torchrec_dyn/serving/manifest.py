@@ -7,7 +7,7 @@
         slots                  [C, 2] int64: the id maps of all tables one after another, id and row + 1
                                (csrc/storage/id_map.h)
         manifest.json
-        tensors, keys          the same for programs without Python (tensor_index.py)
+        tensors, keys          the same for programs without Python (generation.py)
     lock                       held by the process that writes
 
 manifest.json, keys sorted:
@@ -95,11 +95,6 @@ class Manifest:
     def row_format(self) -> RowFormat:
         """The format of the rows."""
         return RowFormat(getattr(torch, self.rows))
-
-    @property
-    def slots(self) -> int:
-        """Number of slots of all tables."""
-        return sum(table.capacity for table in self.tables.values())
 
     def widths(self) -> dict[str, int]:
         """Returns the number of bytes of a row of each table."""

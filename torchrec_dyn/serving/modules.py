@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torchrec.modules.embedding_configs import (
-    EmbeddingBagConfig,
-    EmbeddingConfig,
-    pooling_type_to_str,
-)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -28,24 +23,26 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Constant
 from torchrec_dyn.modules import FeatureReader, check_keyed, checked_configs, pooled_outputs
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.serving.export import check_one_batch_size, counts_between, traced_features
-from torchrec_dyn.serving.lookup import ServedLookup
-from torchrec_dyn.storage import host_numbers
+from torchrec_dyn.serving.export import check_one_batch_size, traced_features
+from torchrec_dyn.serving.lookup import ServedLookup, begins_of, counts_between
 
 # Initial rows follow from the folder, so the init_fn and bounds of a config are not used.
 _INITIAL_ROWS = DynamicTableConfig(initializer=Constant(0.0))
 
 
-class _Refreshable:
-    """The generation that a collection serves: its name, and its replacement by a newer generation."""
+class _Served:
+    """What both collections have: the generation that they serve, and the reading of a batch."""
 
     _lookup: ServedLookup
     _configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig]
+    _read: FeatureReader
+    _features: list[str]
+    _is_weighted = False
 
     @property
     def generation(self) -> str:
         """Name of the served generation."""
-        return self._lookup.served.name
+        return self._lookup.generation.name
 
     def refresh(self) -> bool:
         """Serves the deltas that were applied so far, from the next call on.
@@ -61,10 +58,24 @@ class _Refreshable:
             raise ValueError(
                 f"{type(self).__name__}.ids: expected a table of {listed(names)}, got {table!r}."
             )
-        return self._lookup.served.ids_of(names.index(table))
+        return self._lookup.generation.ids_of(names.index(table))
+
+    def _bags(
+        self, features: KeyedJaggedTensor, of_one_size: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
+        """Returns ids [N], offsets of all bags, weights [N] or None, and the number of bags by feature."""
+        features, where = maybe_td_to_kjt(features, None), type(self).__name__
+        check_keyed(features, where)
+        self._lookup.check_call(features.values())
+        if torch.compiler.is_exporting():
+            return traced_features(features, self._features, self._is_weighted, where)
+        read = self._read(features)
+        if of_one_size:
+            check_one_batch_size(features, where)
+        return read.ids, read.offsets(), read.weights, read.batch_sizes
 
 
-class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterface):
+class ServingEmbeddingBagCollection(_Served, EmbeddingBagCollectionInterface):
     """A read-only collection that pools the rows of bags, as DynamicEmbeddingBagCollection in evaluation.
 
     Args:
@@ -91,8 +102,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingBagConfig, where, _INITIAL_ROWS)
         self._is_weighted = is_weighted
-        means = [pooling_type_to_str(config.pooling) == "mean" for config in self._configs]
-        self._lookup = ServedLookup(folder, self._configs, means, unseen, where, verify)
+        self._lookup = ServedLookup(folder, self._configs, unseen, where, verify)
         self._names, self._columns, self._features = pooled_outputs(self._configs)
         self._read = FeatureReader(self._configs, is_weighted, where)
 
@@ -110,23 +120,11 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
             ValueError: if a feature is missing, the tensors do not match each other, or the batch has a size
                 per feature (VBE).
         """
-        features = maybe_td_to_kjt(features, None)
-        if torch.compiler.is_exporting():
-            ids, offsets, weights, batch = traced_features(
-                features, self._features, self._is_weighted, type(self).__name__
-            )
-        else:
-            check_keyed(features, type(self).__name__)
-            self._lookup.check_call(features.values())
-            read = self._read(features)
-            check_one_batch_size(features, type(self).__name__)
-            ids, offsets, weights, batch = (
-                read.ids, read.offsets(), read.weights, read.batch_sizes[0]
-            )  # fmt: skip
+        ids, offsets, weights, sizes = self._bags(features, of_one_size=True)
         return KeyedTensor(
             keys=self._names,
             length_per_key=self._columns,
-            values=self._lookup.pooled(ids, offsets, weights, batch),
+            values=self._lookup.pooled(ids, offsets, weights, sizes[0]),
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -138,7 +136,7 @@ class ServingEmbeddingBagCollection(_Refreshable, EmbeddingBagCollectionInterfac
         return self._is_weighted
 
 
-class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
+class ServingEmbeddingCollection(_Served, EmbeddingCollectionInterface):
     """A read-only collection that returns the row of each id, as DynamicEmbeddingCollection in evaluation.
 
     Args:
@@ -165,9 +163,7 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         where = type(self).__name__
         self._configs = checked_configs(tables, EmbeddingConfig, where, _INITIAL_ROWS)
         self._need_indices = need_indices
-        self._lookup = ServedLookup(
-            folder, self._configs, [False] * len(self._configs), unseen, where, verify
-        )
+        self._lookup = ServedLookup(folder, self._configs, unseen, where, verify)
         self._names_by_table = get_embedding_names_by_table(self._configs)
         self._names, _, self._features = pooled_outputs(self._configs)
         self._read = FeatureReader(self._configs, False, where)
@@ -185,21 +181,9 @@ class ServingEmbeddingCollection(_Refreshable, EmbeddingCollectionInterface):
         Raises:
             ValueError: if a feature is missing, or the tensors do not match each other.
         """
-        features = maybe_td_to_kjt(features, None)
-        if torch.compiler.is_exporting():
-            ids, offsets, _, batch = traced_features(
-                features, self._features, False, type(self).__name__
-            )
-            firsts = offsets[torch.arange(len(self._features) + 1, device="cpu") * batch]
-            lengths = offsets.diff().split([batch] * len(self._features))
-            counts = counts_between(firsts, ids)
-        else:
-            check_keyed(features, type(self).__name__)
-            self._lookup.check_call(features.values())
-            read = self._read(features)
-            ids, counts = read.ids, read.counts
-            firsts = host_numbers([*accumulate(counts, initial=0)]).to(ids.device)
-            lengths = read.lengths.split(read.batch_sizes)
+        ids, offsets, _, sizes = self._bags(features, of_one_size=False)
+        lengths, firsts = offsets.diff().split(sizes), offsets[begins_of(sizes)]
+        counts = counts_between(firsts, ids)
         values = self._lookup.sequences(ids, firsts).split(counts)
         own: Sequence[Tensor | None] = [None] * len(counts)
         if self._need_indices:

@@ -44,6 +44,7 @@ _quantize = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf
 ROW_DTYPES = (torch.float32, torch.float16, torch.int8, INT4)
 _STEPS = 255
 _INT4_COLUMNS = 4
+_HOST = EmbeddingLocation.HOST.value
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -86,17 +87,21 @@ class RowFormat:
 
     def encode(self, rows: Tensor, where: str) -> Tensor:
         """Returns rows [M, D] encoded, [M, row_bytes] uint8; ValueError if a number does not fit."""
-        if self.dtype == INT4:
-            return _encode_int4(rows.float(), where)
-        if self.dtype == torch.int8:
-            return _encode_int8(rows.float(), where)
-        written = _widened(rows) if self.dtype == torch.float32 else rows.to(self.dtype)
-        written = written.contiguous()
-        # A wider format rounds nothing. An infinite number is rare: most rows are read once.
-        is_exact = self.dtype in (rows.dtype, torch.float32)
-        if not is_exact and bool(written.isinf().any()) and bool(_became_infinite(rows, written)):
+        count, columns = rows.shape
+        if self.dtype == INT4 and columns % _INT4_COLUMNS:
+            raise ValueError(
+                f"{where}: expected a multiple of {_INT4_COLUMNS} columns for rows of int4, as FBGEMM does, "
+                f"got {columns}. Serve them with rows=torch.int8."
+            )
+        if self.is_nbit and count:
+            encode = _encode_int4 if self.dtype == INT4 else _encode_int8
+            return encode(rows.float(), where)
+        written = _widened(rows) if self.dtype == torch.float32 else rows.to(self.stored_dtype)
+        # An infinite number is rare: most rows are read once.
+        may_round = self.dtype == torch.float16 and bool(written.isinf().any())
+        if may_round and bool((written.isinf() & rows.isfinite()).any()):
             raise _too_large(where, "float16", rows)
-        return written.view(torch.uint8).view(len(rows), self.row_bytes(rows.shape[1]))
+        return written.contiguous().view(torch.uint8).view(count, self.row_bytes(columns))
 
 
 def rows_of_width(rows: Tensor, width: int) -> Tensor:
@@ -119,15 +124,7 @@ def _widened(rows: Tensor) -> Tensor:
     return torch.where(rows.isnan(), nans.view(torch.float32), rows.float())
 
 
-def _became_infinite(rows: Tensor, written: Tensor) -> Tensor:
-    return (written.isinf() & rows.isfinite()).any()
-
-
 def _encode_int8(rows: Tensor, where: str) -> Tensor:
-    if rows.numel() == 0:
-        return torch.empty(
-            len(rows), rows.shape[1] + SCALE_AND_BIAS_BYTES, dtype=torch.uint8, device="cpu"
-        )
     low, high = torch.aminmax(rows, dim=1, keepdim=True)
     bias = _to_half(low, up=False)
     scale = _to_half((high - bias.float()) / _STEPS, up=True)
@@ -139,15 +136,6 @@ def _encode_int8(rows: Tensor, where: str) -> Tensor:
 
 
 def _encode_int4(rows: Tensor, where: str) -> Tensor:
-    if rows.shape[1] % _INT4_COLUMNS:
-        raise ValueError(
-            f"{where}: expected a multiple of {_INT4_COLUMNS} columns for rows of int4, as FBGEMM does, got "
-            f"{rows.shape[1]}. Serve them with rows=torch.int8."
-        )
-    if rows.numel() == 0:
-        return torch.empty(
-            len(rows), RowFormat(INT4).row_bytes(rows.shape[1]), dtype=torch.uint8, device="cpu"
-        )
     low, high = torch.aminmax(rows, dim=1)
     # A range that float16 cannot hold in 15 steps is refused below; FBGEMM would write an infinite scale.
     if not bool(
@@ -162,11 +150,8 @@ def _to_half(numbers: Tensor, up: bool) -> Tensor:
     """Rounds float32 to float16, up or down."""
     nearest = numbers.half()
     is_past = nearest.float() < numbers if up else nearest.float() > numbers
-    # Integers in the order of the numbers: the next number is one more or one less.
-    bits = nearest.view(torch.int16).int()
-    order = torch.where(bits < 0, -(bits & 0x7FFF), bits) + is_past.int() * (1 if up else -1)
-    bits = torch.where(order < 0, -order | -0x8000, order)
-    return bits.to(torch.int16).view(torch.float16)
+    end = nearest.new_tensor(torch.inf if up else -torch.inf)
+    return torch.where(is_past, nearest.nextafter(end), nearest)
 
 
 def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
@@ -179,71 +164,43 @@ def _too_large(where: str, dtype: str, rows: Tensor) -> ValueError:
 class NBitPooling(nn.Module):
     """The pooling of int8 or int4 rows by FBGEMM's kernel; `columns` are the D of the F features."""
 
-    _ends: Tensor
-    _places: Tensor
-    _types: Tensor
-    _begins: Tensor
-    _none: Tensor
-
     def __init__(self, columns: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
-        features = len(columns)
-        self._total = sum(columns)
-        self._most = max(columns)
-        self._most_int4 = self._most if dtype == INT4 else 0
-        self._most_int8 = self._most if dtype == torch.int8 else 0
-        place, kind = EmbeddingLocation.HOST.value, _TYPES[dtype].as_int()
-        for name, numbers, number_type in (
-            ("_ends", list(accumulate(columns, initial=0)), torch.int32),
-            ("_places", [place] * features, torch.int32),
-            ("_types", [kind] * features, torch.uint8),
-            ("_begins", [0] * features, torch.int64),
-            ("_none", [], torch.uint8),
-        ):
-            buffer = torch.tensor(numbers, dtype=number_type, device="cpu")
-            self.register_buffer(name, buffer, persistent=False)
+        kind, features = _TYPES[dtype].as_int(), len(columns)
+        self._columns, self._is_int4 = columns, dtype == INT4
+        self._ends = torch.tensor(
+            list(accumulate(columns, initial=0)), dtype=torch.int32, device="cpu"
+        )
+        self._types = torch.full((features,), kind, dtype=torch.uint8, device="cpu")
+        self._places = torch.full_like(self._types, _HOST, dtype=torch.int32)
+        self._begins = torch.zeros_like(self._types, dtype=torch.int64)
 
     def forward(
-        self, written: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool
+        self, written: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
-        """Gathers rows and pools them by bag: [B, sum of D] float32.
+        """Returns rows summed by bag, [B, sum of D] float32; without offsets the rows, [N, D] of one width.
 
-        Shapes: written [bytes] uint8, rows [N] int64, offsets [F * B + 1] int64, weights [N]
-        float32.
+        Shapes: written [bytes] uint8, rows of all tables; rows [N] int64, -1 for zeros; offsets [F * B + 1]
+        int64; weights [N] float32.
         """
-        mode = PoolingMode.MEAN if mean else PoolingMode.SUM
-        return self._call(len(self._places), written, rows, offsets, mode, weights)
-
-    def gather(self, written: Tensor, rows: Tensor) -> Tensor:
-        """Returns rows [N, D] float32 of tables of one width; all begin at byte 0, so row numbers suffice.
-
-        written [bytes] uint8 has the rows of all tables; rows [N] int64, -1 for zeros.
-        """
-        # As one feature: for further features the kernel computes the begin of the output in 32 bits, which
-        # may overflow.
-        offsets = torch.arange(2, device="cpu") * rows.shape[0]
-        return self._call(1, written, rows, offsets, PoolingMode.NONE, None)
-
-    def _call(
-        self,
-        features: int,
-        written: Tensor,
-        rows: Tensor,
-        offsets: Tensor,
-        mode: PoolingMode,
-        weights: Tensor | None,
-    ) -> Tensor:
+        features, total, mode = len(self._columns), sum(self._columns), PoolingMode.SUM
+        most = max(self._columns)
+        if offsets is None:
+            # As one feature: for further features the kernel computes the begin of the output in 32 bits,
+            # which may overflow. All tables begin at byte 0, so row numbers suffice.
+            features, total, mode = 1, most, PoolingMode.NONE
+            offsets = torch.arange(2, device="cpu") * rows.shape[0]
         return _lookup(
             dev_weights=written,
-            uvm_weights=self._none,
+            uvm_weights=self._types[:0],
             weights_placements=self._places[:features],
             weights_offsets=self._begins[:features],
             weights_tys=self._types[:features],
             D_offsets=self._ends[: features + 1],
-            total_D=self._total if features > 1 else self._most,
+            total_D=total,
             max_int2_D=0,
-            max_int4_D=self._most_int4,
-            max_int8_D=self._most_int8,
+            max_int4_D=most if self._is_int4 else 0,
+            max_int8_D=0 if self._is_int4 else most,
             max_float16_D=0,
             max_float32_D=0,
             indices=rows,
