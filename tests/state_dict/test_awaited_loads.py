@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, drop_load
-from torchrec_dyn.state_dict import load_planner
+from torchrec_dyn.state_dict import TableLoad
 
 NAMES = ("t", "u")
 AWAITED = r"expected load_state_dict after dcp.load .* for tables \['t', 'u'\] are not in these.*drop_load"
@@ -138,7 +138,7 @@ def fails_on_one_rank(path: str) -> None:
     assert drop_load(model) == []
     with pytest.MonkeyPatch.context() as patch:
         if is_last:
-            patch.setattr(load_planner, "read_table", mock.Mock(side_effect=OSError))
+            patch.setattr(TableLoad, "stage", mock.Mock(side_effect=OSError))
         fail(path)
     with pytest.raises(ValueError, match=r"rows that were read for tables \['t'\]"):
         step(model, [1])

@@ -4,15 +4,18 @@ torch.distributed.checkpoint (DCP) saves a tensor as chunks. Each chunk is an ar
 file. DCP's own reader loads whole chunks. This is too much if an unsharded module has saved 5 GB as one
 chunk. Here torch loads the archive onto the meta device: this reads no numbers but finds their place in the
 file. Then only the requested rows are read.
+
+HeldTensor: the same for a tensor whose numbers are in memory, as those that DCP's own reader has read.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -28,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 from torchrec_dyn.checkpoint_format.file_writer import naming
-from torchrec_dyn.storage import lacks_memory
+from torchrec_dyn.storage import lacks_memory, to_host
 
 # The records of an archive before its numbers are shorter.
 _HEAD_BYTES = 4096
@@ -200,6 +203,72 @@ class ChunkedTensor:
 
     def _damaged(self, expected: str, got: str) -> ValueError:
         return ValueError(f"{self._where}: expected {expected}, got {got}. {DAMAGED}")
+
+
+class HeldTensor:
+    """One tensor in memory, read by rows; `shape` is the shape of the whole tensor, `blocks` are parts of it.
+
+    With `is_read_once` a block is dropped when reads, which ascend then, have passed it.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        key: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        blocks: Iterable[tuple[Sequence[int], Tensor]] = (),
+        is_read_once: bool = False,
+    ) -> None:
+        self._where, self.key, self.shape, self.dtype = where, key, tuple(shape), dtype
+        self._rows, self._columns = _rows_and_columns(self.shape)
+        self.row_bytes: int = self._columns * dtype.itemsize
+        self._is_read_once = is_read_once
+        self._blocks: list[tuple[int, int, Tensor]] = []  # first row, first column, [M, C]
+        for offset, block in blocks:
+            self.put(offset, block)
+
+    def new_block(self, size: Sequence[int]) -> Tensor:
+        """Returns memory for a block, which goes back to the system as soon as the block is dropped."""
+        numbers = math.prod(size)
+        memory = mmap.mmap(-1, max(1, numbers * self.dtype.itemsize))
+        return torch.frombuffer(memory, dtype=self.dtype, count=numbers).view(torch.Size(size))
+
+    def put(self, offset: Sequence[int], block: Tensor) -> None:
+        """Adds a block; `offset` is its place in the tensor, one number per dimension."""
+        first, left, *_ = (*offset, 0, 0)
+        self._blocks.append((first, left, block.reshape(_rows_and_columns(tuple(block.shape)))))
+
+    def whole(self) -> Tensor:
+        """Returns the whole tensor."""
+        return self.rows(0, self._rows).reshape(self.shape)
+
+    def rows(self, first: int, last: int, columns: slice | None = None) -> Tensor:
+        """Returns rows [first, last), of some columns: [M, C], or [M] of a tensor with one dimension."""
+        span = columns or slice(0, self._columns)
+        if self._is_read_once:
+            self._blocks = [block for block in self._blocks if block[0] + len(block[2]) > first]
+        size = last - first, span.stop - span.start
+        rows, missing = None, math.prod(size)
+        for top, left, block in self._blocks:
+            low, high = max(first, top), min(last, top + len(block))
+            begin, end = max(span.start, left), min(span.stop, left + block.shape[1])
+            if low >= high or begin >= end:
+                continue
+            part = to_host(block[low - top : high - top, begin - left : end - left])
+            missing -= part.numel()
+            if part.shape == size:
+                rows = part
+                break
+            rows = torch.empty(size, dtype=self.dtype, device="cpu") if rows is None else rows
+            rows[low - first : high - first, begin - span.start : end - span.start] = part
+        if missing:
+            got = math.prod(size) - missing
+            raise ValueError(
+                f"{self._where}: expected {math.prod(size)} numbers of {self.key}, got {got}. {DAMAGED}"
+            )
+        rows = torch.empty(size, dtype=self.dtype, device="cpu") if rows is None else rows
+        return rows if len(self.shape) == 2 else rows.reshape(-1)
 
 
 def _records_before(head: bytes, at: int) -> bytes:

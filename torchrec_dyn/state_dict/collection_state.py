@@ -30,8 +30,7 @@ from torchrec_dyn.state_dict.loading import (
     begin_session,
     note_taken,
 )
-from torchrec_dyn.state_dict.places import runs_of
-from torchrec_dyn.state_dict.saving import saved_tensors
+from torchrec_dyn.state_dict.saving import runs_of, saved_tensors
 from torchrec_dyn.state_dict.whole_tensors import fill
 
 _NEEDED = ("weight", "ids")
@@ -188,7 +187,7 @@ def _load_of(
     if isinstance(target, LoadTarget) and target.is_optimizer == is_optimizer:
         if target.is_own(table):
             return []
-        if target.load is not None and target.load.staged is not None:
+        if target.load is not None and target.staged is not None:
             if not target.table.has_shards_of(table):
                 raise ValueError(
                     f"{table.where}: expected tensors of this model's own state dict, got tensors of "

@@ -4,6 +4,10 @@ No rows are read before the tensors are saved. Their content sums are added up a
 tensor of a state dict is its checksum: it reads the rows that nobody has read until then. So the sums are
 those of the saved rows under any writer.
 
+A place is the number of a row in the canonical order of the whole table. Each of S ranks owns one range of
+mixed ids (ranks/routing.py), hence one run of places. The ids after the last range, at most S, are single
+places at the end.
+
 Legend: R rows of the whole table, M ids, K times, W summed tensors.
 """
 
@@ -33,10 +37,57 @@ from torchrec_dyn.checkpoint_format import (
     to_bytes,
     whole_tensor,
 )
-from torchrec_dyn.ranks import Table, gather_results
-from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.ranks import Table, gather_results, ids_per_rank
 from torchrec_dyn.storage import CanonicalRows, SumRows, to_host, turn_of, unsigned
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
+
+
+class Share(NamedTuple):
+    """The number of ids on a rank; all-gathered to find the places of each rank."""
+
+    part: int  # number of the rank among the ranks that share the rows
+    rows: int
+    tail: list[int]  # mixed ids after the last range, ascending
+
+
+class Run(NamedTuple):
+    """Rows that are neighbours on this rank and in the whole table."""
+
+    here: int  # place of the first row in the canonical order of this rank
+    place: int  # its place in that of the whole table
+    rows: int
+
+
+def share_of(rows: CanonicalRows, table: Table) -> Share:
+    """Returns the share of this rank, which must hold a part of the table."""
+    part, ranks = table.part, table.layout.row_ranks
+    assert part is not None
+    tail: list[int] = []
+    if ranks > 1 and rows.count:
+        beyond = rows.from_mixed(ids_per_rank(ranks) * ranks)
+        tail = [unsigned(mixed) for mixed in ops.mix64(beyond).tolist()]
+    return Share(part, rows.count, tail)
+
+
+def runs_of(shares: Sequence[Share | None], part: int | None) -> tuple[int, list[Run]]:
+    """Returns the number of rows of the whole table, and those of a part, from the shares of all ranks.
+
+    A rank without a part, None, has none.
+    """
+    by_part = {share.part: share for share in shares if share is not None}
+    starts, start = {}, 0
+    for number in sorted(by_part):
+        starts[number] = start
+        start += by_part[number].rows - len(by_part[number].tail)
+    tails = sorted(mixed for share in by_part.values() for mixed in share.tail)
+    total = start + len(tails)
+    if part is None:
+        return total, []
+    mine = by_part[part]
+    ordered = mine.rows - len(mine.tail)
+    runs = [Run(0, starts[part], ordered)] if ordered else []
+    runs += [Run(ordered + i, start + tails.index(mixed), 1) for i, mixed in enumerate(mine.tail)]
+    return total, runs
 
 
 class _RowTensor(NamedTuple):
