@@ -17,7 +17,7 @@ def read_back(folder: Path, key: str) -> ChunkedTensor:
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
-    return ChunkedTensor(key, reader, key, metadata.state_dict_metadata[key])
+    return ChunkedTensor.in_files(key, reader, key, metadata.state_dict_metadata[key])
 
 
 def test_chunks_of_equal_and_other_archives(tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from torchrec_dyn.checkpoint_format.checkpoint_reader import (
     open_files,
     open_table,
 )
-from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor, HeldTensor
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     CHECKSUM_WORDS,
     DAMAGED,

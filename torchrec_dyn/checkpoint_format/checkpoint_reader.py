@@ -218,7 +218,7 @@ def _open_table(
     """Returns a table and its optimizer state; saved: metadata by prefix and name."""
     where = f"table '{key}' in {reader.path}"
     tensors = {
-        name: ChunkedTensor(
+        name: ChunkedTensor.in_files(
             f"'{prefix}.{name}' in {reader.path}", reader, f"{prefix}.{name}", tensor
         )
         for prefix, by_name in saved.items()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor, HeldTensor
+from torchrec_dyn.checkpoint_format.chunked_tensor import ChunkedTensor
 from torchrec_dyn.checkpoint_format.content_sums import (
     DAMAGED,
     MODEL_CHECKSUM,
@@ -65,7 +65,7 @@ class SavedTable:
         key: str,
         config: dict[str, Any],
         optimizer: dict[str, Any] | None,
-        tensors: Mapping[str, ChunkedTensor | HeldTensor],
+        tensors: Mapping[str, ChunkedTensor],
         sums: Mapping[str, int] | None = None,
     ) -> None:
         self.where = where
@@ -208,7 +208,7 @@ class SavedTable:
                 if name == "removed" and not is_canonical(saved):
                     raise self._damaged("removed ids in canonical order", "another order")
 
-    def _tensor(self, name: str) -> ChunkedTensor | HeldTensor:
+    def _tensor(self, name: str) -> ChunkedTensor:
         if name not in self._tensors:
             raise ValueError(
                 f"{self.where}: expected a name among {', '.join(self._tensors)}, got {name!r}."

@@ -34,7 +34,6 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     ChunkedTensor,
-    HeldTensor,
     SavedTensor,
     open_files,
 )
@@ -153,16 +152,19 @@ class LoadPlanner(DefaultLoadPlanner):
             return False
         for name, fqn in load.keys.items():
             self._names[fqn] = load, name
-        tensors: dict[str, ChunkedTensor | HeldTensor] = {}
+        tensors: dict[str, ChunkedTensor] = {}
         for name, tensor in present.items():
-            key = load.keys[name]
+            key, is_searched = load.keys[name], name in ("ids", "waiting")
             if files is not None:
                 where = f"'{key}' in {self._path}"
-                tensors[name] = ChunkedTensor(where, files, key, tensor)
+                tensors[name] = ChunkedTensor.in_files(where, files, key, tensor)
             else:
-                where, dtype = load.table.where, tensor.properties.dtype
-                tensors[name] = HeldTensor(
-                    where, name, tensor.size, dtype, (), name not in ("ids", "waiting")
+                tensors[name] = ChunkedTensor(
+                    f"{load.table.where}, {name}",
+                    key,
+                    tensor.size,
+                    tensor.properties.dtype,
+                    is_read_once=not is_searched,
                 )
         load.begin(tensors)
         return True
@@ -202,7 +204,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if fqn not in self._names:
             return super().resolve_tensor(read_item)
         load, name = self._names[fqn]
-        return cast(HeldTensor, load.tensors[name]).new_block(read_item.lengths)
+        return load.tensors[name].new_block(read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Passes a block that was read to the load of its table."""
@@ -211,7 +213,7 @@ class LoadPlanner(DefaultLoadPlanner):
             super().commit_tensor(read_item, tensor)
             return
         load, name = self._names[fqn]
-        cast(HeldTensor, load.tensors[name]).put(_offset_of(read_item), tensor)
+        load.tensors[name].put(_offset_of(read_item), tensor)
         self._left[load] -= 1
         if not self._left[load]:
             load.stage()

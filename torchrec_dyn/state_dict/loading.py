@@ -21,7 +21,6 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
     ChunkedTensor,
-    HeldTensor,
     MergedTable,
     SavedTable,
     add_sums,
@@ -122,7 +121,7 @@ class TableLoad:
         self.targets: list[LoadTarget] = []
         self.has_rows, self.has_state = has_rows, has_state
         self.keys: dict[str, str] = {}
-        self.tensors: dict[str, ChunkedTensor | HeldTensor] = {}
+        self.tensors: dict[str, ChunkedTensor] = {}
         self.unread: set[str] = set()
         self.staged: StagedTable | StagedState | None = None
         self.fault: ValueError | None = None
@@ -174,7 +173,7 @@ class TableLoad:
         self.has_state = any(target.is_optimizer for target in self.targets)
         return bool(self.targets)
 
-    def begin(self, tensors: dict[str, ChunkedTensor | HeldTensor]) -> None:
+    def begin(self, tensors: dict[str, ChunkedTensor]) -> None:
         """Begins a load of the tensors that were saved; raises ValueError if they lack some."""
         where = self.table.where
         for checksum in self.checksums:

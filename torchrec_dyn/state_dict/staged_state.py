@@ -12,7 +12,6 @@ from torch import Tensor
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     ChunkedTensor,
-    HeldTensor,
     add_sums,
     content_sum,
     mean_over_cuts,
@@ -29,7 +28,7 @@ class StagedState:
     def __init__(
         self,
         table: Table,
-        tensors: Mapping[str, ChunkedTensor | HeldTensor],
+        tensors: Mapping[str, ChunkedTensor],
         cuts: Sequence[int],
     ) -> None:
         names = table.optimizer.state_names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     MODEL_CHECKSUM,
-    HeldTensor,
+    ChunkedTensor,
     SavedTensor,
     is_canonical,
     numbers_of,
@@ -49,23 +49,23 @@ def fill(load: TableLoad, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _held(load: TableLoad, name: str, tensor: Tensor) -> HeldTensor:
+def _held(load: TableLoad, name: str, tensor: Tensor) -> ChunkedTensor:
     """Returns a tensor of which this rank has the parts that it reads."""
-    where, shape = load.table.where, list(tensor.shape)
-    if not isinstance(tensor, SavedTensor):
-        return HeldTensor(
-            where, name, shape, tensor.dtype, [((0,) * tensor.dim(), tensor.detach())]
-        )
-    blocks = [*tensor.local()]
-    if (
-        load.has_rows or name in load.checksums
-    ):  # the rows of this rank alone are a table of their own
-        heights = {offset[0]: len(block) for offset, block in blocks}
-        places, shape[0] = {}, 0
-        for row in sorted(heights):
-            places[row], shape[0] = shape[0], shape[0] + heights[row]
-        blocks = [((places[offset[0]], *offset[1:]), block) for offset, block in blocks]
-    return HeldTensor(where, name, shape, tensor.dtype, blocks)
+    shape, blocks = list(tensor.shape), [((0,) * tensor.dim(), tensor.detach())]
+    if isinstance(tensor, SavedTensor):
+        blocks = tensor.local()
+        if (
+            load.has_rows or name in load.checksums
+        ):  # the rows of this rank are a table of their own
+            heights = {offset[0]: len(block) for offset, block in blocks}
+            places, shape[0] = {}, 0
+            for row in sorted(heights):
+                places[row], shape[0] = shape[0], shape[0] + heights[row]
+            blocks = [((places[offset[0]], *offset[1:]), block) for offset, block in blocks]
+    held = ChunkedTensor(f"{load.table.where}, {name}", name, shape, tensor.dtype)
+    for offset, block in blocks:
+        held.put(offset, block)
+    return held
 
 
 def _canonical_rows(
