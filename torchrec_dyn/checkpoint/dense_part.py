@@ -196,12 +196,11 @@ def number_of(step: Any, call: str) -> Any:
     return number
 
 
-def check_same_step(steps: Sequence[Any], call: str) -> None:
-    """Raises ValueError unless all ranks gave the same step; `steps` are by rank."""
-    if len(set(steps)) > 1:
+def check_same(call: str, what: str, by_rank: Sequence[Any], remedy: str) -> None:
+    """Raises ValueError unless all ranks have the same step or kind of save."""
+    if len(set(by_rank)) > 1:
         raise ValueError(
-            f"{call}: expected the same step on every rank, got {[*steps]} by rank. Save when all ranks have "
-            "trained the same steps, and give their number."
+            f"{call}: expected the same {what} on every rank, got {[*by_rank]} by rank. {remedy}"
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from torchrec_dyn.checkpoint.dcp_files import check_is_shared, save_part, writer_of
+from torchrec_dyn.checkpoint.dcp_files import TableWriter, check_is_shared, save_part
 from torchrec_dyn.checkpoint.delta_export import Marker
 from torchrec_dyn.checkpoint.dense_part import (
     check_has_all,
@@ -113,10 +113,10 @@ def write_entry(
     `entry` has no digests of files and no sums of tables yet. `rows` and `dense` are state dicts; `values`
     and `options` (the numbers of the parameter groups) are those of this rank.
     """
-    path = entry.extra_of(rank)
-    writer = writer_of(entry.dense, partial(write_values, values, options, path))
+    beside = partial(write_values, values, options, entry.extra_of(rank))
+    writer = TableWriter(entry.dense, write_beside=beside)
     try:
-        save_part(rows, entry.tables, writer_of(entry.tables, before=make_directory), group)
+        save_part(rows, entry.tables, TableWriter(entry.tables, before=make_directory), group)
         save_part(dense, entry.dense, writer, group)
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(

@@ -181,17 +181,15 @@ def _owners(optimizers: Sequence[str], tables: Sequence[str]) -> tuple[dict[str,
         by_name[_name_of(table)].append(table)
     claims: dict[str | None, list[str]] = defaultdict(list)
     for key in optimizers:
-        claims[_owner(key, by_name)].append(key)
+        words = key.split(".")[:-2]
+        claims[_owner(words, by_name.get("".join(words[-1:]), ()))].append(key)
     owners = {table: keys[0] for table, keys in claims.items() if table and len(keys) == 1}
     owned = {*owners.values()}
     return owners, [key for key in optimizers if key not in owned]
 
 
-def _owner(key: str, by_name: Mapping[str, Sequence[str]]) -> str | None:
-    words = key.split(".")[:-2]
-    matches = sorted(
-        (_match(words, table.split(".")), table) for table in by_name.get("".join(words[-1:]), ())
-    )
+def _owner(words: list[str], tables: Sequence[str]) -> str | None:
+    matches = sorted((_match(words, table.split(".")), table) for table in tables)
     best = [table for match, table in matches if match and match == matches[-1][0]]
     return best[0] if len(best) == 1 else None
 

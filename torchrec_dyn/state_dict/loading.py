@@ -45,7 +45,7 @@ from torchrec_dyn.table import Commit
 # By the checksum of a state dict: its config, the names of its tensors, and the end of the message for a
 # checkpoint without it.
 _CONFIGS = {MODEL_CHECKSUM: "config", OPTIMIZER_CHECKSUM: "optimizer_config"}
-TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
+_TENSORS = {MODEL_CHECKSUM: MODEL_TENSORS, OPTIMIZER_CHECKSUM: OPTIMIZER_TENSORS}
 _MISSING = {
     MODEL_CHECKSUM: "this table, got one without. "
     "Leave it out of the state dict, or give LoadPlanner(allow_partial_load=True).",
@@ -165,7 +165,7 @@ class TableLoad:
     def choose_targets(self, present: Container[str]) -> bool:
         """Leaves out the state dicts of which no tensor is present; returns False if none is left."""
         for target in self.targets:
-            names = TENSORS[OPTIMIZER_CHECKSUM if target.is_optimizer else MODEL_CHECKSUM]
+            names = _TENSORS[OPTIMIZER_CHECKSUM if target.is_optimizer else MODEL_CHECKSUM]
             target.is_left_out = not any(name in present for name in names)
             target.load = None if target.is_left_out else self
         self.targets = [target for target in self.targets if not target.is_left_out]
@@ -248,7 +248,7 @@ class TableLoad:
         """Raises ValueError if the configs are damaged, or do not fit the table."""
         table, where = self.table, self.table.where
         for checksum, words in self._words.items():
-            small = {name: self._small[name] for name in self._small if name in TENSORS[checksum]}
+            small = {name: self._small[name] for name in self._small if name in _TENSORS[checksum]}
             saved = from_words(torch.tensor(words, device="cpu"))
             check_config_is_whole(where, table.name, small, saved)
         if config := self._config("config"):
@@ -287,7 +287,7 @@ class TableLoad:
             if not rows:
                 continue
             saved = from_words(torch.tensor(rows, device="cpu"))
-            names = [name for name in TENSORS[checksum] if name not in self.unread]
+            names = [name for name in _TENSORS[checksum] if name not in self.unread]
             if checksum == OPTIMIZER_CHECKSUM and self.table.optimizer.state_names:
                 if not self.has_rows and saved["ids"] != summed.get("ids", 0):
                     raise ValueError(
@@ -301,10 +301,8 @@ class TableLoad:
 
     def prepare(self) -> None:
         """Takes all memory that the commit needs. May be called again after it has failed."""
-        if isinstance(self.staged, StagedState):
-            self._take = self.staged.replacing()
-        elif self.staged is not None:
-            self._take = self.staged.replacing(self.step)
+        assert self.staged is not None
+        self._take = self.staged.replacing(self.step)
 
     def commit(self) -> None:
         """Replaces the contents of the shards by what was prepared."""

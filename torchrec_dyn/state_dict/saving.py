@@ -14,7 +14,7 @@ Legend: R rows of the whole table, M ids, K times, W summed tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -324,43 +324,35 @@ def _sums_of_shard(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
 ) -> dict[str, int]:
     """Returns the content sums of all of a shard's rows, by tensor; 0 for a tensor without rows."""
-    saved = [tensor for tensor in tensors if tensor.is_saved]
-    sums = dict.fromkeys((tensor.name for tensor in saved), 0)
+    sums = {tensor.name: 0 for tensor in tensors if tensor.is_saved}
     most = rows_summed(shard.weights.row_bytes, shard.device)
-    for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
-        sums = add_sums(sums, _sums_of(shard, saved, ids, places, True))
-    return sums
+    chunks = rows.by_row(shard.row_numbers.high_water_mark, most)
+    return add_sums(sums, _sums_of(shard, tensors, chunks, True))
 
 
 def _present_sums(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
 ) -> dict[str, int]:
     """Returns `_sums_of_shard`, by the rows touched since the last call if the log of changes lists them."""
-    log = shard.change_log
-    touched = None if log is None else log.touched
-    if touched is None:
-        return _sums_of_shard(shard, rows, tensors)
-    sums = touched.sums(shard.id_map)
+    touched = None if shard.change_log is None else shard.change_log.touched
+    sums = None if touched is None else touched.sums(shard.id_map)
     if sums is None:
         sums = _sums_of_shard(shard, rows, tensors)
-        touched.keep(sums, _summing(shard, tensors), shard.id_map)
+        if touched is not None:
+            touched.keep(sums, _summing(shard, tensors), shard.id_map)
     return sums
 
 
 def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
     """Returns a function that sums rows of a shard. It does not keep the shard: markers hold it."""
-    saved = [tensor for tensor in tensors if tensor.is_saved]
     reference = weakref.ref(shard)
 
     def sum_rows(ids: Tensor, rows: Tensor) -> dict[str, int]:
         held = reference()
         assert held is not None
-        sums: dict[str, int] = {}
         most = rows_summed(held.weights.row_bytes, held.device)
-        for part, places in zip(ids.split(most), rows.split(most), strict=True):
-            if places.numel():
-                sums = add_sums(sums, _sums_of(held, saved, part, places, False))
-        return sums
+        chunks = zip(ids.split(most), rows.split(most), strict=True)
+        return _sums_of(held, tensors, chunks, False)
 
     return sum_rows
 
@@ -368,21 +360,19 @@ def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
 def _sums_of(
     shard: TableShard,
     tensors: Sequence[_RowTensor],
-    ids: Tensor,
-    rows: Tensor,
+    chunks: Iterable[tuple[Tensor, Tensor]],
     are_ascending: bool,
 ) -> dict[str, int]:
-    """Returns the content sums of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
-    return {
-        tensor.name: content_sum(
-            shard.name,
-            tensor.name,
-            ids,
-            ids if tensor.name == "ids" else read_tensor(shard, tensor.name, rows, are_ascending),
-            *tensor.first,
-        )
-        for tensor in tensors
-    }
+    """Returns the content sums of chunks of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
+    sums: dict[str, int] = {}
+    for ids, rows in chunks:
+        for tensor in tensors if ids.numel() else ():
+            if tensor.is_saved:
+                name = tensor.name
+                values = ids if name == "ids" else read_tensor(shard, name, rows, are_ascending)
+                part = content_sum(shard.name, name, ids, values, *tensor.first)
+                sums[name] = unsigned(sums.get(name, 0) + part)
+    return sums
 
 
 def _is_first(table: Table) -> bool:

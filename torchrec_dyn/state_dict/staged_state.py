@@ -100,8 +100,8 @@ class StagedState:
                     },
                 )
 
-    def replacing(self) -> Commit:
-        """Prepares to replace the optimizer state of the table."""
+    def replacing(self, _: int) -> Commit:
+        """Prepares to replace the optimizer state of the table, as `StagedTable.replacing` its rows."""
         table, present = self.table, self._present
         with turn_of(table):
             shards = map(self._with_state, table.shards, present)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrec_dyn.checkpoint_format import (
     MODEL_CHECKSUM,
+    SUMMED,
     ChunkedTensor,
     SavedTensor,
     is_canonical,
@@ -20,31 +21,30 @@ from torchrec_dyn.checkpoint_format import (
 )
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.loading import TENSORS, TableLoad
+from torchrec_dyn.state_dict.loading import TableLoad
 from torchrec_dyn.storage import canonical_order, to_host
 from torchrec_dyn.table import ROW_DTYPES, check_state
 
 
 def fill(load: TableLoad, saved: Mapping[str, Any]) -> None:
     """Stages this rank's rows of tensors by name; raises ValueError if they do not fit."""
+    table = load.table
     load.unread = set(saved) - {*load.row_names, *load.small_names}
-    if load.table.group is None:  # a load of an unsharded table may lack parts
-        names = (TENSORS[checksum] for checksum in load.checksums)
-        load.unread |= {name for of_checksum in names for name in of_checksum} - set(saved)
+    if table.group is None:  # a load of an unsharded table may lack parts
+        load.unread |= {*SUMMED} - set(saved)
     given = {name: saved[name] for name in load.row_names if name in saved}
+    small = {name: numbers_of(saved[name]) for name in load.small_names if name in saved}
     if load.has_rows and not isinstance(saved["weight"], SavedTensor):
-        small = {name: to_host(saved[name]) for name in load.small_names if name in saved}
-        given = _canonical_rows(load.table, given, small, MODEL_CHECKSUM in saved)
-    given |= {name: numbers_of(saved[name]) for name in load.small_names if name in saved}
-    for name in load.checksums:  # a copy has this rank's row, a plain tensor the rows of all ranks
-        if name in saved and (isinstance(saved[name], SavedTensor) or not load.table.rank):
+        given = _canonical_rows(table, given, small, MODEL_CHECKSUM in saved)
+    for name in saved.keys() & {*load.checksums}:  # a copy has this rank's row, a plain tensor all
+        if isinstance(saved[name], SavedTensor) or not table.rank:
             given[name] = saved[name]
-    load.tensors = {name: _held(load, name, tensor) for name, tensor in given.items()}
+    load.tensors = {name: _held(load, name, tensor) for name, tensor in (given | small).items()}
     load.stage()
     is_copy = isinstance(saved.get("optimizer_config"), SavedTensor)
-    if is_copy and load.fault is None and load.cuts != load.table.cuts:
+    if is_copy and load.fault is None and load.cuts != table.cuts:
         raise ValueError(
-            f"{load.table.where}: expected optimizer state cut at columns {load.table.cuts}, got a copy of "
+            f"{table.where}: expected optimizer state cut at columns {table.cuts}, got a copy of "
             f"state cut at {load.cuts}. Save and load it with torch.distributed.checkpoint."
         )
 
@@ -81,7 +81,8 @@ def _canonical_rows(
     if not is_summed:  # not as a table has saved it
         state = {name: to_host(one) for name, one in rows.items() if name != "weight"}
         state |= {"waiting": state["waiting"].t()} if "waiting" in state else {}
-        check_state(table.where, {"weight": weight, **state, **small}, table.embedding_dim, {})
+        state |= {name: to_host(one) for name, one in small.items()}
+        check_state(table.where, {"weight": weight, **state}, table.embedding_dim, {})
     rows["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
     for name, one in rows.items():
         listed = to_host(one[:, 0].contiguous()) if name == "waiting" and one.dim() == 2 else ids
