@@ -155,10 +155,7 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
-    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError.
-
-    The pattern is for the whole name, `remedy` is the end of the message.
-    """
+    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError."""
     is_name = isinstance(name, str) and re.fullmatch(pattern, name)
     parts = Path(name).parts if is_name else ()
     if not parts or Path(name).is_absolute() or ".." in parts:

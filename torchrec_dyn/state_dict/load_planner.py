@@ -226,10 +226,7 @@ def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any]) -> bool:
-    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it.
-
-    The size of such a tensor depends on the contents of the table.
-    """
+    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it."""
     prefix, _, name = fqn.rpartition(".")
     for names in (MODEL_NAMES, ("optimizer_config", *OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM)):
         if name in names:

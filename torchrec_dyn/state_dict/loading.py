@@ -82,10 +82,7 @@ class LoadTarget:
         return source
 
     def is_own(self, table: Table) -> bool:
-        """Returns True if the tensors are the contents of these shards: loaded already, or never read into.
-
-        Raises RuntimeError if the shards have changed since.
-        """
+        """Returns True if the tensors are the contents of these shards; RuntimeError if they were."""
         if self.staged is not None or not self.table.has_shards_of(table):
             return False
         for rows in () if self.is_left_out else self.canonical:
@@ -213,7 +210,7 @@ class TableLoad:
 
     def stage(self) -> None:
         """Reads this rank's rows beside those of the table; `check` raises the fault of wrong ones."""
-        table, tensors, self.fault = self.table, self.tensors, None
+        table, tensors, self.tensors = self.table, self.tensors, {}
         try:
             for name in tensors.keys() & {*self.small_names}:
                 self._small[name] = to_host(tensors[name].whole())
@@ -229,10 +226,9 @@ class TableLoad:
                 self.staged = StagedTable(table, MergedTable([saved]))
             else:
                 self.staged = StagedState(table, tensors, self.cuts)
-                return
+            self.fault = None
         except ValueError as fault:
             self.fault = fault
-        self.tensors = {}
 
     # Verifying.
 

@@ -70,10 +70,7 @@ def share_of(rows: CanonicalRows, table: Table) -> Share:
 
 
 def runs_of(shares: Sequence[Share | None], part: int | None) -> tuple[int, list[Run]]:
-    """Returns the number of rows of the whole table, and those of a part, from the shares of all ranks.
-
-    A rank without a part, None, has none.
-    """
+    """Returns the number of rows of the whole table, and those of a part, from the shares of all ranks."""
     by_part = {share.part: share for share in shares if share is not None}
     starts, start = {}, 0
     for number in sorted(by_part):
