@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torchrec.distributed import comm
 
 from torchrec_dyn.ranks import TableLayout, agreement
-from torchrec_dyn.state_dict.places import Share
+from torchrec_dyn.state_dict import Share
 from torchrec_dyn.state_dict.saving import Counts
 
 NODE = 8  # ranks of a node

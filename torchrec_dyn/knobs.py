@@ -40,8 +40,6 @@ SAVED_CHUNK_BYTES = 16 << 20  # of a chunk of a saved tensor: it is in memory a 
 LAST_CHUNK_BYTES = 1 << 20  # DCP's writer keeps the last chunk of every key until all are written
 IDS_READ_TOGETHER = 1 << 14  # to find the place of an id among saved ones
 IDS_LOADED_TOGETHER = 1 << 20  # to find the rows that they have, or get
-LOADED_ROWS = 1 << 18  # rows of a window of a load
-LOADED_PIECE_BYTES = 2 << 20  # are summed and copied before they leave the caches
 ROUND_BYTES = 8 << 20  # merged rows that a rank receives from each replica at a time
 SEEN_WITHIN_SECONDS = 30.0  # for file systems that show new files late
 

@@ -17,7 +17,7 @@ def read_back(folder: Path, key: str) -> ChunkedTensor:
     reader = dcp.FileSystemReader(folder)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
-    return ChunkedTensor(key, reader, key, metadata.state_dict_metadata[key])
+    return ChunkedTensor.in_files(key, reader, key, metadata.state_dict_metadata[key])
 
 
 def test_chunks_of_equal_and_other_archives(tmp_path: Path, monkeypatch) -> None:
@@ -49,6 +49,15 @@ def test_rows_and_columns_of_a_chunk(tmp_path: Path, rows: int) -> None:
     quietly(dcp.save, {"t": value}, checkpoint_id=tmp_path, no_dist=True)
     read = read_back(tmp_path, "t")
     assert read.whole().equal(value) and read.rows(rows - 1, rows).equal(value[-1:])
-    part = torch.empty(rows, 2)
-    read.read_into(0, 3, part)
-    assert part.equal(value[:, 3:5])
+    assert read.rows(0, rows, slice(3, 5)).equal(value[:, 3:5])
+
+
+def test_a_tensor_in_memory_drops_the_chunks_that_reads_have_passed() -> None:
+    whole = torch.arange(24.0).view(8, 3)
+    held = ChunkedTensor("t", "t", whole.shape, whole.dtype, is_read_once=True)
+    for row, column in ((4, 0), (0, 2), (0, 0)):  # as they arrive
+        block = held.new_block((4, 3 if row else 2 - column // 2))
+        held.put((row, column), block.copy_(whole[row : row + 4, column : column + block.shape[1]]))
+    assert held.rows(1, 6).equal(whole[1:6]) and held.rows(4, 8, slice(1, 3)).equal(whole[4:, 1:])
+    with pytest.raises(ValueError, match="expected 6 numbers, got 3"):
+        held.rows(3, 5)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import LoadPlanner, drop_load
-from torchrec_dyn.state_dict import load_planner
+from torchrec_dyn.state_dict import TableLoad
 
 NAMES = ("t", "u")
 AWAITED = r"expected load_state_dict after dcp.load .* for tables \['t', 'u'\] are not in these.*drop_load"
@@ -127,10 +127,11 @@ def fails_on_one_rank(path: str) -> None:
     step(model, list(range(0, 900, 3)))
     save(model, path)
 
-    def fail(folder: str) -> None:
-        planner = LoadPlanner(path=folder)
+    def fail(folder: str) -> Any:
+        planner, state = LoadPlanner(path=folder), state_dict_of(model)
         with pytest.raises(CheckpointException):
-            quietly(dcp.load, state_dict_of(model), checkpoint_id=path, planner=planner)
+            quietly(dcp.load, state, checkpoint_id=path, planner=planner)
+        return state
 
     is_last = dist.get_rank() == 1
     fail(f"{path}_not_mounted" if is_last else path)  # before any rank reads rows
@@ -138,10 +139,12 @@ def fails_on_one_rank(path: str) -> None:
     assert drop_load(model) == []
     with pytest.MonkeyPatch.context() as patch:
         if is_last:
-            patch.setattr(load_planner, "read_table", mock.Mock(side_effect=OSError))
-        fail(path)
+            patch.setattr(TableLoad, "_check_configs", mock.Mock(side_effect=OSError))
+        state = fail(path)
     with pytest.raises(ValueError, match=r"rows that were read for tables \['t'\]"):
         step(model, [1])
+    with pytest.raises(ValueError, match="got a load that failed"):  # not the table's own tensors
+        model.load_state_dict(state["model"])
     assert drop_load(model) == ["t"]
     step(model, [1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,14 +13,6 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import Setup, differences, held, load, new, run_on, save, train
 from checkpoint_damage import Damage, flips_in_numbers, items_of
-from life_cases import living_table
-
-from torchrec_dyn.life import NO_STEP
-from torchrec_dyn.policies import MOST_COUNT, AdmitAfter, LeastRecentlyUsed
-from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.staged_rows import StagedRows
-from torchrec_dyn.storage import canonical_order
 
 # A table without policies, and one with ids that wait, scores and times: together they have every tensor.
 BOTH = ("plain", "counted")
@@ -145,37 +136,6 @@ def test_an_unsharded_table_is_as_it_was_too(folder: Path) -> None:
 def test_repeated_ids_are_found(folder: Path) -> None:
     errors = check(LOADED, folder, repeated_ids(folder)[:3])
     assert errors and say_damaged(errors), errors
-
-
-def staged(rows: int) -> StagedRows:
-    """Returns the empty stage of a table of 2 columns, of which all rows are read."""
-    shard = living_table(LeastRecentlyUsed(), AdmitAfter(2), embedding_dim=2)
-    table = Table.of_one(shard, "t", {})
-    return StagedRows(table, shard, Places([(0, rows)]), torch.float32, {}, True)
-
-
-def test_an_id_at_both_sides_of_a_cut_between_chunks_is_found() -> None:
-    ids = torch.arange(4)
-    ids = ids[canonical_order(ids)]
-    for second, is_right in ((ids[2:], True), (ids[[1, 2]], False), (ids[[0, 2]], False)):
-        stage = staged(4)
-        stage.receive("weight", 0, 0, torch.ones(4, 2))
-        with nullcontext() if is_right else pytest.raises(ValueError, match="canonical order"):
-            stage.receive("ids", 0, 0, ids[:2])
-            stage.receive("ids", 2, 0, second)
-            stage.check_complete(True)
-
-
-@pytest.mark.parametrize("name, most", [("last_seen", NO_STEP - 1), ("count", MOST_COUNT)])
-def test_scores_and_counters_out_of_range_are_found(name: str, most: int) -> None:
-    """NO_STEP would mark a row without an id."""
-    for number, is_right in ((0, True), (most, True), (-1, False), (most + 1, False)):
-        stage, numbers = staged(1), torch.tensor([number])
-        waiting = torch.tensor([[7, 1, 1]])
-        waiting[0, 1 if name == "last_seen" else 2] = number
-        for given, block in ((name, numbers), ("waiting", waiting)):
-            with nullcontext() if is_right else pytest.raises(ValueError, match="damaged"):
-                stage.receive(given, 0, 0, block)
 
 
 @pytest.mark.parametrize("setup", [LOADED, UNSHARDED])

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.life.scores import Scores
-from torchrec_dyn.state_dict import TableLoad, loading
+from torchrec_dyn.state_dict import TableLoad, staged_table
 from torchrec_dyn.storage.row_store import RowStore
 
 
@@ -267,8 +267,8 @@ def verified_anew(path: str) -> bool:
     put(model, state)
     read({"optimizer": state["optimizer"]}, path)
     states = state["optimizer"]["state"]["collection.embedding_bags.t.weight"]
-    (staged,) = states["t.optimizer_config"].entry.staged
-    staged.store("momentum1")[0].blocks[0][0, 0] += 1
+    staged = states["t.optimizer_config"].entry.staged
+    staged._states["momentum1"].rows(0, 1)[0] += 1
     with pytest.raises(ValueError, match="damaged"):
         model.fused_optimizer.load_state_dict(state["optimizer"])
     return True
@@ -309,7 +309,7 @@ def loaded_again_after_an_error(path: str) -> list[str]:
     state, before = read(state_dict_of(model), path), held(model)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank():
-            patch.setattr(loading, "replace", mock.Mock(side_effect=MemoryError))
+            patch.setattr(staged_table, "replace", mock.Mock(side_effect=MemoryError))
         with pytest.raises(RuntimeError, match="MemoryError"):
             model.load_state_dict(state["model"])
     assert not differences(held(model), before)

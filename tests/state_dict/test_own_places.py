@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from oracle import unmixed
 
 from torchrec_dyn import knobs
-from torchrec_dyn.ranks import ids_per_rank, owners
-from torchrec_dyn.state_dict import places
-from torchrec_dyn.storage import canonical_order
+from torchrec_dyn.ranks import ids_per_rank, mixed_ranges, owners
+from torchrec_dyn.storage import canonical_order, first_place
+
+
+def places_of_part(
+    read: Callable[[int, int], torch.Tensor], total: int, part: int, ranks: int
+) -> list[tuple[int, int]]:
+    """The ranges of places that a load reads (SavedTable.place_of), without those that are empty."""
+    ends = [
+        (first_place(read, total, own.start), first_place(read, total, own.stop))
+        for own in mixed_ranges(part, ranks)
+    ]
+    return [(begin, end) for begin, end in ends if begin < end]
 
 
 def ids_at_all_bounds(ranks: int, some: torch.Tensor) -> torch.Tensor:
@@ -34,8 +46,8 @@ def check(ids: torch.Tensor, ranks: int) -> int:
             read += last - first
             return ids[first:last]
 
-        found = places.places_of_part(ids_of, len(ids), part, ranks)
-        assert [place for one in found.ranges for place in range(*one)] == mine
+        found = places_of_part(ids_of, len(ids), part, ranks)
+        assert [place for one in found for place in range(*one)] == mine
         most = max(most, read)
     return most
 
@@ -61,7 +73,7 @@ def test_mixed_ids_that_are_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_ids() -> None:
-    assert not places.places_of_part(lambda *_: torch.empty(0).long(), 0, 1, 3).ranges
+    assert not places_of_part(lambda *_: torch.empty(0).long(), 0, 1, 3)
 
 
 def test_few_ids_of_a_large_table_are_read() -> None:
@@ -74,8 +86,8 @@ def test_few_ids_of_a_large_table_are_read() -> None:
         mixed = torch.arange(first, last) * 2**30  # modulo 2^64, as an unsigned word
         return unmixed(mixed)
 
-    found = places.places_of_part(ids_of, 2**34, 5, 1016)
-    ((begin, end),) = found.ranges
+    found = places_of_part(ids_of, 2**34, 5, 1016)
+    ((begin, end),) = found
     share = ids_per_rank(1016)
     assert (begin - 1) * 2**30 < 5 * share <= begin * 2**30
     assert (end - 1) * 2**30 < 6 * share <= end * 2**30

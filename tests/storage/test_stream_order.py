@@ -13,9 +13,7 @@ from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import TableSource, saved_tensors
-from torchrec_dyn.state_dict.places import Places
-from torchrec_dyn.state_dict.staged_rows import StagedRows
-from torchrec_dyn.storage import RowStore, canonical_order
+from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.host_reads import StreamOrder
 
 pytestmark = pytest.mark.mock_only  # tensors of a GPU take no fakes
@@ -217,20 +215,6 @@ def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
         store.converted(4, torch.float16, lambda rows: rows, store.capacity)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
-
-
-def test_staged_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
-    with MockDevice() as device:
-        table = living_table(device="cuda", dtype=torch.float16, limit=80)
-        places, whole = Places([(0, 80)]), Table.of_one(table, "a", {})
-        staged = StagedRows(whole, table, places, torch.float32, {}, True)
-        blocks = list(staged.rows.weights.blocks)
-        cuda.on("B")
-        device.forget()
-        staged.receive("ids", 0, 0, torch.arange(80)[canonical_order(torch.arange(80))])
-        staged.finish(None, None, 0, None, [0, 4])
-        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
-        assert blocks and all(any(one is block for one in kept) for block in blocks)
 
 
 def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):

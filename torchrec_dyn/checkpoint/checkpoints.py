@@ -33,7 +33,7 @@ from torchrec_dyn.checkpoint.dense_part import (
     alike,
     check_optimizer,
     check_ranks,
-    check_same_step,
+    check_same,
     checked_names,
     number_of,
     options_of,
@@ -73,14 +73,7 @@ from torchrec_dyn.storage import lacks_memory
 from torchrec_dyn.whole_model import drop_load, sharding_types, tables_of
 
 _SAVE, _RESTORE, _FORGET = "Checkpoints.save", "Checkpoints.restore", "Checkpoints.forget"
-
-
-def _check_same_kind(kinds: Sequence[str]) -> None:
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"{_SAVE}: expected the same kind of save on every rank, got {', '.join(kinds)}. Give the same "
-            "arguments and convert tables on every rank."
-        )
+_SAME_STEP = "Save when all ranks have trained the same steps, and give their number."
 
 
 class Checkpoints:
@@ -294,8 +287,13 @@ class Checkpoints:
         begun, steps, kinds, digests, options, counts = zip(
             *gather_results(group, _SAVE, prepare), strict=True
         )
-        check_same_step(steps, _SAVE)
-        _check_same_kind(kinds)
+        check_same(_SAVE, "step", steps, _SAME_STEP)
+        check_same(
+            _SAVE,
+            "kind of save",
+            kinds,
+            "Give the same arguments and convert tables on every rank.",
+        )
         dense, names, sources, after, values, chain = prepared
         rows = rows_state(tables, sources, counts, names)
         if in_background:
@@ -529,7 +527,7 @@ class Checkpoints:
             return number, numbers
 
         steps, named = zip(*gather_results(group, _FORGET, check), strict=True)
-        check_same_step(steps, _FORGET)
+        check_same(_FORGET, "step", steps, _SAME_STEP)
         wanted = union_of(named)
 
         def find() -> tuple[list[Path], Any]:

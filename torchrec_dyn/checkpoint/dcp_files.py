@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +48,7 @@ def save_files(
     call: str,
 ) -> None:
     """Saves a state dict to a new or empty directory, which an error removes. Collective with a `group`."""
-    writer = None if "://" in str(path) else writer_of(path)
+    writer = None if "://" in str(path) else TableWriter(path)
     try:
         save_part(state, path, writer, group)
         if writer is not None and group is not None:
@@ -55,19 +56,8 @@ def save_files(
             run_together(group, call, lambda: check_is_shared(files))
     except BaseException:
         if writer is not None:
-            _remove_files(Path(path))
+            shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def writer_of(
-    path: str | os.PathLike[str],
-    write_beside: Callable[[], Path] | None = None,
-    before: Callable[[], object] | None = None,
-) -> TableWriter:
-    """Returns a writer whose errors are OSErrors that name the file; the others are as of TableWriter."""
-    writer = TableWriter(path, write_beside=write_beside, before=before)
-    writer.fs = _Files()
-    return writer
 
 
 def save_part(
@@ -127,13 +117,6 @@ def check_is_shared(files: Iterable[Path]) -> None:
                     "of another rank. Give a path on a file system that all ranks see."
                 )
             time.sleep(0.1)
-
-
-def _remove_files(folder: Path) -> None:
-    with suppress(OSError):
-        for path in [*folder.glob("__*.distcp"), *folder.glob(".metadata*")]:
-            path.unlink(missing_ok=True)
-        folder.rmdir()
 
 
 class _Files(FileSystem):
@@ -224,6 +207,7 @@ class TableWriter(FileSystemWriter):
         **options: Any,
     ) -> None:
         super().__init__(path, *args, **options)
+        self.fs = _Files()
         # Writes one file more of each rank, and has digests made: DCP brings them to rank 0, and an error to
         # all.
         self._write_beside = write_beside

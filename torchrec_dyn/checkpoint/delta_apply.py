@@ -91,7 +91,9 @@ def apply_delta(model: nn.Module, path: str | os.PathLike[str]) -> None:
             _check_begins(change, add_sums(*held))
             _check_end(change, add_sums(*held), add_sums(*replaced))
         for change, ids in zip(changes, removed, strict=True):
-            commits.append((change.table, _prepared(change, ids)))
+            with turn_of(change.table):
+                shards = zip(change.table.shards, change.finished(), strict=True)
+                commits.append((change.table, [merge(shard, rows, ids) for shard, rows in shards]))
 
     run_together(group, _CALL, prepare)
     for table, changes_here in commits:
@@ -172,15 +174,6 @@ def _rows_replaced(shard: TableShard, staged: IdMap, removed: Tensor) -> IdMap:
     ids = torch.cat([removed.to(shard.device), staged.contents()[0]])
     rows = shard.id_map.lookup(ids)
     return map_of(ids[rows >= 0], rows[rows >= 0])
-
-
-def _prepared(change: StagedTable, removed: Tensor) -> list[Commit]:
-    """Prepares the merge of a delta into the shards of this rank."""
-    with turn_of(change.table):
-        return [
-            merge(shard, rows, removed)
-            for shard, rows in zip(change.table.shards, change.finished(), strict=True)
-        ]
 
 
 def _tables_of(tables: Sequence[Table], path: str | os.PathLike[str]) -> dict[str, SavedTable]:

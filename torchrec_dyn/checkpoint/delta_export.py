@@ -189,11 +189,7 @@ def rows_state(
     by_rank: Sequence[Sequence[Any]],
     state_names: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns state dicts of tables, or of their changes; rows are read when they are saved or copied.
-
-    A source is a TableSource or TableChanges; `by_rank` are the `counts` of each rank, and `state_names`
-    the names of the tables in the state dict of the optimizer.
-    """
+    """Returns state dicts of tables, or of their changes; rows are read when they are saved or copied."""
     model: dict[str, SavedTensor] = {}
     states: dict[str, dict[str, SavedTensor]] = {}
     for table, source, counts in zip(tables, sources, zip(*by_rank, strict=True), strict=True):

@@ -78,10 +78,7 @@ def names_of_states(states: Mapping[str, Any], tables: Sequence[Table]) -> dict[
 
 
 def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the states of dynamic tables in an optimizer's state dict, and state dicts without them.
-
-    `state` has no rows (`rows_left_out`).
-    """
+    """Returns the states of dynamic tables in an optimizer's state dict, and state dicts without them."""
     states = state["optimizer"]["state"]
     names = {*chain(*names_of_states(states, tables).values())}
     dense = {name: states[name] for name in states if name not in names}
@@ -94,11 +91,7 @@ def split_state(state: State, tables: Sequence[Table]) -> tuple[dict[str, Any], 
 def saved_values(
     values: Mapping[str, Any], call: str
 ) -> tuple[dict[str, bytes], dict[str, str | None]]:
-    """Returns the saved form of each value, and digests by which ranks see whether it is equal.
-
-    `weights_only=True` reads what is saved: of an object its state dict. A value has no digest if the
-    position of a source of one rank is in it.
-    """
+    """Returns the saved form of each value, and digests by which ranks see whether it is equal."""
     _check_named(values, call)
     saved: dict[str, bytes] = {}
     digests: dict[str, str | None] = {}
@@ -161,10 +154,7 @@ def alike(digests: Sequence[Mapping[str, str | None]]) -> dict[str, bool]:
 
 
 def options_of(optimizer: Any) -> dict[str, dict[str, Any]]:
-    """Returns the numbers of the parameter groups, such as the learning rate, by key of each parameter.
-
-    TorchRec's optimizers leave them out of their state dicts, and schedulers go on from them.
-    """
+    """Returns the numbers of the parameter groups, such as the learning rate, by key of each parameter."""
     options: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         numbers = {
@@ -196,12 +186,11 @@ def number_of(step: Any, call: str) -> Any:
     return number
 
 
-def check_same_step(steps: Sequence[Any], call: str) -> None:
-    """Raises ValueError unless all ranks gave the same step; `steps` are by rank."""
-    if len(set(steps)) > 1:
+def check_same(call: str, what: str, by_rank: Sequence[Any], remedy: str) -> None:
+    """Raises ValueError unless all ranks have the same step or kind of save."""
+    if len(set(by_rank)) > 1:
         raise ValueError(
-            f"{call}: expected the same step on every rank, got {[*steps]} by rank. Save when all ranks have "
-            "trained the same steps, and give their number."
+            f"{call}: expected the same {what} on every rank, got {[*by_rank]} by rank. {remedy}"
         )
 
 

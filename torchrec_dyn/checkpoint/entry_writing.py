@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from torchrec_dyn.checkpoint.dcp_files import check_is_shared, save_part, writer_of
+from torchrec_dyn.checkpoint.dcp_files import TableWriter, check_is_shared, save_part
 from torchrec_dyn.checkpoint.delta_export import Marker
 from torchrec_dyn.checkpoint.dense_part import (
     check_has_all,
@@ -70,10 +70,7 @@ def sources_of(tables: Sequence[Table]) -> list[TableSource]:
 def dense_state(
     model: nn.Module, optimizer: Any, tables: Sequence[Table]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the state dicts without the dynamic tables, and the names of these in the optimizer's.
-
-    Raises ValueError unless the optimizer has the state of each table, and its state dict all of its state.
-    """
+    """Returns the state dicts without the dynamic tables, and the names of these in the optimizer's."""
     with rows_left_out() as tables_of_optimizer:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     check_has_all(state["optimizer"], optimizer)
@@ -108,15 +105,11 @@ def write_entry(
     rank: int,
     make_directory: Callable[[], object] | None,
 ) -> Entry:
-    """Writes the files, commits the entry, and returns it; leaves none after an error. Collective.
-
-    `entry` has no digests of files and no sums of tables yet. `rows` and `dense` are state dicts; `values`
-    and `options` (the numbers of the parameter groups) are those of this rank.
-    """
-    path = entry.extra_of(rank)
-    writer = writer_of(entry.dense, partial(write_values, values, options, path))
+    """Writes the files, commits the entry, and returns it; leaves none after an error. Collective."""
+    beside = partial(write_values, values, options, entry.extra_of(rank))
+    writer = TableWriter(entry.dense, write_beside=beside)
     try:
-        save_part(rows, entry.tables, writer_of(entry.tables, before=make_directory), group)
+        save_part(rows, entry.tables, TableWriter(entry.tables, before=make_directory), group)
         save_part(dense, entry.dense, writer, group)
         # Rank 0 knows the digests that all ranks have made.
         committed = gather_results(

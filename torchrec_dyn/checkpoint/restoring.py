@@ -40,7 +40,7 @@ from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.policies import is_timed
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict import LoadPlanner, StagedTable, rows_left_out
+from torchrec_dyn.state_dict import LoadPlanner, StagedTable, note_taken, rows_left_out
 from torchrec_dyn.table import Commit
 
 _CALL = "Checkpoints.restore"
@@ -191,8 +191,9 @@ class LineLoad:
         # DCP's own planner would ask for the state {} of a static table that lies on another rank.
         planner = LoadPlanner(allow_partial_load=self._is_partial)
         load_files(self._dense, self.line[-1].dense, planner, self.group)
-        for take in self._commits:
+        for rows, take in zip(self._staged, self._commits, strict=True):
             take()
+            note_taken(rows.table.lock, rows.table.name)
         loaded = self._dense["optimizer"]
         states = {**self._rows, **loaded["state"]}
         for name in self._lazy.keys() - states.keys():

@@ -155,10 +155,7 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def file_inside(folder: Path, name: Any, remedy: str, pattern: str = r"[^\0]+") -> Path:
-    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError.
-
-    The pattern is for the whole name, `remedy` is the end of the message.
-    """
+    """Returns the path of a file in a directory, or below, whose name a file has; else ValueError."""
     is_name = isinstance(name, str) and re.fullmatch(pattern, name)
     parts = Path(name).parts if is_name else ()
     if not parts or Path(name).is_absolute() or ".." in parts:
@@ -181,17 +178,15 @@ def _owners(optimizers: Sequence[str], tables: Sequence[str]) -> tuple[dict[str,
         by_name[_name_of(table)].append(table)
     claims: dict[str | None, list[str]] = defaultdict(list)
     for key in optimizers:
-        claims[_owner(key, by_name)].append(key)
+        words = key.split(".")[:-2]
+        claims[_owner(words, by_name.get("".join(words[-1:]), ()))].append(key)
     owners = {table: keys[0] for table, keys in claims.items() if table and len(keys) == 1}
     owned = {*owners.values()}
     return owners, [key for key in optimizers if key not in owned]
 
 
-def _owner(key: str, by_name: Mapping[str, Sequence[str]]) -> str | None:
-    words = key.split(".")[:-2]
-    matches = sorted(
-        (_match(words, table.split(".")), table) for table in by_name.get("".join(words[-1:]), ())
-    )
+def _owner(words: list[str], tables: Sequence[str]) -> str | None:
+    matches = sorted((_match(words, table.split(".")), table) for table in tables)
     best = [table for match, table in matches if match and match == matches[-1][0]]
     return best[0] if len(best) == 1 else None
 
@@ -218,7 +213,7 @@ def _open_table(
     """Returns a table and its optimizer state; saved: metadata by prefix and name."""
     where = f"table '{key}' in {reader.path}"
     tensors = {
-        name: ChunkedTensor(
+        name: ChunkedTensor.in_files(
             f"'{prefix}.{name}' in {reader.path}", reader, f"{prefix}.{name}", tensor
         )
         for prefix, by_name in saved.items()

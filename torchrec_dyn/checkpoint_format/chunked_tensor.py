@@ -3,16 +3,17 @@
 torch.distributed.checkpoint (DCP) saves a tensor as chunks. Each chunk is an archive of `torch.save` in some
 file. DCP's own reader loads whole chunks. This is too much if an unsharded module has saved 5 GB as one
 chunk. Here torch loads the archive onto the meta device: this reads no numbers but finds their place in the
-file. Then only the requested rows are read.
+file. Then only the requested rows are read. Chunks that DCP's reader has loaded are read from memory.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,15 +21,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchrec_dyn.checkpoint_format.content_sums import DAMAGED
 from torchrec_dyn.checkpoint_format.file_writer import naming
-from torchrec_dyn.storage import lacks_memory
+from torchrec_dyn.storage import lacks_memory, to_host
 
 # The records of an archive before its numbers are shorter.
 _HEAD_BYTES = 4096
@@ -36,15 +33,19 @@ _HEAD_BYTES = 4096
 
 @dataclass
 class _Chunk:
-    """Rows [first, last) of columns [left, right), and their place in the files."""
+    """Rows [first, last) of columns [left, right), and their place in the files or in memory."""
 
     first: int
     last: int
     left: int
     right: int
-    entry: Any  # of DCP: relative_path, offset, length, transform_descriptors
-    # Place of the numbers in the file, stored row after row; None: not known yet.
-    numbers_at: int | None = None
+    entry: Any = None  # of DCP: relative_path, offset, length
+    numbers_at: int | None = (
+        None  # place of the numbers in the file, row after row; None: not known yet
+    )
+    block: Tensor | None = (
+        None  # the numbers [rows, columns]; of a file, if they can only be loaded whole
+    )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,41 +55,65 @@ class _Chunk:
 class ChunkedTensor:
     """One saved tensor of at most two dimensions, read by rows. `shape` is the shape of the whole tensor.
 
-    `reader` is set up with the metadata, as `open_files` returns it.
+    Its chunks are in files (`in_files`), or in memory: then a load may put them as they arrive. With
+    `is_read_once` a chunk in memory is dropped when reads, which ascend then, have passed it.
     """
 
     def __init__(
-        self, where: str, reader: FileSystemReader, key: str, saved: TensorStorageMetadata
+        self,
+        where: str,
+        key: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        is_read_once: bool = False,
+        reader: FileSystemReader | None = None,
     ) -> None:
-        self._where, self.key = where, key
-        self._reader = reader
-        self._folder = os.fspath(reader.path)
-        self.shape = tuple(saved.size)
-        self.dtype: torch.dtype = saved.properties.dtype
+        self._where, self.key, self.shape, self.dtype = where, key, tuple(shape), dtype
         self._rows, self._columns = _rows_and_columns(self.shape)
-        self.row_bytes: int = self._columns * self.dtype.itemsize
-        self._chunks = sorted(self._read_chunks(key, saved), key=lambda chunk: chunk.first)
-        # Before anyone makes room for so many rows.
-        saved_numbers = sum(math.prod(chunk.shape) for chunk in self._chunks)
-        if saved_numbers != math.prod(self.shape):
-            raise self._damaged(f"{math.prod(self.shape)} numbers", f"{saved_numbers}")
-        self._starts = [chunk.first for chunk in self._chunks]
-        self._longest = max((chunk.shape[0] for chunk in self._chunks), default=0)
-        self._unpacked: dict[int, Tensor] = {}  # chunks in use that can only be loaded whole
+        self.row_bytes: int = self._columns * dtype.itemsize
+        self._is_read_once, self._reader = is_read_once, reader
+        self._chunks: list[_Chunk] = []  # by their first rows
+        self._longest = 0
+        self._loaded_whole: list[_Chunk] = []  # chunks of files that can only be loaded so
         # Of the last archive of each shape: the first byte of its numbers, and the records before them.
         self._loaded: dict[tuple[int, int], tuple[int, bytes]] = {}
 
-    def _read_chunks(self, key: str, saved: TensorStorageMetadata) -> list[_Chunk]:
-        chunks = []
-        for saved_chunk in saved.chunks:
-            if math.prod(saved_chunk.sizes) == 0:
-                continue
-            entry = self._reader.storage_data.get(MetadataIndex(key, saved_chunk.offsets))
-            chunk = _as_rows(saved_chunk, entry)
-            if entry is None or chunk.last > self._rows or chunk.right > self._columns:
-                raise self._damaged(f"a saved chunk inside {list(self.shape)}", repr(saved_chunk))
-            chunks.append(chunk)
-        return chunks
+    @classmethod
+    def in_files(
+        cls, where: str, reader: FileSystemReader, key: str, saved: TensorStorageMetadata
+    ) -> ChunkedTensor:
+        """Returns a tensor of a checkpoint; `reader` is set up with the metadata, as of `open_files`."""
+        tensor = cls(where, key, saved.size, saved.properties.dtype, reader=reader)
+        numbers = 0
+        for chunk in saved.chunks:
+            numbers += math.prod(chunk.sizes)
+            if math.prod(chunk.sizes):
+                entry = reader.storage_data.get(MetadataIndex(key, chunk.offsets))
+                tensor._add(_as_rows(chunk.offsets, chunk.sizes), entry)
+        # Before anyone makes room for so many rows.
+        if numbers != math.prod(tensor.shape):
+            raise tensor._damaged(f"{math.prod(tensor.shape)} numbers", f"{numbers}")
+        return tensor
+
+    def _add(self, chunk: _Chunk, entry: Any) -> None:
+        chunk.entry = entry
+        is_known = entry is not None or chunk.block is not None
+        if not is_known or chunk.last > self._rows or chunk.right > self._columns:
+            raise self._damaged(f"a saved chunk inside {list(self.shape)}", repr(chunk))
+        insort(self._chunks, chunk, key=lambda other: other.first)
+        self._longest = max(self._longest, chunk.shape[0])
+
+    def put(self, offset: Sequence[int], block: Tensor) -> None:
+        """Adds a chunk in memory; `offset` is its place in the tensor, one number per dimension."""
+        chunk = _as_rows(offset, block.shape)
+        chunk.block = block.reshape(chunk.shape)
+        self._add(chunk, None)
+
+    def new_block(self, size: Sequence[int]) -> Tensor:
+        """Returns memory for a chunk, which goes back to the system as soon as the chunk is dropped."""
+        numbers = math.prod(size)
+        memory = mmap.mmap(-1, max(1, numbers * self.dtype.itemsize))
+        return torch.frombuffer(memory, dtype=self.dtype, count=numbers).view(torch.Size(size))
 
     def whole(self) -> Tensor:
         """Reads the whole tensor."""
@@ -97,43 +122,54 @@ class ChunkedTensor:
     def rows(self, first: int, last: int, columns: slice | None = None) -> Tensor:
         """Reads rows [first, last), of some columns: [M, C], or [M] of a tensor with one dimension."""
         span = columns or slice(0, self._columns)
-        rows = torch.empty(last - first, span.stop - span.start, dtype=self.dtype, device="cpu")
-        self.read_into(first, span.start, rows)
-        return rows if len(self.shape) == 2 else rows.reshape(-1)
-
-    def read_into(self, first: int, left: int, into: Tensor) -> None:
-        """Reads rows from `first` and columns from `left` on into [M, C] on the CPU, of this dtype."""
-        missing, last, right = into.numel(), first + len(into), left + into.shape[1]
-        begin = bisect_left(self._starts, first - self._longest + 1)
-        end = bisect_left(self._starts, last)
-        # An unpacked chunk is kept while calls read rows of it.
-        self._unpacked = {
-            number: chunk for number, chunk in self._unpacked.items() if begin <= number < end
-        }
-        for number in range(begin, end):
-            chunk = self._chunks[number]
+        size = last - first, span.stop - span.start
+        rows: Tensor | None = None
+        missing = math.prod(size)
+        for chunk in self._chunks_at(first, last):
             top, bottom = max(first, chunk.first), min(last, chunk.last)
-            low, high = max(left, chunk.left), min(right, chunk.right)
+            low, high = max(span.start, chunk.left), min(span.stop, chunk.right)
             if top >= bottom or low >= high:
                 continue
-            part = into[top - first : bottom - first, low - left : high - left]
+            missing -= (bottom - top) * (high - low)
+            if chunk.block is not None and (bottom - top, high - low) == size:
+                block = chunk.block[top - chunk.first : bottom - chunk.first]
+                rows = to_host(block[:, low - chunk.left : high - chunk.left])
+                break
+            rows = self._nothing(size) if rows is None else rows
+            part = rows[top - first : bottom - first, low - span.start : high - span.start]
             if high - low == chunk.shape[1]:
-                self._read_into(part, number, top - chunk.first)
+                self._read_into(part, chunk, top - chunk.first)
             else:
                 whole = part.new_empty(bottom - top, chunk.shape[1])
-                self._read_into(whole, number, top - chunk.first)
+                self._read_into(whole, chunk, top - chunk.first)
                 part.copy_(whole[:, low - chunk.left : high - chunk.left])
-            missing -= part.numel()
         if missing:
-            raise self._damaged(f"{into.numel()} numbers", f"{into.numel() - missing}")
+            got = math.prod(size) - missing
+            raise self._damaged(f"{math.prod(size)} numbers", f"{got}")
+        rows = self._nothing(size) if rows is None else rows
+        return rows if len(self.shape) == 2 else rows.reshape(-1)
 
-    def _read_into(self, into: Tensor, number: int, row: int) -> None:
+    def _nothing(self, size: Sequence[int]) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device="cpu")
+
+    def _chunks_at(self, first: int, last: int) -> list[_Chunk]:
+        """Returns the chunks that may have some of the rows, and drops what is not used any more."""
+        begin = bisect_left(self._chunks, first - self._longest + 1, key=lambda chunk: chunk.first)
+        end = bisect_left(self._chunks, last, key=lambda chunk: chunk.first)
+        for chunk in self._loaded_whole:  # kept while calls read rows of it
+            if chunk.last <= first or last <= chunk.first:
+                chunk.block = None
+        if self._is_read_once:
+            self._chunks = [chunk for chunk in self._chunks if chunk.last > first]
+            begin, end = 0, bisect_left(self._chunks, last, key=lambda chunk: chunk.first)
+        return self._chunks[begin:end]
+
+    def _read_into(self, into: Tensor, chunk: _Chunk, row: int) -> None:
         """Fills `into` with rows of one chunk, from the chunk's row `row` on."""
-        chunk = self._chunks[number]
-        if number not in self._unpacked and chunk.numbers_at is None:
-            chunk.numbers_at = self._find_numbers(number)
-        if number in self._unpacked:
-            into.copy_(self._unpacked[number][row : row + len(into)])
+        if chunk.block is None and chunk.numbers_at is None:
+            chunk.numbers_at = self._find_numbers(chunk)
+        if chunk.block is not None:
+            into.copy_(chunk.block[row : row + len(into)])
             return
         assert chunk.numbers_at is not None
         part = into if into.is_contiguous() else into.new_empty(into.shape)
@@ -145,20 +181,17 @@ class ChunkedTensor:
         if part is not into:
             into.copy_(part)
 
-    def _find_numbers(self, number: int) -> int | None:
-        """Returns the place of a chunk's rows in the file; None if the chunk had to be unpacked whole."""
-        chunk = self._chunks[number]
-        packed = bool(chunk.entry.transform_descriptors)
+    def _find_numbers(self, chunk: _Chunk) -> int | None:
+        """Returns the place of a chunk's rows in the file; None if the chunk had to be loaded whole."""
         with self._open(chunk) as file:
             file.seek(chunk.entry.offset)
             head = file.read(min(chunk.entry.length, _HEAD_BYTES))
             at, records = self._loaded.get(chunk.shape, (0, b""))
-            if packed or not records or _records_before(head, at) != records:
-                saved = self._load(file, chunk, "cpu" if packed else "meta")
-                if not packed and not saved.is_contiguous():
-                    packed, saved = True, self._load(file, chunk, "cpu")
-                if packed:
-                    self._unpacked[number] = saved.reshape(chunk.shape)
+            if not records or _records_before(head, at) != records:
+                saved = self._load(file, chunk, "meta")
+                if not saved.is_contiguous():
+                    chunk.block = self._load(file, chunk, "cpu").reshape(chunk.shape)
+                    self._loaded_whole.append(chunk)
                     return None
                 at = cast(int, saved.untyped_storage()._checkpoint_offset)
                 at += int(saved.storage_offset()) * self.dtype.itemsize
@@ -168,15 +201,9 @@ class ChunkedTensor:
         return int(chunk.entry.offset + at)
 
     def _load(self, file: io.BufferedReader, chunk: _Chunk, device: str) -> Tensor:
-        entry = chunk.entry
+        assert self._reader is not None
         try:
-            stream = self._reader._slice_file(file, entry)
-            if entry.transform_descriptors:
-                transforms = self._reader.transforms
-                stream = transforms.transform_load_stream(
-                    cast(Any, None), entry.transform_descriptors, stream
-                )
-                stream = io.BytesIO(stream.read())
+            stream = self._reader._slice_file(file, chunk.entry)
             saved = torch.load(stream, map_location=device, weights_only=True)
         # torch does not document its exceptions for damaged bytes: RuntimeError, UnpicklingError, ...
         except Exception as error:
@@ -194,7 +221,8 @@ class ChunkedTensor:
 
     @contextmanager
     def _open(self, chunk: _Chunk) -> Iterator[io.BufferedReader]:
-        path = os.path.join(self._folder, chunk.entry.relative_path)
+        assert self._reader is not None
+        path = os.path.join(self._reader.path, chunk.entry.relative_path)
         with naming(path), open(path, "rb") as file:
             yield file
 
@@ -217,7 +245,7 @@ def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
-def _as_rows(chunk: ChunkStorageMetadata, entry: Any) -> _Chunk:
-    rows, columns = _rows_and_columns(tuple(chunk.sizes))
-    first, left, *_ = (*chunk.offsets, 0, 0)
-    return _Chunk(first, first + rows, left, left + columns, entry)
+def _as_rows(offset: Sequence[int], size: Sequence[int]) -> _Chunk:
+    rows, columns = _rows_and_columns(tuple(size))
+    first, left, *_ = (*offset, 0, 0)
+    return _Chunk(first, first + rows, left, left + columns)

@@ -95,10 +95,7 @@ def as_words(sums: Mapping[str, int]) -> Tensor:
 
 
 def from_words(words: Tensor) -> dict[str, int]:
-    """Returns the content sums in words [W] int64, or in rows of a checksum, [S, W + 1] int64.
-
-    ValueError if the rows are of several saves, as files of a save that was killed over another.
-    """
+    """Returns the content sums in words [W] int64, or in rows of a checksum, [S, W + 1] int64."""
     if words.dim() == 1:
         words = torch.nn.functional.pad(words, (0, 1))[None]
     sums = words.sum(0)

@@ -133,18 +133,6 @@ class RowSource(ABC):
             )
         wanted = SCORES if waiting else [name for name in dict.fromkeys(names) if name != "ids"]
         chunk_bytes = knobs.CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-        return self._chunks(wanted, chunk_bytes, ids, mixed, columns, waiting, sums)
-
-    def _chunks(
-        self,
-        names: Sequence[str],
-        chunk_bytes: int,
-        ids: range | None,
-        mixed: Sequence[range] | None,
-        columns: Sequence[tuple[int, int]] | None,
-        waiting: bool,
-        sums: dict[str, int] | None,
-    ) -> Iterator[dict[str, Tensor]]:
         spans = [slice(*span) for span in columns or [(0, self.embedding_dim)]]
         total = {} if sums is None else sums
 
@@ -153,7 +141,10 @@ class RowSource(ABC):
                 total.update(add_sums(total, self._sums_of(row_ids, numbers, first_column)))
 
         def places_inside(rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for row_ids, places in self._places_in(mixed, rows, waiting):
+            for row_ids, places in self._places(rows, mixed or (ALL_MIXED,), waiting):
+                if mixed is not None:
+                    keys = canonical_keys(row_ids)
+                    row_ids, places = _inside(mixed, keys, row_ids, places, 1 << 63)
                 if not waiting:
                     add(row_ids, {"ids": row_ids}, spans[0].start)
                 if ids is not None:
@@ -161,19 +152,23 @@ class RowSource(ABC):
                 if self.group is not None or len(row_ids):
                     yield row_ids, places
 
-        rows = max(1, chunk_bytes // self.row_bytes_of(["ids", *names]))
-        for row_ids, places in places_inside(rows):
-            for span, chunk in self._of_spans(spans, names, row_ids, places, waiting):
-                if waiting:
-                    numbers = torch.stack([row_ids, *chunk.values()], 1)
-                    add(row_ids, {"waiting": numbers}, span.start)
-                elif ids is None:
-                    add(row_ids, chunk, span.start)
-                means = {} if columns is None else self._means(chunk, span)
-                yield {"ids": row_ids, **chunk, **means}
-        if mixed is None and columns is None:
-            compared = ["ids", *(names if ids is None else ())]
-            self.check_sums(["waiting"] if waiting else compared, total)
+        def read(rows: int) -> Iterator[dict[str, Tensor]]:
+            for row_ids, places in places_inside(rows):
+                for span, chunk in self._of_spans(spans, wanted, row_ids, places, waiting):
+                    if waiting:
+                        numbers = torch.stack([row_ids, *chunk.values()], 1)
+                        add(row_ids, {"waiting": numbers}, span.start)
+                    elif ids is None:
+                        add(row_ids, chunk, span.start)
+                    for name in chunk if columns is not None else ():
+                        if self.is_rowwise(name):
+                            chunk[name] = self.in_columns(name, chunk[name], span)
+                    yield {"ids": row_ids, **chunk}
+            if mixed is None and columns is None:
+                compared = ["ids", *(wanted if ids is None else ())]
+                self.check_sums(["waiting"] if waiting else compared, total)
+
+        return read(max(1, chunk_bytes // self.row_bytes_of(["ids", *wanted])))
 
     def _of_spans(
         self,
@@ -190,19 +185,6 @@ class RowSource(ABC):
             chunk = whole | self._read(cut if whole else names, ids, places, span, waiting)
             whole = {name: chunk[name] for name in names if name not in cut}
             yield span, chunk
-
-    def _places_in(
-        self, mixed: Sequence[range] | None, rows: int, waiting: bool
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        for ids, places in self._places(rows, mixed or (ALL_MIXED,), waiting):
-            if mixed is not None:
-                ids, places = _inside(mixed, canonical_keys(ids), ids, places, 1 << 63)
-            yield ids, places
-
-    def _means(self, chunk: Mapping[str, Tensor], columns: slice) -> dict[str, Tensor]:
-        """Returns the row-wise state of a chunk for a shard with some columns."""
-        names = [name for name in chunk if self.is_rowwise(name)]
-        return {name: self.in_columns(name, chunk[name], columns) for name in names}
 
     def _sums_of(
         self, ids: Tensor, numbers: Mapping[str, Tensor], first_column: int

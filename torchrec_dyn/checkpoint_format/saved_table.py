@@ -47,6 +47,8 @@ _LAST_KEY = torch.iinfo(torch.int64).max
 class SavedTable:
     """One saved table of `open_checkpoint`, read in chunks.
 
+    `sums` are the content sums to compare, by tensor; None: those of its checksums.
+
     Attributes:
         key: key of the table in the checkpoint, e.g. "model.sparse.ebc.embedding_bags.user".
         name: name of the table, e.g. "user".
@@ -64,6 +66,7 @@ class SavedTable:
         config: dict[str, Any],
         optimizer: dict[str, Any] | None,
         tensors: Mapping[str, ChunkedTensor],
+        sums: Mapping[str, int] | None = None,
     ) -> None:
         self.where = where
         self._tensors = {name: tensor for name, tensor in tensors.items() if name in SHAPES}
@@ -75,6 +78,8 @@ class SavedTable:
         self.embedding_dim: int = config["embedding_dim"]
         self.dtype: torch.dtype = getattr(torch, str(config.get("rows")), torch.float32)
         self._check_shapes()
+        if sums is not None:
+            self.sums = dict(sums)
         self._ends: dict[str, dict[str, int]] = {}
 
     @cached_property
@@ -160,7 +165,7 @@ class SavedTable:
             tensor = self._tensor(name)
             return torch.cat([tensor.rows(0, 0), *(chunk[name] for chunk in self.chunks((name,)))])
         saved = self._tensor(name).whole()
-        if name in SMALL_TENSORS:
+        if name in SMALL_TENSORS and name in self.sums:
             self._check_sum(name, sum_of_small(self.name, name, saved), self.sums[name])
         return saved
 
@@ -186,8 +191,8 @@ class SavedTable:
 
     def ids(self, name: str, first: int, last: int) -> Tensor:
         """Returns the ids [M] at places [first, last) of "ids", "removed" or "waiting"."""
-        ids = self.rows(name, first, last)
-        return ids if ids.dim() == 1 else ids[:, 0].contiguous()
+        columns = slice(0, 1) if name == "waiting" else None
+        return self.rows(name, first, last, columns).reshape(-1).contiguous()
 
     def verify(self) -> None:
         """Reads and checks all tensors."""
@@ -263,7 +268,7 @@ class MergedTable(RowSource):
         # Row-wise state that was saved in several column cuts was rounded twice.
         rounded = STATE_NAMES if any(save.cuts != last.cuts for save in saves) else ()
         names = {*ROW_TENSORS, "waiting"}.difference(rounded)
-        self.sums = {name: sums.get(name, 0) for name in names}
+        self.sums = {name: sums[name] for name in names if name in sums}
 
     @cached_property
     def num_rows(self) -> int:
@@ -356,7 +361,8 @@ class MergedTable(RowSource):
     ) -> Tensor:
         """Returns rows [first, last) of one save, row-wise state in the column cuts of the last save."""
         if waiting:
-            return save.rows("waiting", first, last)[:, 1 + SCORES.index(name)]
+            column = 1 + SCORES.index(name)
+            return save.rows("waiting", first, last, slice(column, column + 1)).flatten()
         if not self.is_rowwise(name):
             return save.rows(name, first, last, None if name in SCORES else columns)
         rows = save.rows(name, first, last)

@@ -82,7 +82,8 @@ def _whole(part: Part) -> Tensor:
 
 
 def _copied(part: Part) -> Tensor:
-    return _filled(torch.empty(part.size, dtype=_dtype_of(part), device="cpu"), part)
+    dtype = part.read(0, 0 if part.size else 1).dtype
+    return _filled(torch.empty(part.size, dtype=dtype, device="cpu"), part)
 
 
 def _filled(into: Tensor, part: Part) -> Tensor:
@@ -92,10 +93,6 @@ def _filled(into: Tensor, part: Part) -> Tensor:
     for start, stop in row_ranges(part.size, into.dtype):
         into[start:stop] = part.read(start, stop)
     return into
-
-
-def _dtype_of(part: Part) -> torch.dtype:
-    return part.read(0, 0 if part.size else 1).dtype
 
 
 def _part_of(offset: tuple[int, ...], block: Tensor, is_saved: bool) -> Part:

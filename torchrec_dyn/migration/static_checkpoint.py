@@ -155,7 +155,7 @@ class _Files:
         metadata = self._saved[key]
         if not isinstance(metadata, TensorStorageMetadata):
             raise ValueError(f"{self._folder}: expected '{key}' as a tensor, got an object.")
-        return ChunkedTensor(f"'{key}' in {self._folder}", self._reader, key, metadata)
+        return ChunkedTensor.in_files(f"'{key}' in {self._folder}", self._reader, key, metadata)
 
     def _only(self, keys: list[str], tail: str, argument: str) -> str:
         if len(keys) != 1:

@@ -8,13 +8,11 @@ asked for starts anew. A state dict of the optimizer alone is loaded if its numb
 the table has. A load runs in this order; each file checks its part and may refuse the load:
 
     dcp.load            load_planner      makes a `TableLoad` of the tensors of each table
-                        places            finds this rank's rows by a few of the saved ids
-                        row_reads         reads them, a window at a time
-                        staged_rows       puts them into a shard beside the table, and checks their order
+                        staged_table      reads this rank's rows into shards beside the table
     load_state_dict     collection_state  prepares: checks all tables over all ranks: configs, sums,
                                           completeness; then takes all memory
                         loading           commits: `table.replace` swaps the shards
-    of the optimizer    staged_rows       matches state without rows to the present rows
+    of the optimizer    staged_state      matches state without rows to the present rows
     no load_state_dict  loading           makes the next forward an error
 
 Ranks meet twice: when each has checked its part, and when each can commit. No table changes on any rank
@@ -35,13 +33,16 @@ from torchrec_dyn.state_dict.collection_state import (
 )
 from torchrec_dyn.state_dict.live_rows import LiveRows, for_each_chunk
 from torchrec_dyn.state_dict.load_planner import LoadPlanner
-from torchrec_dyn.state_dict.loading import TableLoad, check_taken, drop_awaited
-from torchrec_dyn.state_dict.places import Places, Run, Share, runs_of, share_of
+from torchrec_dyn.state_dict.loading import TableLoad, check_taken, drop_awaited, note_taken
 from torchrec_dyn.state_dict.saving import (
     Counts,
+    Run,
+    Share,
     TableSource,
+    runs_of,
     saved_sums,
     saved_tensors,
+    share_of,
     sums_here,
 )
 from torchrec_dyn.state_dict.staged_table import StagedTable, append_rows, append_waiting

@@ -30,8 +30,7 @@ from torchrec_dyn.state_dict.loading import (
     begin_session,
     note_taken,
 )
-from torchrec_dyn.state_dict.places import runs_of
-from torchrec_dyn.state_dict.saving import saved_tensors
+from torchrec_dyn.state_dict.saving import runs_of, saved_tensors
 from torchrec_dyn.state_dict.whole_tensors import fill
 
 _NEEDED = ("weight", "ids")
@@ -69,10 +68,7 @@ def save_tables(
 
 
 def save_optimizer_states(tables: Sequence[Table], call: str) -> dict[str, Tensor]:
-    """Returns the tensors of the optimizer state of tables, by "{table}.{name}". Collective.
-
-    `call` is the same on every rank.
-    """
+    """Returns the tensors of the optimizer state of tables, by "{table}.{name}". Collective."""
     saved: Sequence[Mapping[str, Tensor]]
     if (left_out := _left_out.get()) is not None:
         left_out += tables
@@ -126,11 +122,7 @@ def load_tables(
     where: str,
     missing_keys: list[str],
 ) -> None:
-    """Loads the tables that a state dict has, and removes their keys from it. Collective.
-
-    Raises ValueError on every rank, if a table is damaged or does not match the model on any rank; no table
-    has changed then.
-    """
+    """Loads the tables that a state dict has, and removes their keys from it. Collective."""
 
     def find() -> list[TableLoad]:
         loads = []
@@ -150,10 +142,7 @@ def load_tables(
 
 
 def stage_table(table: Table, saved: Mapping[str, Tensor]) -> TableLoad:
-    """Returns the load of an unsharded table, which is to be committed; saved: tensors by name.
-
-    Raises ValueError if the table is damaged or does not match the model.
-    """
+    """Returns the load of an unsharded table, which is to be committed; saved: tensors by name."""
     load = TableLoad(table)
     fill(load, _plain(saved))
     verify(None, table.where, lambda: [load])
@@ -161,11 +150,7 @@ def stage_table(table: Table, saved: Mapping[str, Tensor]) -> TableLoad:
 
 
 def load_optimizer_state(table: Table, saved: Mapping[str, Any]) -> None:
-    """Replaces the optimizer state of a table, and its rows if they were read with it. Collective.
-
-    Raises ValueError on every rank, if the state is damaged or does not match the table, or the ranks give
-    state dicts of different loads; nothing has changed then.
-    """
+    """Replaces the optimizer state of a table, and its rows if they were read with it. Collective."""
     if are_rows_left_out():
         return
     where = f"{table.where}.load_state_dict"
@@ -188,7 +173,7 @@ def _load_of(
     if isinstance(target, LoadTarget) and target.is_optimizer == is_optimizer:
         if target.is_own(table):
             return []
-        if target.load is not None and target.load.staged is not None:
+        if target.load is not None and target.staged is not None:
             if not target.table.has_shards_of(table):
                 raise ValueError(
                     f"{table.where}: expected tensors of this model's own state dict, got tensors of "
@@ -202,12 +187,8 @@ def _load_of(
 
 def verify(
     group: dist.ProcessGroup | None, where: str, find: Callable[[], Sequence[TableLoad]]
-) -> None:
-    """Verifies the loads that `find` returns, with all that were read with them, and prepares. Collective.
-
-    The ranks meet when each has checked its part, and when each can commit. Optimizer state without rows is
-    checked by the present ids, whose places in the whole table take one more meeting.
-    """
+) -> Sequence[TableLoad]:
+    """Verifies the loads that `find` gives, with all read with them, and prepares them. Collective."""
     loads: list[TableLoad] = []
     pending: list[TableLoad] = []
 
@@ -229,7 +210,7 @@ def verify(
                 f"on rank {rank}. Give every rank a state dict that was made on all ranks."
             )
     if not loads:
-        return
+        return []
     parts = zip(*(rank_parts for _, rank_parts in by_rank), strict=True)
     checked = [[*zip(*load_parts, strict=True)] for load_parts in parts]  # of each load, by rank
     sums = [rank_sums for _, rank_sums, _, _ in checked]
@@ -253,19 +234,13 @@ def verify(
             load.prepare()
 
     run_together(group, where, compare)
+    return loads
 
 
 def verify_and_commit(
     group: dist.ProcessGroup | None, where: str, find: Callable[[], Sequence[TableLoad]]
 ) -> None:
     """Verifies the loads that `find` returns, and commits them. Collective."""
-    loads: list[TableLoad] = []
-
-    def found() -> list[TableLoad]:
-        loads.extend(find())
-        return loads
-
-    verify(group, where, found)
-    for load in loads:
+    for load in verify(group, where, find):
         load.commit()
         note_taken(load.lock, load.table.name)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Container, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -33,11 +35,10 @@ from torchrec_dyn.checkpoint_format import (
     OPTIMIZER_TENSORS,
     ChunkedTensor,
     SavedTensor,
+    open_files,
 )
 from torchrec_dyn.state_dict.collection_state import check_is_not_static
 from torchrec_dyn.state_dict.loading import LoadTarget, TableLoad, begin_session, note_begun
-from torchrec_dyn.state_dict.places import places_here
-from torchrec_dyn.state_dict.row_reads import read_table
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -52,14 +53,15 @@ class LoadPlanner(DefaultLoadPlanner):
 
     Args:
         *options: the arguments of DCP's planner.
-        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, reads
-            no others, and reads them straight into their places, which is faster. Without it DCP's reader
-            loads all rows on each rank, chunk by chunk, and the rank keeps its own.
+        path: directory of the checkpoint. With it each rank finds its rows by a few of the saved ids, and
+            reads no others, which is faster. Without it DCP's reader loads all rows on each rank, chunk by
+            chunk, and the rank keeps its own.
         **named: the named arguments of DCP's planner, as `allow_partial_load`.
     """
 
     _names: dict[str, tuple[TableLoad, str]]  # of the tensors of sharded tables, by key
     _loads: list[TableLoad]
+    _left: Counter[TableLoad]  # blocks that DCP has not read yet
     _empty: set[str]  # keys of unsharded tables that are not in the checkpoint
     _deltas: set[str]  # names of tables of which only the changes were saved
 
@@ -91,8 +93,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     set_element(state_dict, paths[fqn], resized)
         files = None
         if self._path is not None:
-            files = FileSystemReader(self._path)
-            files.set_up_storage_reader(metadata, is_coordinator=True)
+            files, _ = open_files(Path(self._path))
         self._loads = [load for load in loads.values() if self._begin(load, saved, files)]
         begin_session(self._loads)
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -151,19 +152,21 @@ class LoadPlanner(DefaultLoadPlanner):
             return False
         for name, fqn in load.keys.items():
             self._names[fqn] = load, name
-        if files is not None:
-            load.files = {
-                name: ChunkedTensor(
-                    f"'{load.keys[name]}' in {self._path}", files, load.keys[name], tensor
+        tensors: dict[str, ChunkedTensor] = {}
+        for name, tensor in present.items():
+            key, is_searched = load.keys[name], name in ("ids", "waiting")
+            if files is not None:
+                where = f"'{key}' in {self._path}"
+                tensors[name] = ChunkedTensor.in_files(where, files, key, tensor)
+            else:
+                tensors[name] = ChunkedTensor(
+                    f"{load.table.where}, {name}",
+                    key,
+                    tensor.size,
+                    tensor.properties.dtype,
+                    is_read_once=not is_searched,
                 )
-                for name, tensor in present.items()
-                if name in load.names
-            }
-        if load.has_rows:
-            ids, waiting = load.files.get("ids"), load.files.get("waiting")
-            load.begin(present, places_here(load.table, ids), places_here(load.table, waiting))
-        else:
-            load.begin(present)
+        load.begin(tensors)
         return True
 
     def create_local_plan(self) -> LoadPlan:
@@ -175,7 +178,7 @@ class LoadPlanner(DefaultLoadPlanner):
         plan = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         if self._path is None:
             for fqn, (load, name) in self._names.items():
-                if name in load.saved:
+                if name in load.tensors:
                     chunks, tensor = load.wanted(name), cast(TensorStorageMetadata, saved[fqn])
                     plan.items += create_read_items_for_chunk_list(fqn, tensor, chunks)
         return plan
@@ -188,9 +191,11 @@ class LoadPlanner(DefaultLoadPlanner):
         for load in self._loads:
             if load.has_rows:
                 note_begun(load)
-        if self._path is not None:
-            for load in self._loads:
-                read_table(load)
+        ours = (item.dest_index.fqn for item in new_plan.items)
+        self._left = Counter(self._names[fqn][0] for fqn in ours if fqn in self._names)
+        for load in self._loads:
+            if not self._left[load]:
+                load.stage()
         return super().finish_plan(new_plan)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
@@ -199,8 +204,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if fqn not in self._names:
             return super().resolve_tensor(read_item)
         load, name = self._names[fqn]
-        dtype = load.saved[name].properties.dtype
-        return load.block_to_fill(name, _offset_of(read_item), read_item.lengths, dtype)
+        return load.tensors[name].new_block(read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Passes a block that was read to the load of its table."""
@@ -209,7 +213,10 @@ class LoadPlanner(DefaultLoadPlanner):
             super().commit_tensor(read_item, tensor)
             return
         load, name = self._names[fqn]
-        load.receive(name, _offset_of(read_item), tensor)
+        load.tensors[name].put(_offset_of(read_item), tensor)
+        self._left[load] -= 1
+        if not self._left[load]:
+            load.stage()
 
 
 def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
@@ -219,10 +226,7 @@ def _offset_of(read_item: ReadItem) -> tuple[int, ...]:
 
 
 def _is_of_unsharded_table(fqn: str, flat: Mapping[str, Any]) -> bool:
-    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it.
-
-    The size of such a tensor depends on the contents of the table.
-    """
+    """Returns True if a tensor belongs to an unsharded table, by its name and the tensors beside it."""
     prefix, _, name = fqn.rpartition(".")
     for names in (MODEL_NAMES, ("optimizer_config", *OPTIMIZER_TENSORS, OPTIMIZER_CHECKSUM)):
         if name in names:

@@ -4,13 +4,17 @@ No rows are read before the tensors are saved. Their content sums are added up a
 tensor of a state dict is its checksum: it reads the rows that nobody has read until then. So the sums are
 those of the saved rows under any writer.
 
+A place is the number of a row in the canonical order of the whole table. Each of S ranks owns one range of
+mixed ids (ranks/routing.py), hence one run of places. The ids after the last range, at most S, are single
+places at the end.
+
 Legend: R rows of the whole table, M ids, K times, W summed tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +37,54 @@ from torchrec_dyn.checkpoint_format import (
     to_bytes,
     whole_tensor,
 )
-from torchrec_dyn.ranks import Table, gather_results
-from torchrec_dyn.state_dict.places import Run, Share, runs_of, share_of
+from torchrec_dyn.ranks import Table, gather_results, ids_per_rank
 from torchrec_dyn.storage import CanonicalRows, SumRows, to_host, turn_of, unsigned
 from torchrec_dyn.table import TableShard, named_states, read_tensor, stamp_of
+
+
+class Share(NamedTuple):
+    """The number of ids on a rank; all-gathered to find the places of each rank."""
+
+    part: int  # number of the rank among the ranks that share the rows
+    rows: int
+    tail: list[int]  # mixed ids after the last range, ascending
+
+
+class Run(NamedTuple):
+    """Rows that are neighbours on this rank and in the whole table."""
+
+    here: int  # place of the first row in the canonical order of this rank
+    place: int  # its place in that of the whole table
+    rows: int
+
+
+def share_of(rows: CanonicalRows, table: Table) -> Share:
+    """Returns the share of this rank, which must hold a part of the table."""
+    part, ranks = table.part, table.layout.row_ranks
+    assert part is not None
+    tail: list[int] = []
+    if ranks > 1 and rows.count:
+        beyond = rows.from_mixed(ids_per_rank(ranks) * ranks)
+        tail = [unsigned(mixed) for mixed in ops.mix64(beyond).tolist()]
+    return Share(part, rows.count, tail)
+
+
+def runs_of(shares: Sequence[Share | None], part: int | None) -> tuple[int, list[Run]]:
+    """Returns the number of rows of the whole table, and those of a part, from the shares of all ranks."""
+    by_part = {share.part: share for share in shares if share is not None}
+    starts, start = {}, 0
+    for number in sorted(by_part):
+        starts[number] = start
+        start += by_part[number].rows - len(by_part[number].tail)
+    tails = sorted(mixed for share in by_part.values() for mixed in share.tail)
+    total = start + len(tails)
+    if part is None:
+        return total, []
+    mine = by_part[part]
+    ordered = mine.rows - len(mine.tail)
+    runs = [Run(0, starts[part], ordered)] if ordered else []
+    runs += [Run(ordered + i, start + tails.index(mixed), 1) for i, mixed in enumerate(mine.tail)]
+    return total, runs
 
 
 class _RowTensor(NamedTuple):
@@ -273,43 +321,35 @@ def _sums_of_shard(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
 ) -> dict[str, int]:
     """Returns the content sums of all of a shard's rows, by tensor; 0 for a tensor without rows."""
-    saved = [tensor for tensor in tensors if tensor.is_saved]
-    sums = dict.fromkeys((tensor.name for tensor in saved), 0)
+    sums = {tensor.name: 0 for tensor in tensors if tensor.is_saved}
     most = rows_summed(shard.weights.row_bytes, shard.device)
-    for ids, places in rows.by_row(shard.row_numbers.high_water_mark, most):
-        sums = add_sums(sums, _sums_of(shard, saved, ids, places, True))
-    return sums
+    chunks = rows.by_row(shard.row_numbers.high_water_mark, most)
+    return add_sums(sums, _sums_of(shard, tensors, chunks, True))
 
 
 def _present_sums(
     shard: TableShard, rows: CanonicalRows, tensors: Sequence[_RowTensor]
 ) -> dict[str, int]:
     """Returns `_sums_of_shard`, by the rows touched since the last call if the log of changes lists them."""
-    log = shard.change_log
-    touched = None if log is None else log.touched
-    if touched is None:
-        return _sums_of_shard(shard, rows, tensors)
-    sums = touched.sums(shard.id_map)
+    touched = None if shard.change_log is None else shard.change_log.touched
+    sums = None if touched is None else touched.sums(shard.id_map)
     if sums is None:
         sums = _sums_of_shard(shard, rows, tensors)
-        touched.keep(sums, _summing(shard, tensors), shard.id_map)
+        if touched is not None:
+            touched.keep(sums, _summing(shard, tensors), shard.id_map)
     return sums
 
 
 def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
     """Returns a function that sums rows of a shard. It does not keep the shard: markers hold it."""
-    saved = [tensor for tensor in tensors if tensor.is_saved]
     reference = weakref.ref(shard)
 
     def sum_rows(ids: Tensor, rows: Tensor) -> dict[str, int]:
         held = reference()
         assert held is not None
-        sums: dict[str, int] = {}
         most = rows_summed(held.weights.row_bytes, held.device)
-        for part, places in zip(ids.split(most), rows.split(most), strict=True):
-            if places.numel():
-                sums = add_sums(sums, _sums_of(held, saved, part, places, False))
-        return sums
+        chunks = zip(ids.split(most), rows.split(most), strict=True)
+        return _sums_of(held, tensors, chunks, False)
 
     return sum_rows
 
@@ -317,21 +357,19 @@ def _summing(shard: TableShard, tensors: Sequence[_RowTensor]) -> SumRows:
 def _sums_of(
     shard: TableShard,
     tensors: Sequence[_RowTensor],
-    ids: Tensor,
-    rows: Tensor,
+    chunks: Iterable[tuple[Tensor, Tensor]],
     are_ascending: bool,
 ) -> dict[str, int]:
-    """Returns the content sums of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
-    return {
-        tensor.name: content_sum(
-            shard.name,
-            tensor.name,
-            ids,
-            ids if tensor.name == "ids" else read_tensor(shard, tensor.name, rows, are_ascending),
-            *tensor.first,
-        )
-        for tensor in tensors
-    }
+    """Returns the content sums of chunks of ids [M] int64, which have rows [M] int64, as of `read_tensor`."""
+    sums: dict[str, int] = {}
+    for ids, rows in chunks:
+        for tensor in tensors if ids.numel() else ():
+            if tensor.is_saved:
+                name = tensor.name
+                values = ids if name == "ids" else read_tensor(shard, name, rows, are_ascending)
+                part = content_sum(shard.name, name, ids, values, *tensor.first)
+                sums[name] = unsigned(sums.get(name, 0) + part)
+    return sums
 
 
 def _is_first(table: Table) -> bool:

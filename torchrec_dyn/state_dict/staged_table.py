@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 
+import torch
 from torch import Tensor
 
+from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint_format import (
     SCORES,
     MergedTable,
@@ -18,9 +20,9 @@ from torchrec_dyn.checkpoint_format import (
     add_sums,
     saved_initializer,
 )
+from torchrec_dyn.life import last_step
 from torchrec_dyn.ranks import Table, mixed_ranges
-from torchrec_dyn.state_dict.loading import note_taken
-from torchrec_dyn.storage import commit, turn_of
+from torchrec_dyn.storage import commit, lacks_memory, turn_of
 from torchrec_dyn.table import Commit, TableShard, append, beside, complete, replace
 
 _CHUNK_BYTES = 8 << 20  # stays in the caches until it is summed and copied
@@ -48,33 +50,54 @@ class StagedTable:
             most = source.most_in_a_save(mixed_ranges(table.part, table.layout.row_ranks))
             for rows in self.shards:
                 rows.reserve(most)
-        append_rows(source, table, self.shards, self._names, _CHUNK_BYTES, self.sums)
+        try:
+            append_rows(source, table, self.shards, self._names, _CHUNK_BYTES, self.sums)
+        except RuntimeError as error:  # an op refuses scores and counters that none can have
+            if lacks_memory(error):
+                raise
+            raise ValueError(
+                f"{source.where}: expected rows that a table can have, got rows that an op refuses: {error} "
+                f"{source.damaged}"
+            ) from error
 
     def check_sums(self, *ranks: Mapping[str, int]) -> None:
         """Raises ValueError if the rows of all ranks have other content sums than the saved ones."""
         waiting = ["waiting"] if self.table.options.counts_waiting else []
         self.source.check_sums(["ids", *self._names, *waiting], add_sums(*ranks))
 
-    def finished(self) -> list[TableShard]:
-        """Completes the shards. Called once."""
-        step = int(self.source.last.read("step"))
+    def last_step(self) -> int:
+        """Returns the last training step that scores and counters of this rank's rows record."""
+        last, life = 0, self.shards[0].life if self.shards else None
+        if life is None:
+            return last
+        if life.waiting is not None:
+            last = last_step({"waiting": life.waiting.export()})
+        high = 0 if self.is_unscored else self.shards[0].row_numbers.high_water_mark
+        for places in torch.arange(high, device=self.table.device).split(knobs.IDS_LOADED_TOGETHER):
+            last_seen, counts = life.scores.read(places)
+            last = max(last, last_step({"last_seen": last_seen, "count": counts}))
+        return last
+
+    def finished(self, step: int = 0) -> list[TableShard]:
+        """Completes the shards; `step` is the last one that the rows of any rank record."""
+        if "step" in self.source.last.names:
+            step = max(step, int(self.source.last.read("step")))
         for rows in self.shards:
             rows.start_as(self._initializer)
             complete(rows, step, self.source.clock, self.is_unscored)
         return self.shards
 
-    def replacing(self) -> Commit:
-        """Prepares to replace the contents of the table."""
+    def replacing(self, step: int = 0) -> Commit:
+        """Prepares to replace the contents of the table; `step` as of `finished`."""
         table = self.table
         with turn_of(table, also_torn=True):
-            changes = [*map(replace, table.shards, self.finished())]
+            changes = [*map(replace, table.shards, self.finished(step))]
 
         def take() -> None:
             with turn_of(table, also_torn=True), commit(table, replaces=True):
                 for change in changes:
                     change()
                 table.initializers[table.name] = self._initializer
-            note_taken(table.lock, table.name)
 
         return take
 

@@ -11,109 +11,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_dyn import knobs
-from torchrec_dyn.checkpoint_format import MODEL_CHECKSUM, SavedTensor, is_canonical, numbers_of
+from torchrec_dyn.checkpoint_format import (
+    MODEL_CHECKSUM,
+    SUMMED,
+    ChunkedTensor,
+    SavedTensor,
+    is_canonical,
+    numbers_of,
+)
 from torchrec_dyn.life import BY_ROW
 from torchrec_dyn.ranks import Table
-from torchrec_dyn.state_dict.loading import TENSORS, TableLoad
-from torchrec_dyn.state_dict.places import Places
+from torchrec_dyn.state_dict.loading import TableLoad
 from torchrec_dyn.storage import canonical_order, to_host
 from torchrec_dyn.table import ROW_DTYPES, check_state
 
 
 def fill(load: TableLoad, saved: Mapping[str, Any]) -> None:
     """Stages this rank's rows of tensors by name; raises ValueError if they do not fit."""
-    load.unread = set(saved) - load.names
-    if load.table.group is None:  # a load of an unsharded table may lack parts
-        names = (TENSORS[checksum] for checksum in load.checksums)
-        load.unread |= {name for of_checksum in names for name in of_checksum} - set(saved)
-    for name in load.checksums:
-        if name in saved:
-            load.words[name] = _words_in(load.table, saved[name])
-    for name in load.small_names:
-        if name in saved:
-            load.small[name] = to_host(numbers_of(saved[name]))
-    by_row = {name: saved[name] for name in load.row_names if name in saved}
-    if not load.has_rows:
-        _fill_state(load, by_row, isinstance(saved["optimizer_config"], SavedTensor))
-    elif isinstance(saved["weight"], SavedTensor):
-        # Copies of this rank's saved tensors: they need the same plan on the same number of ranks.
-        load.stage(Places(_row_ranges_of(saved["ids"])), saved["weight"].dtype, {})
-        _receive_copies(load, by_row)
-    else:
-        _fill_rows(load, by_row)
-
-
-def _words_in(table: Table, checksum: Tensor) -> list[list[int]]:
-    """Returns this rank's rows of a checksum: a copy has one, a plain tensor those of all ranks."""
-    if isinstance(checksum, SavedTensor):
-        return [row for _, block in checksum.local() for row in block.tolist()]
-    ranks = 1 if table.group is None else table.group.size()
-    rows: list[list[int]] = checksum[table.rank :: ranks].tolist()
-    return rows
-
-
-def _receive_copies(load: TableLoad, by_row: Mapping[str, SavedTensor]) -> None:
-    for name, tensor in by_row.items():
-        for offset, block in tensor.local():
-            load.receive(name, offset, block)
-
-
-def _fill_rows(load: TableLoad, by_row: Mapping[str, Tensor]) -> None:
-    """Stages this rank's rows of plain tensors, which hold the rows of all ranks in any order."""
     table = load.table
-    weight = by_row["weight"].detach()
-    _check_shapes(table, weight, by_row["ids"])
-    given = {
-        name: to_host(values)
-        for name, values in by_row.items()
-        # The load planner makes empty scores if the checkpoint lacks them.
-        if name != "weight" and (name not in BY_ROW or len(values))
-    }
-    ids = given["ids"].contiguous()
-    if MODEL_CHECKSUM not in load.words:  # not as a table has saved it
-        state = {"weight": weight, **given, **load.small}
-        state |= {"waiting": given["waiting"].t()} if "waiting" in given else {}
-        check_state(table.where, state, table.embedding_dim, {})
-    given["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
-    order = _order_here(table, ids)
-    count = len(ids) if order is None else order.numel()
-    load.stage(Places([(0, count)]), given["weight"].dtype, {})
-    if "waiting" in given:
-        load.receive("waiting", (0, 0), given.pop("waiting"))
-    for name, rows in given.items():
-        step = max(1, knobs.CHUNK_BYTES // max(1, rows[:1].nbytes))
-        for start in range(0, count, step):
-            span = slice(start, start + step)
-            chosen = span if order is None else order[span].to(rows.device)
-            load.receive(name, (start, 0), rows[chosen])
-
-
-def _order_here(table: Table, ids: Tensor) -> Tensor | None:
-    """Returns the places of this rank's ids in canonical order; None if all are its own, in that order."""
-    order = None if is_canonical(ids) else canonical_order(ids)
-    if table.layout.rows_are_spread or not table.shards:
-        order = torch.arange(len(ids), device="cpu") if order is None else order
-        order = order[table.owns(ids[order])]
-    return order
-
-
-def _fill_state(load: TableLoad, by_row: Mapping[str, Any], are_copies: bool) -> None:
-    table = load.table
-    if are_copies and load.cuts != table.cuts:
+    load.unread = set(saved) - {*load.row_names, *load.small_names}
+    if table.group is None:  # a load of an unsharded table may lack parts
+        load.unread |= {*SUMMED} - set(saved)
+    given = {name: saved[name] for name in load.row_names if name in saved}
+    small = {name: numbers_of(saved[name]) for name in load.small_names if name in saved}
+    if load.has_rows and not isinstance(saved["weight"], SavedTensor):
+        given = _canonical_rows(table, given, small, MODEL_CHECKSUM in saved)
+    for name in saved.keys() & {*load.checksums}:  # a copy has this rank's row, a plain tensor all
+        if isinstance(saved[name], SavedTensor) or not table.rank:
+            given[name] = saved[name]
+    load.tensors = {name: _held(load, name, tensor) for name, tensor in (given | small).items()}
+    load.stage()
+    is_copy = isinstance(saved.get("optimizer_config"), SavedTensor)
+    if is_copy and load.fault is None and load.cuts != table.cuts:
         raise ValueError(
-            f"{table.where}: expected optimizer state cut at columns {table.cuts}, got a copy of state "
-            f"cut at {load.cuts}. Save and load it with torch.distributed.checkpoint."
+            f"{table.where}: expected optimizer state cut at columns {table.cuts}, got a copy of "
+            f"state cut at {load.cuts}. Save and load it with torch.distributed.checkpoint."
         )
-    first = next(iter(by_row.values()), torch.empty(0, device="cpu"))
-    widths = {name: tensor.shape[1] for name, tensor in by_row.items()}
-    load.total = len(first)
-    load.stage(Places(_row_ranges_of(first)), torch.float32, widths, not are_copies)
-    if are_copies:
-        _receive_copies(load, by_row)
-    else:
-        for name, tensor in by_row.items():
-            load.receive(name, (0, 0), tensor)
+
+
+def _held(load: TableLoad, name: str, tensor: Tensor) -> ChunkedTensor:
+    """Returns a tensor of which this rank has the parts that it reads."""
+    shape, blocks = list(tensor.shape), [((0,) * tensor.dim(), tensor.detach())]
+    if isinstance(tensor, SavedTensor):
+        blocks = tensor.local()
+        if (
+            load.has_rows or name in load.checksums
+        ):  # the rows of this rank are a table of their own
+            heights = {offset[0]: len(block) for offset, block in blocks}
+            places, shape[0] = {}, 0
+            for row in sorted(heights):
+                places[row], shape[0] = shape[0], shape[0] + heights[row]
+            blocks = [((places[offset[0]], *offset[1:]), block) for offset, block in blocks]
+    held = ChunkedTensor(f"{load.table.where}, {name}", name, shape, tensor.dtype)
+    for offset, block in blocks:
+        held.put(offset, block)
+    return held
+
+
+def _canonical_rows(
+    table: Table, given: Mapping[str, Tensor], small: Mapping[str, Tensor], is_summed: bool
+) -> dict[str, Tensor]:
+    """Returns plain tensors by row, which hold the rows of all ranks in any order, in canonical order."""
+    weight, ids = given["weight"].detach(), to_host(given["ids"]).contiguous()
+    _check_shapes(table, weight, ids)
+    # The load planner makes empty scores if the checkpoint lacks them.
+    rows = {
+        name: one for name, one in given.items() if name not in BY_ROW or len(one) or not len(ids)
+    }
+    if not is_summed:  # not as a table has saved it
+        state = {name: to_host(one) for name, one in rows.items() if name != "weight"}
+        state |= {"waiting": state["waiting"].t()} if "waiting" in state else {}
+        state |= {name: to_host(one) for name, one in small.items()}
+        check_state(table.where, {"weight": weight, **state}, table.embedding_dim, {})
+    rows["weight"] = weight if weight.dtype in ROW_DTYPES else weight.float()
+    for name, one in rows.items():
+        listed = to_host(one[:, 0].contiguous()) if name == "waiting" and one.dim() == 2 else ids
+        if not is_canonical(listed):
+            rows[name] = one[canonical_order(listed).to(one.device)]
+    return rows
 
 
 def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
@@ -128,10 +103,3 @@ def _check_shapes(table: Table, weight: Tensor, ids: Tensor) -> None:
             f"{table.where}: expected {len(weight)} saved ids of dtype int64, "
             f"got {list(ids.shape)} {ids.dtype}."
         )
-
-
-def _row_ranges_of(value: Tensor) -> list[tuple[int, int]]:
-    """Returns the ranges of rows of a saved tensor that this rank has; a plain tensor has all rows."""
-    if not isinstance(value, SavedTensor):
-        return [(0, len(value))]
-    return [(part.offset[0], part.offset[0] + part.size[0]) for part in value.parts]
