@@ -45,7 +45,9 @@ inline NewIdsOfTables read_new_ids(const Tensor& new_rows, const Tensor& new_ids
                        ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
                        capacity, ". Reserve them first.");
   }
-  SeparateMemory().writes(new_rows).reads(new_ids).reads(reused).check(op, &tables.written);
+  SeparateMemory memory;
+  memory.writes(new_rows).reads(new_ids).reads(new_offsets).reads(first_rows).reads(reused).reads(reused_offsets);
+  memory.check(op, &tables.written);
   return read;
 }
 

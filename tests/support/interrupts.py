@@ -27,7 +27,11 @@ _PACKAGE = str(pathlib.Path(torchrec_dyn.__file__).parent)
 def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | None = None) -> bool:
     """Runs a call and raises SIGINT, or a signal with the handler, at its place number `at`, from 1 on."""
     seen, number = 0, signal.SIGINT if handler is None else signal.SIGUSR1
-    former = signal.signal(signal.SIGUSR1, lambda *_: None if handler is None else handler())
+    former = {
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda *_: None if handler is None else handler()),
+        # A job in the background ignores it.
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
 
     def places(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
@@ -57,7 +61,8 @@ def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | N
         pass
     finally:
         sys.settrace(before)
-        signal.signal(signal.SIGUSR1, former)
+        for one, its_handler in former.items():
+            signal.signal(one, its_handler)
         gc.enable()
         sys.unraisablehook = hook
     return seen >= at

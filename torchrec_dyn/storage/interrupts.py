@@ -102,8 +102,8 @@ class _Signals:
 
     def note(self) -> None:
         """Replaces the handlers; if one of them raises here, all are as before."""
-        _Signals.are_noted = True
         try:
+            _Signals.are_noted = True
             self._set(lambda _: self._add)
         except BaseException:
             self.deliver()
