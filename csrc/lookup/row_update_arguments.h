@@ -55,11 +55,6 @@ struct UpdateCall {
   std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
   std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
 
-  UpdateBatch batch() const {
-    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
-            mean, hyper, grad_scales, senders, marks,       mark_layout};
-  }
-
   PreparedTables tables(const Device& device) const {
     const char* op = "update_rows_";
     PreparedTables tables = rows_of(op, weights, layout, device);
@@ -87,12 +82,13 @@ struct PreparedUpdateCall {
   std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
   std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
-
-  UpdateBatch batch() const {
-    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
-            mean, hyper, grad_scales, senders, marks,       mark_layout};
-  }
 };
+
+template <typename Call>
+UpdateBatch batch_of(const Call& call) {
+  return {call.grad, call.ids,   call.rows,        call.offsets, call.bag_weights, call.segments,   call.streams,
+          call.mean, call.hyper, call.grad_scales, call.senders, call.marks,       call.mark_layout};
+}
 
 // What the host has read of the arguments.
 struct UpdateArguments {
@@ -161,9 +157,9 @@ inline void check_nonfinite(const char* op, int64_t rows) {
 
 // The error of ReportWrongUpdate.
 inline void raise_wrong_update(const int64_t* words) {
-  const char* op = "update_rows_";
-  const int64_t* numbers = words + 1;
-  switch (static_cast<WrongContents>(words[0])) {
+  const auto* op = reinterpret_cast<const char*>(words[0]);
+  const int64_t* numbers = words + 2;
+  switch (static_cast<WrongContents>(words[1])) {
     case WrongContents::kOffsets:
       return check_offsets(op, numbers, 1, numbers[2]);
     case WrongContents::kRows:
