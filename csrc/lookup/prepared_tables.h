@@ -22,6 +22,7 @@
 #include "storage/blocks_arguments.h"
 #include "storage/id_map_arguments.h"
 #include "storage/row_store_arguments.h"
+#include "struct_kernel.h"
 
 namespace torchrec_dyn {
 
@@ -197,22 +198,35 @@ class Handles {
   std::unordered_map<int64_t, Shared> tables_;
 };
 
-inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
-                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
-                       const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
-                       const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
-                       const std::vector<double>& initial_states) {
-  const char* op = "prepare_tables";
-  auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
-  tables->maps = views_of(op, slots, moved, device);
-  check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
-             static_cast<int64_t>(tables->maps.size()));
-  read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
-  if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
-  tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
-  for (std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
-    for (Tensor& tensor : *list) tables->kept.push_back(std::move(tensor));
-  return Handles::all().add(std::move(tables));
-}
+struct PrepareTablesCall {
+  ArgumentReader arguments;
+
+  std::vector<Tensor> slots = arguments.read<std::vector<Tensor>>();
+  Tensor moved = arguments.read<Tensor>();
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  int64_t optimizer = arguments.read<int64_t>();
+  std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
+  std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
+  std::optional<Tensor> initial = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> parameters = arguments.read<std::optional<Tensor>>();
+  std::vector<double> initial_states = arguments.read<std::vector<double>>();
+
+  // Returns the handle.
+  Tensor prepare(const Device& device) const {
+    const char* op = "prepare_tables";
+    auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
+    tables->maps = views_of(op, slots, moved, device);
+    check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
+               static_cast<int64_t>(tables->maps.size()));
+    read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
+    if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
+    tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
+    for (const std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
+      tables->kept.insert(tables->kept.end(), list->begin(), list->end());
+    return Handles::all().add(std::move(tables));
+  }
+};
 
 }  // namespace torchrec_dyn

@@ -189,12 +189,7 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
                      ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
   UpdateArguments read;
   check_streams(op, call.streams, tables.count());
-  if (reads_offsets) {
-    read.bags = read_bags(op, call.offsets, call.segments, tables.layout, ids, call.grad.numel());
-  } else {
-    read.bags = bags_of_offsets(op, call.offsets, ids, device);
-    read_segments(op, read.bags, call.segments, tables.layout, call.grad.numel());
-  }
+  read.bags = read_bags(op, call.offsets, call.segments, tables.layout, ids, call.grad.numel(), device, reads_offsets);
   read.marks = read_mark_layout(op, call.mark_layout, tables.count());
   read.bag_weights = bag_weight_data(op, call.bag_weights, ids, device);
   read.rule = read_rule(op, tables.optimizer, call.hyper);
