@@ -32,8 +32,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def("raise_errors(Tensor like) -> ()");
 
   // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table). On a
-  // GPU a pending error sets the sign bit of absent[0]: the lookup of a step is where the host reads anyway. There
-  // table_offsets may be on the GPU, too: then they are not checked.
+  // GPU a pending error sets the sign bit of absent[0]: the lookup of a step is where the host reads anyway.
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
   // new_offsets [T + 1] where the new ids of each table begin, new_index [N] the place of an absent id in new_ids,
