@@ -174,8 +174,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // As update_rows_.
   m.def(
       "update_prepared_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
-      "Tensor tables, Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, "
-      "Tensor(a!)[] marks, Tensor? mark_layout) -> ()");
+      "Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(a!)[] marks, "
+      "Tensor? mark_layout, Tensor tables) -> ()");
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(
@@ -187,9 +187,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4] keeps no marks.
   // on_nonfinite [T] (lookup/row_update.h) and nonfinite, a tensor [1] int64 for each table: both empty, or neither.
   m.def(
-      "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor(a!)[] weights, Tensor(b!)[] states, Tensor layout, Tensor segments, Tensor streams, bool mean, "
-      "int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(c!)[] marks, Tensor? mark_layout, "
+      "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
+      "Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(a!)[] marks, "
+      "Tensor? mark_layout, Tensor(b!)[] weights, Tensor(c!)[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor(d!)[] nonfinite) -> ()");
 }
 

@@ -1,4 +1,4 @@
-// The arguments of update_rows_, checked and read for every device.
+// The arguments of update_rows_ and update_prepared_, checked and read for every device.
 #pragma once
 
 #include <algorithm>
@@ -19,39 +19,33 @@
 
 namespace torchrec_dyn {
 
-// A batch whose gradients are written: the arguments of both ops.
+// A batch whose gradients are written: the first arguments of both ops, in the order of the schema.
 struct UpdateBatch {
-  Tensor grad, ids, rows;
-  std::optional<Tensor> offsets, bag_weights;
-  Tensor segments, streams;
-  bool mean;
-  std::vector<double> hyper, grad_scales;
-  std::optional<Tensor> senders;
-  std::vector<Tensor> marks;
-  std::optional<Tensor> mark_layout;
-};
-
-// The arguments of update_rows_ in the order of the schema.
-struct UpdateCall {
-  ArgumentReader arguments;
+  ArgumentReader& arguments;
 
   Tensor grad = arguments.read<Tensor>();
   Tensor ids = arguments.read<Tensor>();
   Tensor rows = arguments.read<Tensor>();
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
-  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
-  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
-  Tensor layout = arguments.read<Tensor>();
   Tensor segments = arguments.read<Tensor>();
   Tensor streams = arguments.read<Tensor>();
   bool mean = arguments.read<bool>();
-  int64_t optimizer = arguments.read<int64_t>();
   std::vector<double> hyper = arguments.read<std::vector<double>>();
   std::vector<double> grad_scales = arguments.read<std::vector<double>>();
   std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
   std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
+};
+
+struct UpdateCall {
+  ArgumentReader arguments;
+
+  UpdateBatch batch{arguments};
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  int64_t optimizer = arguments.read<int64_t>();
   std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
   std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
 
@@ -64,31 +58,14 @@ struct UpdateCall {
   }
 };
 
-// Those of update_prepared_.
 struct PreparedUpdateCall {
   ArgumentReader arguments;
 
-  Tensor grad = arguments.read<Tensor>();
-  Tensor ids = arguments.read<Tensor>();
-  Tensor rows = arguments.read<Tensor>();
-  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
-  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
-  Tensor segments = arguments.read<Tensor>();
-  Tensor tables = arguments.read<Tensor>();
-  Tensor streams = arguments.read<Tensor>();
-  bool mean = arguments.read<bool>();
-  std::vector<double> hyper = arguments.read<std::vector<double>>();
-  std::vector<double> grad_scales = arguments.read<std::vector<double>>();
-  std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
-  std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
-  std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
-};
+  UpdateBatch batch{arguments};
+  Tensor handle = arguments.read<Tensor>();
 
-template <typename Call>
-UpdateBatch batch_of(const Call& call) {
-  return {call.grad, call.ids,   call.rows,        call.offsets, call.bag_weights, call.segments,   call.streams,
-          call.mean, call.hyper, call.grad_scales, call.senders, call.marks,       call.mark_layout};
-}
+  Handles::Shared tables() const { return Handles::all().get("update_prepared_", handle); }
+};
 
 // What the host has read of the arguments.
 struct UpdateArguments {

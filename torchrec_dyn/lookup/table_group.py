@@ -582,6 +582,6 @@ class TableGroup:
         listed_marks = note_update(logs, id_maps, *batch)
         ops.update_prepared_(
             update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights, bags.segments,
-            lists.prepared.get(), update.streams, self.is_mean, optimizer.hyper(self.learning_rate),
-            update.reduction.scales, update.reduction.senders, *listed_marks,
+            update.streams, self.is_mean, optimizer.hyper(self.learning_rate), update.reduction.scales,
+            update.reduction.senders, *listed_marks, lists.prepared.get(),
         )  # fmt: skip
