@@ -83,16 +83,12 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
     """Makes this process one rank of many for the block, without its peers."""
     peers = Peers(rank, ranks)
 
-    def gathered(group: dist.ProcessGroup, mine: bytes, sizes: Sequence[int]) -> list[bytes]:
-        return peers.words(mine)
-
-    def heads(group: dist.ProcessGroup, head: Sequence[int]) -> list[tuple[int, ...]]:
-        peers.agreements += 1
-        peers.sent, peers.received = (
-            peers.sent + 8 * len(head),
-            peers.received + 8 * len(head) * ranks,
-        )
-        return [tuple(head)] * ranks
+    def gathered(group: dist.ProcessGroup, report: tuple[Any, Any, bytes]) -> list[Any]:
+        call, error, result = report
+        head = len(pickle.dumps((call, error, b"")))
+        peers.agreements, peers.sent = peers.agreements + 1, peers.sent + head
+        peers.received += head * ranks
+        return [(call, error, of_peer) for of_peer in peers.words(result)]
 
     def made(common: Any, options: Any) -> FakeProcessGroup:
         return FakeProcessGroup._create_internal(common.group_rank, common.group_size, options)
@@ -102,8 +98,7 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[Peers]:
     with (
         mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(min(NODE, ranks))}),
         mock.patch.object(dist.distributed_c10d, "_store_based_barrier"),  # nobody else comes
-        mock.patch.object(agreement, "_gather_numbers", heads),
-        mock.patch.object(agreement, "_gather_bytes", gathered),
+        mock.patch.object(agreement, "_gather", gathered),
     ):
         dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=rank, world_size=ranks)
         try:

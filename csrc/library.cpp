@@ -138,18 +138,20 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
-  // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows is an
-  // error.
+  // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows_ is an
+  // error. scores, score_layout: as of touch_scores_, which touch_prepared_ needs.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
-      "float[] initial_states=[]) -> Tensor");
+      "float[] initial_states=[], Tensor[] scores=[], Tensor? score_layout=None) -> Tensor");
+  // As touch_scores_, on the scores of prepared tables.
+  m.def("touch_prepared_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
   // Numbers the rows of new ids [M], the new ids of each table from new_offsets [T + 1] on, and writes their initial
   // rows and states. A table takes the rows `reused` first, its own from reused_offsets [T + 1] on, then those from
-  // first_rows [T] on. -> [M] the rows. No id is inserted.
+  // first_rows [T] on. new_rows [M]: the rows are written there. No id is inserted.
   m.def(
-      "init_new_rows(Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, Tensor reused_offsets, "
-      "Tensor tables) -> Tensor");
+      "init_new_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
+      "Tensor reused_offsets, Tensor tables) -> ()");
   // Finds the rows of ids [N] and pools them as gather_pool. lengths [B] or offsets [B + 1] of the bags, int32 or
   // int64, or both; first_bags [F + 1] of each feature; first_features [T + 1] of each table. Without segments each id
   // is a bag, and its row an output. pools: 0 nothing, 1 a batch without absent ids, 2 any batch, with zeros for absent

@@ -168,8 +168,6 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
 
 def _follow(chosen: argparse.Namespace) -> int:
     rows = _SERVED.get(chosen.dtype)
-    warnings.filterwarnings("always", message="(serving.follow|Follower): ")
-    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
     if chosen.once:
         follower = serving.Follower(chosen.path, chosen.to, rows=rows, follow_forks=chosen.forks)
         follower.since = follower.served()
@@ -244,8 +242,6 @@ def _add_export(export: argparse.ArgumentParser) -> None:
 
 
 def _export(chosen: argparse.Namespace) -> None:
-    warnings.filterwarnings("always", message="export_table: ")
-    warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
     rows = export_table(
         chosen.path,
         chosen.table,
@@ -326,6 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             # torch warns about a damaged archive before it raises an error.
             warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", message="(serving.follow|Follower|export_table): ")
+            warnings.showwarning = lambda message, *_: print(message, file=sys.stderr, flush=True)
             status = options.run(options)
     except BrokenPipeError:  # the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

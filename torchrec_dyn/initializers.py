@@ -40,14 +40,17 @@ def _check_finite(where: str, **values: float) -> None:
             raise ValueError(f"{where}.{name}: expected a finite number, got {value!r}.")
 
 
-def _check_order(where: str, low: float, high: float) -> None:
-    if not low < high:
-        raise ValueError(f"{where}: expected low < high, got {low} and {high}.")
-
-
-def _check_deviation(where: str, std: float) -> None:
-    if not std > 0:
-        raise ValueError(f"{where}.std: expected a number > 0, got {std}.")
+def _check_numbers(distribution: Any) -> None:
+    """Checks that the fields are finite, `std` above 0 and `low` below `high`, if it has them."""
+    make_numbers_plain(distribution)
+    where, numbers = type(distribution).__name__, vars(distribution)
+    _check_finite(where, **numbers)
+    if "std" in numbers and not distribution.std > 0:
+        raise ValueError(f"{where}.std: expected a number > 0, got {distribution.std}.")
+    if "low" in numbers and not distribution.low < distribution.high:
+        raise ValueError(
+            f"{where}: expected low < high, got {distribution.low} and {distribution.high}."
+        )
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,7 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_finite("Uniform", low=self.low, high=self.high)
-        _check_order("Uniform", self.low, self.high)
+        _check_numbers(self)
         _check_finite("Uniform", **{"high - low": self.high - self.low})
 
     def parameters(self) -> tuple[int, list[float]]:
@@ -76,9 +77,7 @@ class Normal:
     std: float
 
     def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_finite("Normal", mean=self.mean, std=self.std)
-        _check_deviation("Normal", self.std)
+        _check_numbers(self)
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""
@@ -95,10 +94,7 @@ class TruncatedNormal:
     high: float
 
     def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_finite("TruncatedNormal", mean=self.mean, std=self.std, low=self.low, high=self.high)
-        _check_deviation("TruncatedNormal", self.std)
-        _check_order("TruncatedNormal", self.low, self.high)
+        _check_numbers(self)
         *_, low_probability, high_probability = self.parameters()[1]
         if not low_probability < high_probability:
             raise ValueError(
@@ -122,8 +118,7 @@ class Constant:
     value: float
 
     def __post_init__(self) -> None:
-        make_numbers_plain(self)
-        _check_finite("Constant", value=self.value)
+        _check_numbers(self)
 
     def parameters(self) -> tuple[int, list[float]]:
         """Returns the kind and the six parameters of `ops.init_rows_`."""
@@ -131,21 +126,14 @@ class Constant:
 
 
 def default_initializer(num_embeddings: int) -> Uniform:
-    """Returns TorchRec's default: uniform in +-1/sqrt(num_embeddings).
-
-    Source: torchrec.modules.embedding_configs.BaseEmbeddingConfig.get_weight_init_min and _max.
-    """
+    """Returns TorchRec's default: uniform in +-1/sqrt(num_embeddings) (BaseEmbeddingConfig)."""
     bound = math.sqrt(1.0 / num_embeddings)
     return Uniform(-bound, bound)
 
 
 def table_key(seed: int, table: str, purpose: str) -> int:
-    """Returns a 64 bit key, as int64, for a seed, a table's name and a purpose.
-
-    A purpose has at most 16 ASCII letters; keys of different purposes give independent numbers.
-
-    Source: BLAKE2b with an 8 byte digest (RFC 7693), personalised by the purpose.
-    """
+    """Returns an int64 key for a seed, a table's name and a purpose of at most 16 ASCII letters."""
+    # BLAKE2b with an 8 byte digest (RFC 7693): keys of different purposes give independent numbers.
     text = f"{seed}\0{table}".encode()
     digest = hashlib.blake2b(text, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little", signed=True)

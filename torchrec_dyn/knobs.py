@@ -20,9 +20,7 @@ LARGE_MAP_SLOTS = 1 << 16  # smaller maps double at once, larger ones grow by a 
 # By one call on the CPU: fast within the caches of a core (28 ns an id; 70 for 2 million ids at once).
 IDS_INSERTED_TOGETHER = 1 << 15
 ROWS_SCANNED = 2 << 20  # rows whose ids are listed by one scan of the slots, 9 bytes a row
-KEPT_ROWS = (
-    4 << 20
-)  # in windows and lists of canonical order of all tables together, 16 bytes a row
+KEPT_ROWS = 4 << 20  # in windows of canonical order of all tables together, 16 bytes a row
 MARKED_ROWS = 1 << 18  # rows of a block of marks: 1 MiB
 LEAST_UNSIFTED_IDS = 1 << 12  # in a GPU's log of changes: 48 KiB
 LEAST_COMPACTED_IDS = 1 << 12  # in a list of touched rows

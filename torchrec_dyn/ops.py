@@ -329,12 +329,11 @@ def find_and_pool(
 
 
 @_op
-def init_new_rows(
-    new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor, reused_offsets: Tensor,
-    tables: Tensor,
-) -> Tensor:  # fmt: skip
+def init_new_rows_(
+    new_rows: Tensor, new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor,
+    reused_offsets: Tensor, tables: Tensor,
+) -> None:  # fmt: skip
     """Numbers the rows of new ids of prepared tables, and writes their initial rows and states, in place."""
-    return torch.empty_like(new_ids)
 
 
 @_op

@@ -89,6 +89,9 @@ _DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
 # What to do about a key that is not ours, where it is not just to remove it.
 _REMEDIES = {"lr": "Write learning_rate.", "betas": "Write beta1 and beta2."}
 
+# Keys that a rule in Python takes beside its own hyper-parameters.
+_OF_ANY_RULE = {"own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient"}
+
 _LEAST_EPS = torch.finfo(torch.float32).tiny  # smaller numbers become 0, or overflow as divisors
 
 # Keys for FBGEMM's cache of rows and for other places of rows. They have no effect; collections warn of them.
@@ -219,7 +222,7 @@ class RowOptimizer:
             elif key == "optimizer":
                 chosen["kind"] = _kind(value, where)
             elif key == "output_dtype":
-                output_dtype_of(value, where)
+                output_dtype_of(fused_params, where)
             elif key in _READERS:
                 chosen[key] = _READERS[key](key, value, where)
             elif key not in _WITHOUT_EFFECT:
@@ -236,7 +239,6 @@ class RowOptimizer:
         optimizer = cls(**chosen)
         optimizer._check_own(chosen, where)
         optimizer._check_decay(where)
-        optimizer._check_eps(where)
         optimizer._check_options(where)
         if "max_gradient" in chosen and "gradient_clipping" not in chosen:
             raise ValueError(
@@ -246,10 +248,7 @@ class RowOptimizer:
         return optimizer
 
     def _check_own(self, chosen: Mapping[str, Any], where: str) -> None:
-        others = set(chosen) - {
-            *("own", "learning_rate", "defer_updates", "gradient_clipping", "max_gradient")
-        }
-        if self.own is not None and others:
+        if self.own is not None and (others := {*chosen} - _OF_ANY_RULE):
             raise ValueError(
                 f"fused_params of {where}: expected the hyper-parameters of {self.own!r} in its constructor, "
                 f"got {', '.join(sorted(others))}. Remove them from fused_params."
@@ -257,6 +256,13 @@ class RowOptimizer:
 
     def _check_options(self, where: str) -> None:
         rule = self._rule
+        # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
+        if "eps" in rule.hyper and self.eps < _LEAST_EPS:
+            raise ValueError(
+                f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
+                f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
+                "default, 1e-08."
+            )
         for key in ("initial_accumulator_value", "l1", "l2", "max_norm"):
             value = getattr(self, key)
             has_it = key in rule.hyper or (key == "initial_accumulator_value" and rule.sums)
@@ -269,15 +275,6 @@ class RowOptimizer:
             raise ValueError(
                 f"fused_params of {where}: expected max_gradient > 0, got 0.0, with which no row would "
                 "learn. Freeze the tables instead."
-            )
-
-    def _check_eps(self, where: str) -> None:
-        # A rule divides by eps where a row has had no gradient but zeros: 0 / 0 is NaN.
-        if "eps" in self._rule.hyper and self.eps < _LEAST_EPS:
-            raise ValueError(
-                f"fused_params of {where}: expected eps of at least {_LEAST_EPS:.2g} with {self.kind.name}, "
-                f"got {self.eps}, with which a gradient of zeros makes a new row NaN. Leave eps out for the "
-                "default, 1e-08."
             )
 
     def _check_decay(self, where: str) -> None:
@@ -303,8 +300,9 @@ class RowOptimizer:
 _NUMBERS = tuple(field.name for field in fields(RowOptimizer) if field.type == "float")
 
 
-def output_dtype_of(value: Any, where: str) -> torch.dtype:
-    """Returns the dtype that `output_dtype` of `fused_params` stands for; None stands for float32."""
+def output_dtype_of(fused_params: Mapping[str, Any] | None, where: str) -> torch.dtype:
+    """Returns the dtype of the outputs: `output_dtype` of `fused_params`, else float32."""
+    value = (fused_params or {}).get("output_dtype")
     if value is None:
         return torch.float32
     dtype = _OUTPUT_DTYPES.get(value.name) if isinstance(value, enum.Enum) else value

@@ -23,7 +23,8 @@ def _check_integer(where: str, value: object, most: int, remedy: str = "") -> No
         raise ValueError(f"{where}: expected an integer from 1 to {most}, got {value!r}.{remedy}")
 
 
-def _check_half_life(where: str, steps: int | None, time: int | None) -> None:
+def _check_half_life(policy: LeastFrequentlyUsed | LowestScore) -> None:
+    where, steps, time = type(policy).__name__, policy.half_life_steps, policy.half_life_time
     if steps is not None and time is not None:
         raise ValueError(
             f"{where}: expected at most one half-life, got half_life_steps={steps!r} and "
@@ -148,7 +149,7 @@ class LeastFrequentlyUsed:
 
     def __post_init__(self) -> None:
         make_numbers_plain(self)
-        _check_half_life("LeastFrequentlyUsed", self.half_life_steps, self.half_life_time)
+        _check_half_life(self)
 
     __repr__ = _changed_fields
 
@@ -186,7 +187,7 @@ class LowestScore:
             raise ValueError(
                 f"LowestScore.unit: expected a finite number above 0, got {self.unit!r}."
             )
-        _check_half_life("LowestScore", self.half_life_steps, self.half_life_time)
+        _check_half_life(self)
 
     __repr__ = _changed_fields
 

@@ -36,23 +36,27 @@ _PACKAGES = {
 _RELEASE = re.compile(r"(\d{1,3}\.\d+)(\.\d+)*(\.post\d+)?(\+(?!git).*)?")
 
 
-def check_versions() -> None:
-    """Checks the installed versions, unless the environment variable TORCHREC_DYN_ANY_VERSION is 1."""
+def check_versions() -> str:
+    """Checks the installed versions, unless TORCHREC_DYN_ANY_VERSION is 1; returns their trio as text."""
     if os.environ.get(OVERRIDE, "0") not in ("", "0"):
-        return
+        return f"not checked, since {OVERRIDE} is set"
     installed = {part: _installed(*names) for part, names in _PACKAGES.items()}
     minors = {part: {*map(_minor, releases.values())} for part, releases in installed.items()}
     # Of two fbgemm packages one may be a leftover: one that fits is enough.
-    if any(
-        all(not minors[part] or minors[part] & {None, minor} for part, minor in trio.items())
-        for trio in TRIOS
-    ):
-        return
+    for trio in TRIOS:
+        if all(not minors[part] or minors[part] & {None, minor} for part, minor in trio.items()):
+            if {trio["torch"], trio["torchrec"]} <= minors["torch"] | minors["torchrec"]:
+                return ", ".join(f"{part} {minor}" for part, minor in trio.items())
+            return "none: these versions are not judged"
+    raise _fault(installed, minors)
+
+
+def _fault(installed: dict[str, dict[str, str]], minors: dict[str, set[str | None]]) -> ImportError:
     nearest = max(TRIOS, key=lambda trio: sum(trio[part] in minors[part] for part in trio))
     releases_text = ", ".join(
         f"{name} {said}" for releases in installed.values() for name, said in releases.items()
     )
-    raise ImportError(
+    return ImportError(
         f"torchrec_dyn: expected torch, torchrec and fbgemm-gpu that belong together, got {releases_text}. "
         f"Install torch {nearest['torch']}.*, torchrec {nearest['torchrec']}.* and fbgemm-gpu "
         f"{nearest['fbgemm']}.* (for the CPU fbgemm-gpu-cpu), or set {OVERRIDE}=1 to skip this check. "

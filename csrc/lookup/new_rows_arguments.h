@@ -1,4 +1,4 @@
-// The arguments of init_new_rows, checked for every device.
+// The arguments of init_new_rows_, checked for every device.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +18,18 @@ struct NewIdsOfTables {
   int64_t count(size_t t) const { return offsets[t + 1] - offsets[t]; }
 };
 
-inline NewIdsOfTables read_new_ids(const Tensor& new_ids, const Tensor& new_offsets, const Tensor& first_rows,
-                                   const Tensor& reused, const Tensor& reused_offsets, const Tensor& handle) {
-  const char* op = "init_new_rows";
+inline NewIdsOfTables read_new_ids(const Tensor& new_rows, const Tensor& new_ids, const Tensor& new_offsets,
+                                   const Tensor& first_rows, const Tensor& reused, const Tensor& reused_offsets,
+                                   const Tensor& handle) {
+  const char* op = "init_new_rows_";
   NewIdsOfTables read{};
   read.tables = Handles::all().get(op, handle);
   const PreparedTables& tables = *read.tables;
   const auto count = static_cast<int64_t>(tables.count());
   check_size(op, "the number of initial rows", count, static_cast<int64_t>(tables.initial.size()));
   check_tensor(op, "new_ids", new_ids, ScalarType::Long, tables.device);
+  check_tensor(op, "new_rows", new_rows, ScalarType::Long, tables.device);
+  check_size(op, "the number of new_rows", new_ids.numel(), new_rows.numel());
   check_tensor(op, "reused", reused, ScalarType::Long, tables.device);
   check_table_offsets(op, new_offsets, count, new_ids.numel());
   check_table_offsets(op, reused_offsets, count, reused.numel());
@@ -42,7 +45,7 @@ inline NewIdsOfTables read_new_ids(const Tensor& new_ids, const Tensor& new_offs
                        ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
                        capacity, ". Reserve them first.");
   }
-  SeparateMemory().reads(new_ids).reads(reused).check(op, &tables.written);
+  SeparateMemory().writes(new_rows).reads(new_ids).reads(reused).check(op, &tables.written);
   return read;
 }
 

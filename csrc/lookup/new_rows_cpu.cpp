@@ -6,24 +6,23 @@
 namespace torchrec_dyn {
 namespace {
 
-Tensor init_new_rows(const Tensor& new_ids, const Tensor& new_offsets, const Tensor& first_rows, const Tensor& reused,
-                     const Tensor& reused_offsets, const Tensor& handle) {
-  const NewIdsOfTables given = read_new_ids(new_ids, new_offsets, first_rows, reused, reused_offsets, handle);
+void init_new_rows_(const Tensor& new_rows, const Tensor& new_ids, const Tensor& new_offsets, const Tensor& first_rows,
+                    const Tensor& reused, const Tensor& reused_offsets, const Tensor& handle) {
+  const NewIdsOfTables given = read_new_ids(new_rows, new_ids, new_offsets, first_rows, reused, reused_offsets, handle);
   const PreparedTables& tables = *given.tables;
   const RuleFacts facts = rule_facts(tables.optimizer);
-  Tensor new_rows = new_int64(new_ids.numel());
   const int64_t* const id = const_data<int64_t>(new_ids);
   const int64_t* const again = const_data<int64_t>(reused);
   int64_t* const row = mutable_data<int64_t>(new_rows);
+  for (size_t t = 0; t < tables.count(); ++t)
+    for (int64_t i = given.reused_offsets[t]; i < given.reused_offsets[t + 1]; ++i)
+      check_row("init_new_rows_", again[i], 0, tables.layout[t].capacity());
   for (size_t t = 0; t < tables.count(); ++t) {
     int64_t* next = row + given.offsets[t];
-    for (int64_t i = given.reused_offsets[t]; i < given.reused_offsets[t + 1]; ++i) {
-      check_row("init_new_rows", again[i], 0, tables.layout[t].capacity());
-      *next++ = again[i];
-    }
+    for (int64_t i = given.reused_offsets[t]; i < given.reused_offsets[t + 1]; ++i) *next++ = again[i];
     for (int64_t fresh = given.first_rows[t]; next < row + given.offsets[t + 1]; ++fresh) *next++ = fresh;
   }
-  dispatch_row_type("init_new_rows", tables.row_type, [&](auto zero) {
+  dispatch_row_type("init_new_rows_", tables.row_type, [&](auto zero) {
     for (size_t t = 0; t < tables.count(); ++t) {
       const int64_t begin = given.offsets[t], count = given.count(t);
       if (count == 0) continue;
@@ -37,11 +36,10 @@ Tensor init_new_rows(const Tensor& new_ids, const Tensor& new_offsets, const Ten
       }
     }
   });
-  return new_rows;
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("init_new_rows", &init_new_rows)); }
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("init_new_rows_", &init_new_rows_)); }
 
 }  // namespace torchrec_dyn

@@ -15,7 +15,7 @@ namespace {
 template <typename T>
 void write_rows(DeviceCall& call, const InitialTable& initial, const int64_t* ids, const int64_t* rows, int64_t count,
                 const RowBlocks<T>& host, T* const* device, int64_t blocks) {
-  const char* op = "init_new_rows";
+  const char* op = "init_new_rows_";
   uintptr_t bits = 0;
   for (int64_t b = 0; b < blocks; ++b) bits |= reinterpret_cast<uintptr_t>(host.blocks[b]);
   const GivenRows given{rows, count, 0, host.capacity, call.zeros<int64_t>(1), op, call.errors(raise_row_error)};
@@ -30,19 +30,18 @@ void write_rows(DeviceCall& call, const InitialTable& initial, const int64_t* id
                InitRows<T>{ids, given, table, initial.rows, initial.key, first, Division(threads), is_whole});
 }
 
-Tensor init_new_rows(const Tensor& new_ids, const Tensor& new_offsets, const Tensor& first_rows, const Tensor& reused,
-                     const Tensor& reused_offsets, const Tensor& handle) {
-  const NewIdsOfTables given = read_new_ids(new_ids, new_offsets, first_rows, reused, reused_offsets, handle);
+void init_new_rows_(const Tensor& new_rows, const Tensor& new_ids, const Tensor& new_offsets, const Tensor& first_rows,
+                    const Tensor& reused, const Tensor& reused_offsets, const Tensor& handle) {
+  const NewIdsOfTables given = read_new_ids(new_rows, new_ids, new_offsets, first_rows, reused, reused_offsets, handle);
   const PreparedTables& tables = *given.tables;
   const RuleFacts facts = rule_facts(tables.optimizer);
   const auto count = static_cast<int64_t>(tables.count());
+  if (new_ids.numel() == 0) return;
   DeviceCall call(new_ids);
-  Tensor new_rows = new_device_tensor({new_ids.numel()});
-  if (new_ids.numel() == 0) return new_rows;
   const std::vector<int64_t> offsets(given.offsets, given.offsets + count + 1);
   const std::vector<int64_t> firsts(given.first_rows, given.first_rows + count);
   const std::vector<int64_t> again(given.reused_offsets, given.reused_offsets + count + 1);
-  dispatch_row_type("init_new_rows", tables.row_type, [&](auto zero) {
+  dispatch_row_type("init_new_rows_", tables.row_type, [&](auto zero) {
     using T = decltype(zero);
     const std::vector<T*>& weights = tables.blocks<T>();
     SentLists sent(
@@ -73,11 +72,10 @@ Tensor init_new_rows(const Tensor& new_ids, const Tensor& new_offsets, const Ten
     }
   });
   call.finish();
-  return new_rows;
 }
 
 }  // namespace
 
-TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("init_new_rows", &init_new_rows)); }
+TORCHREC_DYN_DEVICE_KERNELS(m) { m.impl(TORCHREC_DYN_KERNEL("init_new_rows_", &init_new_rows_)); }
 
 }  // namespace torchrec_dyn

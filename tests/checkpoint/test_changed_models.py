@@ -52,10 +52,7 @@ class Net(nn.Module):
         super().__init__()
         self.names = names
         tables = [
-            EmbeddingBagConfig(
-                name=name, embedding_dim=4, num_embeddings=99, feature_names=[name], data_type=dtype
-            )
-            for name in names
+            EmbeddingBagConfig(99, 4, name, feature_names=[name], data_type=dtype) for name in names
         ]
         fused = {"optimizer": optimizer, "learning_rate": 0.1}
         self.sparse = dyn.DynamicEmbeddingBagCollection(tables, dynamic=dynamic, fused_params=fused)

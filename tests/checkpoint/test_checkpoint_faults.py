@@ -382,14 +382,14 @@ def test_a_commit_that_fails_is_an_error_of_all(tmp_path: Path) -> None:
 
 def meetings(path: str) -> dict[str, int]:
     """Returns how often the ranks meet in the calls of `Checkpoints` themselves."""
-    job, real, counted = Job(path, TWO, full_every=2), agreement._number_of, Counter[str]()
+    job, real, counted = Job(path, TWO, full_every=2), agreement._gather, Counter[str]()
 
-    def number_of(call: str) -> int:
-        counted[call] += call.startswith("Checkpoints")
-        return real(call)
+    def gather(group: Any, report: Any) -> list[Any]:
+        counted[report[0]] += report[0].startswith("Checkpoints")
+        return real(group, report)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_number_of", number_of)  # once a meeting
+        patch.setattr(agreement, "_gather", gather)  # once a meeting
         for _ in range(2):  # full, delta
             job.save()
             job.restore()

@@ -95,9 +95,7 @@ def test_kept_sums_are_those_of_all_rows(tmp_path_factory, optimizer, before, af
 
 def plain(rows: int, **fused):
     """Returns a collection of one table with the ids [0, rows)."""
-    config = EmbeddingBagConfig(
-        name="t", embedding_dim=4, num_embeddings=10**6, feature_names=["f"]
-    )
+    config = EmbeddingBagConfig(10**6, 4, "t", feature_names=["f"])
     fused |= {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
     made = dyn.DynamicEmbeddingBagCollection([config], fused_params=fused)
     learn(made, torch.arange(rows))

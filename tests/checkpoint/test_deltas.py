@@ -303,9 +303,7 @@ def test_rows_above_the_limit_of_the_copy_are_kept(tmp_path):
     def table(limit: int):
         config = dyn.DynamicTableConfig(initializer=dyn.Constant(0.0))
         bags = dyn.DynamicEmbeddingBagCollection
-        one = EmbeddingBagConfig(
-            name="t", embedding_dim=4, num_embeddings=limit, feature_names=["f"]
-        )
+        one = EmbeddingBagConfig(limit, 4, "t", feature_names=["f"])
         return bags([one], dynamic=config)
 
     model, small = table(10), table(5)

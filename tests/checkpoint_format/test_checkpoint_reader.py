@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint_damage import items_of
 from hypothesis import given
 from hypothesis import strategies as st
 from saved_cases import (
@@ -379,32 +380,17 @@ def test_a_file_that_shrinks_while_it_is_read(copy):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bit", [0, 7])
 def test_one_flipped_bit_is_seen_and_named(copy, name, bit):
-    file, offset, _ = entries(copy, name)[-1]
-    if name == "config":
-        file, offset, _ = next(e for e in entries(copy, "config") if b"seed" in _text(e))
+    item = [one for one in items_of(copy) if one.key.endswith(f"user.{name}")][-1]
     length = {"config": 10, "step": 1}.get(name, 16)
+    file = copy / item.file
     data = file.read_bytes()
-    start = _numbers_at(data, offset)
-    for at in range(start, start + length, 3):
+    for at in range(item.begin, item.begin + length, 3):
         flip(file, at, bit)
         with pytest.raises(ValueError, match=r"damaged|of format 2") as caught:
             read_all(copy)
         assert name in str(caught.value) and "user" in str(caught.value)
         file.write_bytes(data)
     read_all(copy)
-
-
-def _text(entry):
-    file, offset, length = entry
-    return file.read_bytes()[offset : offset + length]
-
-
-def _numbers_at(data, offset):
-    """Where the numbers of the archive at `offset` stand: torch aligns them to 64 bytes."""
-    name = data.index(b"/data/0", offset)
-    header = data.rindex(b"PK\x03\x04", offset, name)
-    sizes = [int.from_bytes(data[header + i : header + i + 2], "little") for i in (26, 28)]
-    return header + 30 + sum(sizes)
 
 
 @pytest.mark.everyday(2)

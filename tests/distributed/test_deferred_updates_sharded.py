@@ -206,7 +206,7 @@ def skipped() -> list[int]:
         dist.get_rank(),
     )
     model = shard(case, collection_of(case))
-    [(shard_here,)] = [group.tables for group in model.module.collection._shards.groups()]
+    [(shard_here,)] = [group.tables for group in model.module.collection._shards.table_groups()]
     steps = []
 
     def train_step(number: int, trains: bool) -> None:

@@ -111,7 +111,7 @@ def left_of_processed() -> list[str]:
         outputs = model(features_of(case, 0)[0][dist.get_rank()])
         sum(output.sum() for output in outputs.values()).backward()
         lookups = model.module.collection._embedding_bag_collection._lookups
-        watch = Watch(lookups[0]._emb_modules[0].tables)
+        watch = Watch(lookups[0]._emb_modules[0].group.tables)
         del model, lookups, outputs
         return watch.alive()
 

@@ -20,7 +20,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from torchrec_dyn.lookup.table_group import TableGroup
-from torchrec_dyn.sharding.dists import RowWiseInputDist
+from torchrec_dyn.sharding.dists import OwnerInputDist
 
 BAD = 1  # the rank with the error
 TIME_OUT = timedelta(seconds=0.3)
@@ -38,7 +38,7 @@ def error_in(owner: type, name: str) -> Iterator[None]:
 
 
 STAGES: dict[str, Callable[[], Any]] = {
-    "input dist": lambda: error_in(RowWiseInputDist, "forward"),
+    "input dist": lambda: error_in(OwnerInputDist, "forward"),
     "lookup": lambda: error_in(TableGroup, "_look_up"),
     "update": lambda: error_in(TableGroup, "_write"),
 }

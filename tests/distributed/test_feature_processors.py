@@ -9,14 +9,15 @@ import workers
 from pipeline_model import Run
 from pipeline_runs import check_same_states, train
 from processed_training import (
+    LONGEST,
     Model,
     backward,
     bags,
+    learn,
     one_table,
     position_weights,
     processed,
     shard_processed,
-    train_beside_static,
     train_processed,
 )
 from sharded_cases import (
@@ -33,7 +34,9 @@ from sharded_training import batches, collection_of
 from shards import deep_but
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -103,6 +106,48 @@ def test_rows_that_learn_by_the_sum_over_ranks() -> None:
 def test_mean_divides_by_the_number_of_ids(kinds: list[str]) -> None:
     case = Case(tables_of(kinds, 4, 2, "MEAN"), weighted=True, exact=False)
     workers.run(train_processed, case, "collection", world_size=4, local_size=2)
+
+
+def train_beside_static(case: Case, form: str) -> None:
+    """Trains beside TorchRec's static tables, sharded by the same plan; row i is id i."""
+    rank = dist.get_rank()
+    ours = processed(case, collection_of(case, fused_params=case.fused_params), form)
+    ids = torch.arange(200)
+    torch.manual_seed(3)  # the same static rows on every rank
+    static = EmbeddingBagCollection(
+        [copy.deepcopy(one) for one in ours.split()[1].embedding_bag_configs()], is_weighted=True
+    )
+    for name, table in static.embedding_bags.items():
+        ours.split()[1].table(name).assign(ids, table.weight.detach()[:200])
+    static_model = shard_processed(
+        case,
+        processed(case, static, form),
+        FeatureProcessedEmbeddingBagCollectionSharder(
+            EmbeddingBagCollectionSharder(fused_params=dict(case.fused_params))
+        ),
+    )
+    dynamic_model = shard_processed(case, ours)
+    # On the CPU TorchRec does not shard a module's weights: it creates new weights.
+    saved = {name: table.weight.detach() for name, table in static.embedding_bags.items()}
+    for path, held in static_model.state_dict().items():
+        if "embedding_bags" in path:
+            for shard in held.local_shards():
+                (row, column), size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                rows = saved[path.split(".")[-2]][row : row + size[0], column : column + size[1]]
+                shard.tensor.copy_(rows)
+    for step in range(case.steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        lengths = torch.randint(LONGEST + 1, (4 * len(case.features()),), generator=generator)
+        values = torch.randint(200, (int(lengths.sum()),), generator=generator)
+        batch = KeyedJaggedTensor(case.features(), values, lengths=lengths)
+        got, expected = dynamic_model(copy.deepcopy(batch)), static_model(batch)
+        for name, value in expected.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+        backward(got), backward(expected)
+        others = position_weights(static_model)
+        for name, weight in position_weights(dynamic_model).items():
+            torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
+        learn(dynamic_model), learn(static_model)
 
 
 @pytest.mark.parametrize("form", ["collection", "dict"])

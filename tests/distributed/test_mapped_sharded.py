@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import checkpoint_cases
 import pytest
 import torch.distributed as dist
 import workers
@@ -23,7 +27,7 @@ from checkpoint_cases import (
     tables_of,
     train,
 )
-from mapped_cases import SHARED_MEMORY, are_mapped, small_files, tables_in_files
+from mapped_cases import SHARED_MEMORY, are_mapped, small_files
 from pipeline_model import Run, batches, sharded_model
 from pipeline_runs import drain, make_pipeline, results_of
 
@@ -36,6 +40,18 @@ def check_same(got: Any, expected: Any) -> None:
     assert len(got) and got.keys() == expected.keys()
     for name, value in expected.items():
         assert same_bits(got[name], value), name
+
+
+@contextmanager
+def tables_in_files(directory: str = SHARED_MEMORY) -> Iterator[None]:
+    """Puts the tables of `checkpoint_cases` that are made inside into mapped files."""
+    storage = dyn.MappedFiles(directory)
+    tables: Any = [
+        (name, dtype, replace(config or dyn.DynamicTableConfig(), storage=storage))
+        for name, dtype, config in checkpoint_cases.TABLES
+    ]
+    with mock.patch.object(checkpoint_cases, "TABLES", tables):
+        yield
 
 
 def in_files(setup: Setup) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pipeline_runs
 import pytest
 import torch
+import torch.distributed as dist
 import workers
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from pipeline_model import Run, batches, sharded_model
-from pipeline_runs import HAS_LOOKUP_PREFETCH, PIPELINES, check_same_states, renamed
+from pipeline_model import Clicks, Run, batches, sharded_model
+from pipeline_runs import HAS_LOOKUP_PREFETCH, PIPELINES, check_same_states
 from shards import deep_but
 
 import torchrec_dyn as dyn
@@ -151,6 +153,41 @@ def test_evaluation_changes_nothing(plan: str, pipeline: str) -> None:
     assert min(unseen) > 0
 
 
+def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -> dict[str, Any]:
+    """Trains by SemiSync; ids are erased between lookup i + 1 and backward i, and occur again later."""
+    source = batches(run)
+    with pipeline_runs.shims_for("semi_sync"):
+        model = sharded_model(run)
+        if not erase:
+            for batch in source[at_step + 2 :]:
+                ids = batch.features._values
+                batch.features._values = torch.where(torch.isin(ids, erased), renamed(ids), ids)
+        forwards = iter(range(run.steps))
+
+        def forward(batch: Clicks | None) -> Any:
+            loss, output = model(batch)
+            if next(forwards) == at_step and erase:
+                loss.register_hook(lambda grad: _erase(run, model, erased))
+            return loss, output
+
+        pipeline = pipeline_runs.make_pipeline(run, "semi_sync", model, custom_model_fwd=forward)
+        outputs = pipeline_runs.drain(pipeline, source)
+        pipeline_runs.check_pipelined(run, pipeline)
+    return pipeline_runs.results_of(run, model, outputs)
+
+
+def renamed(ids: torch.Tensor) -> torch.Tensor:
+    """Returns other ids that are used nowhere else."""
+    return ids ^ 0x5555_0000_0000
+
+
+def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
+    mine: Callable[[], torch.Tensor] = lambda: ids if dist.get_rank() == 0 else ids[:0]  # noqa: E731
+    for name in ("pooled", "sequences"):
+        for table in run.tables(name):
+            assert getattr(model.module, name).table(table).erase(mine()) > 0
+
+
 @pytest.mark.parametrize("plan", deep_but(["two_ranks"], ["two_ranks", "two_nodes"]))
 def test_rows_erased_before_their_backward(plan: str) -> None:
     run, world, local = PLANS[plan]
@@ -166,7 +203,7 @@ def test_rows_erased_before_their_backward(plan: str) -> None:
     )
     erased = torch.tensor([-1, 2**63 - 1, *range(100, 130)])
     results = [
-        workers.run(pipeline_runs.train_and_erase, run, erased, 1, erase, world_size=world,
+        workers.run(train_and_erase, run, erased, 1, erase, world_size=world,
                     local_size=local, timeout=120)
         for erase in (True, False)
     ]  # fmt: skip

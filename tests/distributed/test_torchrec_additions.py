@@ -23,9 +23,9 @@ def writable(case: Case) -> dyn.DynamicEmbeddingCollection:
     return dyn.DynamicEmbeddingCollection(
         [
             EmbeddingConfig(
-                name=table.name,
-                embedding_dim=table.dim,
-                num_embeddings=table.rows,
+                table.rows,
+                table.dim,
+                table.name,
                 feature_names=list(table.features),
                 enable_embedding_update=table.name != "t0",
             )

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import tempfile
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import workers
+from checkpoint_cases import load, save
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from oracle import EXTREME_IDS, GOLDEN, WORD, canonical_order, mix64, signed
@@ -28,7 +27,6 @@ from sharded_training import new, optimizer_of, outputs_by_name
 from torchrec import KeyedJaggedTensor
 
 import torchrec_dyn as dyn
-from torchrec_dyn.checkpoint import LoadPlanner
 
 FILE = Path(__file__).parents[1] / "golden" / "goldens.json"
 STEPS, SAMPLES, DIM, LIMIT = 50, 8, 8, 90
@@ -301,10 +299,7 @@ def run_here(run: Run, path: str) -> dict[str, Any]:
     tables = read_tables(
         collection_in(model), case, torch.tensor(canonical_order([*ids_until(STEPS)]))
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}
-        dcp.save(state, checkpoint_id=path)
+    save(model, path)
     return {"outputs": digest(*outputs), "tables": tables}
 
 
@@ -321,13 +316,7 @@ def results(run: Run, folder: Path) -> dict[str, Any]:
     )  # each rank reads the whole table
 
     case = run.case()
-    model = new(case, False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        state = {"model": model.state_dict(), "optimizer": optimizer_of(model).state_dict()}
-        dcp.load(state, checkpoint_id=path, planner=LoadPlanner())
-    model.load_state_dict(state["model"])
-    optimizer_of(model).load_state_dict(state["optimizer"])
+    model = load(new(case, False), path)
     known = torch.tensor(canonical_order([*ids_until(STEPS)]))
     loaded, states = read_tables(model.collection, case, known), states_of(model, tables)
     for name, table in tables.items():

@@ -9,7 +9,6 @@ from mixed_cases import (
     SGD,
     batch,
     leaf_rows,
-    numbers,
     pooled_by_hand,
     some_grad,
     tables,
@@ -67,16 +66,6 @@ def test_it_is_pooling_of_projected_rows_forward_and_backward(pooling, weighted)
 def _ids_of(features, table):
     names = {"a": ["f", "g"], "b": ["g"], "c": ["h"]}[table]
     return torch.cat([features[name].values() for name in names])
-
-
-def test_memory_saved_is_the_published_formula():
-    rows, block, width = 1024**2, 128, 512
-    config = EmbeddingBagConfig(name="t", embedding_dim=width, num_embeddings=rows)
-    ours = dyn.BlockEmbeddingBagCollection([config], block, device="meta")
-    full = dyn.BlockEmbeddingBagCollection([config], width, device="meta")
-    assert numbers(ours) * 4 / 2**20 == 512.25
-    assert numbers(full) * 4 / 2**20 == 2048
-    assert numbers(full) - numbers(ours) == rows * (width - block) - block * width
 
 
 def test_a_table_of_full_width_has_no_projection():

@@ -6,11 +6,9 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from hypothesis import given
 from hypothesis import strategies as st
 from mixed_cases import (
-    IDS,
     SGD,
     batch,
     leaf_rows,
-    numbers,
     pooled_by_hand,
     some_grad,
     tables,
@@ -108,37 +106,12 @@ def test_sums_of_rows_in_half_precision_are_float32(pooling):
     assert output.tolist() == [[512.0 if pooling == PoolingType.SUM else 1.0] * 4]
 
 
-def test_of_single_ids_it_is_the_product_of_pooled_bags():
-    # The published module multiplies pooled bags, which is equal only for bags of one id.
-    ours = collection()
-    ids = torch.tensor(IDS)
-    for longest, same in ((1, True), (2, False)):
-        lengths = torch.zeros(3, len(IDS) // longest, dtype=torch.int64)
-        lengths[0] = longest
-        here = ids[: int(lengths.sum())]
-        got = ours(KeyedJaggedTensor(["f", "g", "h"], here, lengths=lengths.flatten()))["f"]
-        parts = parts_of(here, "a")
-        pooled = [
-            handle(ours, inner).lookup(of)[0].reshape(-1, longest, 8).sum(1)
-            for inner, of in parts.items()
-        ]
-        assert torch.allclose(got, pooled[0] * pooled[1]) == same
-
-
 def test_tables_have_as_many_rows_as_ids_have_parts():
     ours = collection()
     ids = torch.arange(100)
     ours(KeyedJaggedTensor(["f", "g", "h"], ids, lengths=torch.tensor([100, 0, 0])))
     assert handle(ours, "a_quotient").num_rows == 15
     assert handle(ours, "a_remainder").num_rows == 7
-
-
-def test_memory_is_the_published_number():
-    config = EmbeddingBagConfig(name="t", embedding_dim=512, num_embeddings=1024**2)
-    ours = dyn.QuotientRemainderEmbeddingBagCollection(
-        [config], 1024, device="meta", most_quotients=1024
-    )
-    assert numbers(ours) * 4 / 2**20 == 4
 
 
 @pytest.mark.parametrize(

@@ -155,21 +155,6 @@ def test_no_row_is_handed_out_twice(events):
             (waiting if forwards.numbers else free).update(back)
 
 
-def test_rows_freed_twice_are_handed_out_once() -> None:
-    """As when an interrupt comes after `free`, which then runs again: at once, or while a forward is open."""
-    for is_open in (False, True):
-        forwards = OpenForwards()
-        numbers, opened = RowNumbers(forwards, torch.device("cpu")), []
-        if is_open:
-            opened.append(OpenForward(forwards))
-        rows = numbers.take(3)
-        numbers.free(rows)
-        numbers.free(rows)
-        assert numbers.withheld().numel() == (3 if is_open else 0)
-        opened.clear()
-        assert sorted(numbers.take(6).tolist()) == [0, 1, 2, 3, 4, 5]
-
-
 def test_the_latest_of_clocks_does_not_ask_one_for_steps_before_its_first() -> None:
     """A clock that has dropped its early times does not say that its first time held since step 0."""
     whole, dropped = torch.tensor([[0, 2, 4], [10, 20, 30]]), torch.tensor([[4], [30]])

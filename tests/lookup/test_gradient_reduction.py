@@ -13,7 +13,7 @@ import torchrec_dyn as dyn
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.lookup.gradient_reduction import Senders, asks_for_senders
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
-from torchrec_dyn.sharding.grouped_lookups import PooledLookup
+from torchrec_dyn.sharding.lookups import PooledLookup
 from torchrec_dyn.table.shard import TableShard
 
 POOLED = [

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 from another_process import call
-from static_collections import OPTIMIZERS, assert_same_rows, batch, ebc, ec, loss_of, weights_of
+from static_collections import OPTIMIZERS, ROWS, assert_same_rows, batch, ebc, loss_of, weights_of
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -37,6 +43,11 @@ def wrapped(static: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> 
     return WarmupOptimizer(
         CombinedOptimizer(parts), [WarmupStage(WarmupPolicy.CONSTANT, 99, value=0.5)], lr=0.1
     )
+
+
+def ec(**options: Any) -> EmbeddingCollection:
+    tables = [EmbeddingConfig(n, 8, name, feature_names=[f"f_{name}"]) for name, n in ROWS.items()]
+    return EmbeddingCollection(tables, **options)
 
 
 @pytest.mark.parametrize("how", ["given", "wrapped", "in backward"])

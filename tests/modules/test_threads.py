@@ -5,6 +5,8 @@ import os
 import pickle
 import signal
 import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from itertools import count
 
@@ -17,12 +19,12 @@ from thread_cases import (
     TRAINED,
     Training,
     batch,
-    check_rows,
+    beside,
     collection,
     ids_of_step,
     often_switching,
-    run_beside,
 )
+from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
@@ -33,6 +35,22 @@ SECONDS = 0.7
 
 def trained(model):
     return lambda features: model(features).values()
+
+
+def check_rows(rows: Tensor, found: Tensor, steps: int, training: Training) -> None:
+    """Checks rows of the hot id and of ids of complete steps."""
+    assert bool(found.all()), f"{int((~found).sum())} known ids of {len(found)} are absent"
+    assert torch.equal(rows, rows[:, :1].expand_as(rows)), "a torn row"
+    assert -training.done - 1 <= float(rows[0, 0]) <= -steps, "a row of the hot id from no step"
+    assert bool(torch.eq(rows[1:], -1).all()), "a row from no step"
+
+
+def run_beside(step: Callable[[], None], readers: Sequence[Callable[[], None]], seconds: float):
+    """Calls `step` for a time, while each reader runs in a thread of its own."""
+    with beside(*readers) as all_well:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and all_well():
+            step()
 
 
 def test_known_ids_are_found_while_the_table_grows():

@@ -73,7 +73,7 @@ HARMLESS = {
     ("fill_new_", "new_rows", "size"),
     ("fill_new_", "new_rows", "strides"),  # one
     ("erase", "moved", "strides"),
-    ("init_new_rows", "reused", "strides"),
+    ("init_new_rows_", "reused", "strides"),
     *(("read_scores", "rows", how) for how in ("size", "nothing")),  # any number of rows
     *(
         (op, "moved", "strides")
@@ -160,15 +160,12 @@ WRONG = [
     ("init_rows_", {"kind": 3}, r"kind in \[0, 2\], got 3"),
     ("init_rows_", {"parameters": [1.0]}, "the number of parameters = 6, got 1"),
     ("gather_rows", {"rows": whole(-2)}, r"rows in \[-1, 12\), got -2"),
-    ("gather_rows", {"rows": whole(2**63 - 1)}, r"rows in \[-1, 12\)"),
     ("gather_rows", {"columns": -3}, r"columns in \[1, 2\^31\), got 2 and -3"),
     ("gather_rows", {"shift": 3}, "the elements of a block = 24, got 12"),
-    ("gather_rows", {"shift": 64}, r"shift in \[0, 32\)"),
     ("gather_rows", {"dtype": torch.float16}, "blocks of dtype float16, got float32"),
     ("gather_rows", {"dtype": torch.int8, "blocks": []}, "float32, float16 or bfloat16"),
     ("touch_scores_", {"rows": whole(0, 8, -1, 7, 3, 0)}, "rows of the table's scores"),
     ("touch_scores_", {"rows": whole(0, -2, -1, 7, 3, 0)}, "got one outside"),
-    ("touch_scores_", {"rows": whole(0, -(2**63), 2**63 - 1, 7, 3, 0)}, "got one outside"),
     ("touch_scores_", {"steps": whole(5, 6, 2**32 - 1)}, r"steps in \[0, 2\^32 - 1\), got 4294967295"),
     ("touch_scores_", {"times": whole(1, 1, 1, 1, 1)}, "the number of times = 6, got 5"),
     ("touch_scores_", {"times": torch.ones(6)}, "times of dtype"),
@@ -192,7 +189,6 @@ WRONG = [
     ("ids_of_rows", {"first": 5}, "0 <= first <= last, got 5 and 4"),
     ("count_cells", {"bits": -1}, r"bits in \[0, 16\], got -1"),
     ("count_cells", {"bits": 17}, r"bits in \[0, 16\], got 17"),
-    ("count_cells", {"bits": 2**62}, r"bits in \[0, 16\]"),
     ("count_cells", {"slots": filled_slots(), "moved": whole(-1, -1)}, "number of maps = 1, got 2"),
     ("ids_between", {"slots": filled_slots(), "moved": whole(-1, -1)}, "number of maps = 1, got 2"),
     ("content_sum", {"first_column": -1}, r"first_column in \[0, 2\^31\), got -1"),
@@ -212,10 +208,7 @@ WRONG = [
     ("scatter_rows_", {"rows": whole(0, 12)}, r"rows in \[0, 12\), got 12"),
     ("scatter_rows_", {"columns": 2**62}, r"columns in \[1, 2\^31\)"),
     ("sort_by_owner", {"lengths": whole(3, 0, 2)}, "lengths of at least 0 that add up to the 4 ids"),
-    ("sort_by_owner", {"lengths": whole(5, -1, 0)}, "lengths of at least 0 that add up to the 4 ids"),
     ("sort_by_owner", {"lengths": whole(2**63 - 1, 2**63 - 1, 6)}, "lengths of at least 0"),
-    ("sort_by_owner", {"lengths": whole(4, 4, 4)}, "lengths of at least 0"),
-    ("sort_by_owner", {"lengths": whole(1, 1, 1)}, "lengths of at least 0"),
     ("sort_by_owner", {"lengths": whole(4, -1, 1)}, "lengths of at least 0"),
     ("sort_by_owner", {"lengths": torch.ones(3)}, "lengths of dtype int64, got float32"),
     ("sort_by_owner", {"weights": whole(1, 2, 3, 4)}, "weights of dtype float32, got int64"),
@@ -261,7 +254,6 @@ WRONG = [
     ),
     # first columns, steps, modes
     ("init_rows_", {"first_column": -37}, r"first_column in \[0, 2\^31\), got -37"),
-    ("init_rows_", {"first_column": FAR}, r"first_column in \[0, 2\^31\), got 92"),
     ("update_rows_", {"on_nonfinite": [1, 1]}, "tensors of nonfinite = 2, got 0"),
     ("update_rows_", refusals(1), "number of on_nonfinite = 2, got 1"),
     ("update_rows_", refusals(1, 3), r"on_nonfinite in \[0, 2\], got 3"),
@@ -270,15 +262,10 @@ WRONG = [
     ("update_rows_", refusals(1, 1) | {"nonfinite": [torch.zeros(1)] * 2}, "int64, got float32"),
     ("update_rows_", refusals(1, 1) | {"nonfinite": [whole(0)] * 2}, "memory"),
     ("update_rows_", {"streams": streams(column=-1)}, r"first column in \[0, 2\^31\) .*, got -1"),
-    ("update_rows_", {"streams": streams(column=FAR)}, r"first column in \[0, 2\^31\) .*, got 92"),
     ("update_rows_", adam(streams=streams(step=0)), "a step of at least 1 in streams, got 0"),
-    ("update_rows_", adam(streams=streams(step=-1)), "a step of at least 1 in streams, got -1"),
     ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 0.5, 0]}, r"decay_mode in \[0, 2\], got 0.5"),
-    ("update_rows_", update(2) | {"hyper": [0.1, 0.1, 0.1, 1e300, 0]}, r"decay_mode in \[0, 2\], got 1e"),
     *[("update_rows_", update(5) | {"hyper": [rate, 0, 0]}, f"learning rate above 0 with FTRL, .* {rate:g}")
       for rate in (0.0, -0.5, 1e-50)],
-    ("fill_new_", {"rows": ids_of(0, -1, -1), "new_index": ids_of(0, 0, 1)}, "new_index < 1"),
-    ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4)}, "got one outside"),
     # the first invalid number is named, and before a row outside
     ("touch_scores_", {"rows": ids_of(0, 7, -1, 7, 3, 4), "times": ids_of(1, 1, 1, 1, -5, 2**32)},
      r"times in \[1, 2\^32\), got -5"),
@@ -286,8 +273,6 @@ WRONG = [
      r"times in \[1, 2\^32\), got 0"),
     ("write_scores_", {"last_seen": ids_of(0, -2), "counts": ids_of(0, -1)}, r"last_seen in .*-2"),
     ("write_scores_", {"rows": ids_of(11, 12), "counts": ids_of(2**32, 0)}, r"counts in .*4294967296"),
-    ("mark_rows_", {"rows": ids_of(0, 7, -1, 9, 3, 4)}, "rows below 8, the marks of table 0"),
-    ("mark_rows_", {"rows": ids_of(0, 7, -1, 7, 99, 4)}, "rows below 4, the marks of table 2"),
 ]  # fmt: skip
 
 

@@ -130,15 +130,6 @@ def test_the_first_of_two_errors_is_raised(device):
     lookup()
 
 
-@pytest.mark.parametrize(("op", "change"), WRONG, ids=[op for op, _ in WRONG])
-def test_the_switch_raises_errors_at_once(device, monkeypatch, op, change):
-    monkeypatch.setenv("TORCHREC_DYN_SYNC_ERRORS", "1")
-    with pytest.raises(RuntimeError) as error:
-        call(device, op, change)
-    assert text_of(op, error) == text_of_cpu(op, change)
-    ops.raise_errors(device.of(whole(0)))
-
-
 def test_valid_calls_report_nothing(device):
     for op in sorted({op for op, _ in WRONG}):
         for make in SAMPLES[op]:

@@ -3,6 +3,7 @@
 Each row of a batch is updated as if it were the only row, even if rows share bags, gradients or sums.
 """
 
+import numpy as np
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -11,11 +12,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from oracle import DenseRows
 from table_cases import bags_of, ids_of, make_group, make_table, random_bags, same_state
+from torch import Tensor
+from update_rules import state_widths, update
 
 from torchrec_dyn.initializers import Normal
-from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
+from torchrec_dyn.optimizers import RULES, OptimizerKind, RowOptimizer
 
 on_devices = pytest.mark.usefixtures("device")
 KINDS = list(OptimizerKind)
@@ -64,6 +66,37 @@ def dense_step(rows, ids, offsets, mode, weights, upstream):
         pooled = pooled / offsets.diff().clamp(min=1)[:, None]
     (pooled * upstream).sum().backward()
     rows.update(place, leaf.grad)
+
+
+class DenseRows:
+    """Rows of one table as dense float64 tensors with plain update rules (update_rules.py)."""
+
+    def __init__(self, weight: Tensor, optimizer: RowOptimizer) -> None:
+        self.optimizer = optimizer
+        self.weight = weight.double().clone()
+        rows, columns = weight.shape
+        widths = state_widths(optimizer.rule, columns)
+        self.states = tuple(
+            torch.full((rows, width), start, dtype=torch.float64)
+            for width, start in zip(widths, optimizer.initial_states, strict=True)
+        )
+        self.step = 0
+
+    def update(self, rows: Tensor, grad: Tensor) -> None:
+        """Runs one optimizer step."""
+        self.step += 1
+        kind, states = self.optimizer.kind, (self.weight, *self.states)
+        hyper = {
+            name: np.float64(getattr(self.optimizer, name))
+            for name in ("learning_rate", *RULES[kind].hyper)
+        }
+        before = (grad.double().numpy(), *(state[rows].numpy() for state in states))
+        of_columns = (
+            (lambda x, how=how: how(x**2, axis=1, keepdims=True)) for how in (np.mean, np.sum)
+        )
+        after = update(kind, hyper, self.step, *of_columns, before)
+        for state, new in zip(states, after, strict=True):
+            state[rows] = torch.from_numpy(new)
 
 
 @pytest.mark.everyday(40)

@@ -97,9 +97,9 @@ def calls_of(folder: Path) -> dict[str, Callable[[], object]]:
 
 def count_meetings(folder: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
-    gather = agreement._gather_numbers
+    gather = agreement._gather
     for name, call in calls_of(folder).items():
-        with mock.patch.object(agreement, "_gather_numbers", side_effect=gather) as meetings:
+        with mock.patch.object(agreement, "_gather", side_effect=gather) as meetings:
             call()
         counts[name] = meetings.call_count
     return counts

@@ -15,9 +15,7 @@ LIMIT, RANKS, STEPS, BATCH = 640, 3, 150, 96
 
 
 def table(limit: int) -> dyn.DynamicEmbeddingBagCollection:
-    config = EmbeddingBagConfig(
-        name="t", embedding_dim=2, num_embeddings=limit, feature_names=["f"]
-    )
+    config = EmbeddingBagConfig(limit, 2, "t", feature_names=["f"])
     life = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
     return dyn.DynamicEmbeddingBagCollection([config], dynamic=life, fused_params=LEARNING)
 

@@ -1,6 +1,7 @@
 """Row-wise routing: one contiguous range of mixed ids per rank, for any id."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ import workers
 from oracle import unmixed
 from sharded_cases import EXTREME_IDS
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 
 from torchrec_dyn import AdmitAfter, DynamicTableConfig, Never, ops
 from torchrec_dyn.ranks.routing import config_of_share, ids_per_rank, owners, row_limit
-from torchrec_dyn.sharding.dists import NodeRowWiseInputDist, RowWiseInputDist
+from torchrec_dyn.sharding.dists import OwnerInputDist
 from torchrec_dyn.sharding.sent_modes import with_mode
 from torchrec_dyn.storage import canonical_order
 
@@ -99,12 +102,12 @@ def dist_ids(kind: str, ids: torch.Tensor) -> list[list[int]]:
     world, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     if kind == "node":
-        per_rank = [1, 1, 2, 2]
-        module = NodeRowWiseInputDist(group, 2, per_rank, torch.device("cpu"))
         features = 3
+        stock: Any = TwRwSparseFeaturesDist(group, 2, [1, 1, 2, 2], [0] * features)
     else:
-        module = RowWiseInputDist(group, 2, torch.device("cpu"), is_sequence=kind == "sequence")
         features = 2
+        stock = RwSparseFeaturesDist(group, features, [0] * features)
+    module = OwnerInputDist(stock, kind == "sequence")
     shifted = [ids + number for number in range(features)]
     features_kjt = KeyedJaggedTensor(
         keys=[f"f{number}" for number in range(features)],

@@ -1,33 +1,107 @@
 """Replicas over real groups of ranks: beside static tables, under policies, with markers, and faults."""
 
 import copy
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import workers
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from replicated_models import (
-    assert_replicas_are_equal,
-    average_static,
+    FUSED,
     batch_of,
     case_of,
-    replica_groups,
     replica_of,
+    sharded,
     sharding_groups,
     shards_of,
-    static_twin_of,
-    train,
-    with_constant,
 )
-from sharded_training import Holder, collection_of
+from sharded_cases import Case
+from sharded_training import Holder, collection_of, configs_of
 from table_cases import ids_of, same_state
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.remote_device import _remote_device
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ParameterSharding
 
 import torchrec_dyn as dyn
 from torchrec_dyn.replicas.exchange import DIGEST_BYTES
 
 NAMES = ("rows", "columns", "whole")
+START = 0.25  # of every weight
+
+
+@cache
+def replica_groups() -> list[dist.ProcessGroup]:
+    """Returns the groups of the ranks that hold the same ids. Collective."""
+    places = dist.get_world_size() // 2
+    return [dist.new_group([2 * place, 2 * place + 1]) for place in range(places)]  # type: ignore[misc]
+
+
+def static_twin_of(case: Case) -> Any:
+    """Returns static tables of the same configs and plan, whose weights are START."""
+    configs = configs_of(case)
+    for config in configs:
+        config.init_fn = partial(torch.nn.init.constant_, val=START)
+    return sharded(
+        EmbeddingBagCollection(configs, device=torch.device("meta")),
+        {one.name: _in_group(one.plan) for one in case.tables},
+        EmbeddingBagCollectionSharder(fused_params=FUSED),
+    )
+
+
+def _in_group(plan: ParameterSharding) -> ParameterSharding:
+    """Returns a plan whose placements are ranks of the job, as static tables want them."""
+    ranks = dist.get_process_group_ranks(sharding_groups()[dist.get_rank() % 2])
+    placed = copy.deepcopy(plan)
+    assert placed.sharding_spec is not None and placed.ranks is not None
+    for shard, rank in zip(placed.sharding_spec.shards, placed.ranks, strict=True):  # type: ignore[attr-defined]
+        shard.placement = _remote_device(f"rank:{ranks[rank]}/cpu")
+    return placed
+
+
+def average_static(model: torch.nn.Module) -> int:
+    """Averages weights and Adagrad's sums over the replicas, as DMPCollection does. Returns their bytes."""
+    group, count = replica_groups()[dist.get_rank() // 2], 0
+    lookups = [one for module in model.modules() for one in getattr(module, "_lookups", ())]
+    for module in [module for lookup in lookups for module in lookup.modules()]:
+        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+            sums = [state["sum"] for state in module.get_optimizer_state()]
+            for tensor in [*module.split_embedding_weights(), *sums]:
+                dist.all_reduce(tensor.data, group=group)
+                tensor.data.div_(2)
+                count += tensor.nbytes
+    assert count, "the kernels of the static tables were not found"
+    return count
+
+
+def train(model: torch.nn.Module, batch: KeyedJaggedTensor) -> torch.Tensor:
+    """Runs one step; returns the output."""
+    output = model(batch).values()
+    (output * output.detach() + output).sum().backward()
+    return output.detach()
+
+
+def assert_replicas_are_equal(model: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Asserts that this rank has what the other replica has, bit for bit, and returns it. Collective."""
+    mine, both = shards_of(model), [None, None]
+    dist.all_gather_object(both, mine, group=replica_groups()[dist.get_rank() // 2])
+    for theirs in both:
+        assert theirs is not None and theirs.keys() == mine.keys()
+        for name, state in mine.items():
+            assert same_state(state, theirs[name]), name
+    return mine
+
+
+def with_constant(**options: Any) -> dyn.DynamicTableConfig:
+    """Returns a config whose rows start with START."""
+    return dyn.DynamicTableConfig(initializer=dyn.Constant(START), unseen="initial", **options)
 
 
 def beside_static(steps: int) -> dict[str, int]:

@@ -32,9 +32,7 @@ def run_until(folder: str, dies_at: int | None) -> None:
 
 
 def served_rows(folder: Path) -> torch.Tensor:
-    users = EmbeddingBagConfig(
-        name="user", embedding_dim=8, num_embeddings=1, feature_names=["user"]
-    )
+    users = EmbeddingBagConfig(1, 8, "user", feature_names=["user"])
     ebc = serving.ServingEmbeddingBagCollection(folder / "served", [users])
     ids = torch.arange(4000)
     return ebc(KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).values()

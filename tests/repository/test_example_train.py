@@ -2,9 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 from another_process import without_fbgemm_warning
-from example_criteo_files import EXAMPLES, learnable_lines, write
+from example_criteo_files import EXAMPLES, write
 from forked import run_script
 
 SCRIPT = str(EXAMPLES / "train_dlrm.py")
@@ -62,6 +63,21 @@ def test_one_process_adam_and_the_planner_s_own_choice(tmp_path):
     results, _ = train(tmp_path, *SMALL, "--world-size", "1", *adam, ranks=1)
     assert results["auc"] > 0.65
     assert len(results["rows_per_rank"]) == 1
+
+
+def learnable_lines(count: int, seed: int = 0) -> list[str]:
+    """Returns lines whose label depends on the id in C1 in nine of ten lines; some fields are empty."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, 40, (count, 26))
+    follows = random.random(count) < 0.9
+    empty = random.random((count, 25)) < 0.1
+    lines = []
+    for row in range(count):
+        label = (ids[row, 0] % 2 == 0) == follows[row]
+        text = [f"{value:08x}" for value in ids[row]]
+        text[1:] = ["" if gone else one for gone, one in zip(empty[row], text[1:], strict=True)]
+        lines.append("\t".join([str(int(label)), *["7"] * 12, "", *text]))
+    return lines
 
 
 def test_a_bad_line_ends_all_ranks_with_its_number_and_no_stack_trace(tmp_path):

@@ -24,12 +24,7 @@ OF_DLRM = (
 
 
 def make_tables(num_embeddings: int) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=name, embedding_dim=64, num_embeddings=num_embeddings, feature_names=[name]
-        )
-        for name in NAMES
-    ]
+    return [EmbeddingBagConfig(num_embeddings, 64, name, feature_names=[name]) for name in NAMES]
 
 
 def port() -> str:

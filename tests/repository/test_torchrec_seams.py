@@ -28,7 +28,8 @@ CALLED = [
     "torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup.__init__",
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup.__init__",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection.prefetch",
-    "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingDist.__init__",
+    "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingDist._create_output_dist_modules",
+    "torchrec.distributed.sharding.twrw_sharding.TwRwPooledEmbeddingSharding.create_output_dist",
     "torchrec.modules.embedding_modules.get_embedding_names_by_table",
     "torchrec.optim.fused.FusedOptimizer.__init__",
 ]
@@ -37,14 +38,13 @@ CALLED = [
 _SHARDING = ["_device", "_env", "_grouped_embedding_configs_per_rank", "_pg", "_rank"]
 _STITCHED = ["_combined_embedding_dims", "_combined_embedding_names", "_embedding_dims",
              "_embedding_names", "_embedding_order", "_init_combined_embeddings"]  # fmt: skip
-_ROW_WISE = [*_SHARDING, "_get_num_features"]
-_BY_NODE = ["_features_per_rank", "_intra_pg"]
+_BY_NODE = ["_intra_pg"]
 _PACKAGE = "torchrec.distributed"
 READ = {
     f"{_PACKAGE}.sharding.tw_sharding.TwPooledEmbeddingSharding": _SHARDING,
-    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _ROW_WISE,
+    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.tw_sequence_sharding.TwSequenceEmbeddingSharding": _SHARDING,
-    f"{_PACKAGE}.sharding.rw_sequence_sharding.RwSequenceEmbeddingSharding": _ROW_WISE,
+    f"{_PACKAGE}.sharding.rw_sequence_sharding.RwSequenceEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.cw_sequence_sharding.CwSequenceEmbeddingSharding": _SHARDING,
     f"{_PACKAGE}.sharding.cw_sharding.CwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
     f"{_PACKAGE}.sharding.twcw_sharding.TwCwPooledEmbeddingSharding": [*_SHARDING, *_STITCHED],
@@ -52,7 +52,16 @@ READ = {
     f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingSharding": [
         *_SHARDING, *_BY_NODE, *_STITCHED,
     ],
-    f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingDist": ["_callbacks"],
+    f"{_PACKAGE}.sharding.grid_sharding.GridPooledEmbeddingDist": ["_callbacks", "_cross_dist"],
+    f"{_PACKAGE}.sharding.rw_sharding.RwPooledEmbeddingDist": ["_codecs", "_dist", "_pg"],
+    f"{_PACKAGE}.sharding.rw_sharding.RwSparseFeaturesDist": ["_dist", "_world_size"],
+    f"{_PACKAGE}.sharding.twrw_sharding.TwRwPooledEmbeddingDist": [
+        "_cross_dist", "_intra_codecs", "_intra_dist", "_intra_pg", "_variable_intra_dist",
+    ],
+    f"{_PACKAGE}.sharding.twrw_sharding.TwRwSparseFeaturesDist": [
+        "_dist", "_local_size", "_sf_staggered_shuffle", "_sf_staggered_shuffle_tensor",
+        "_world_size",
+    ],
     f"{_PACKAGE}.embedding_lookup.GroupedPooledEmbeddingsLookup": [
         "_dummy_embs_tensor", "_emb_modules", "_feature_splits",
     ],
@@ -60,6 +69,7 @@ READ = {
         "_dummy_embs_tensor", "_emb_modules", "_feature_splits",
     ],
     f"{_PACKAGE}.model_parallel.DistributedModelParallel": ["_env", "_sharder_map"],
+    f"{_PACKAGE}.planner.types.ShardingOption": ["_tensor"],
     f"{_PACKAGE}.embedding.EmbeddingCollectionAwaitable": ["_awaitables_per_sharding"],
     "torchrec.sparse.jagged_tensor.KeyedJaggedTensor": [
         "_inverse_indices", "_jt_dict", "_length_per_key", "_lengths", "_lengths_offset_per_key",

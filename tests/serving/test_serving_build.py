@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from another_process import call
-from serving_cases import Plain, bag_configs, save, save_delta, save_random, save_tensors
+from serving_cases import Plain, bag_configs, save, save_delta, save_tensors
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn import serving
 from torchrec_dyn.serving import builder as serving_build
+from torchrec_dyn.storage.id_map import canonical_order
 
 A = Plain("a", 8).with_random(range(500))
 B = Plain("b", 12, dtype=torch.float16).with_random(range(-20, 20))
@@ -161,6 +162,15 @@ def grown_by_a_build(checkpoint: Path, out: Path) -> int:
     done = True
     thread.join()
     return most - before
+
+
+def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
+    """Saves one table with `rows` random rows; returns the path."""
+    ids = torch.arange(rows)
+    ids = ids[canonical_order(ids)]
+    one = Plain(name, dim)
+    saved = one.summed({"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)})
+    return save_tensors(path, one.named(saved, "embedding_bags"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -94,9 +94,7 @@ def test_a_find_beside_an_insert_takes_no_stale_id(place):
     """
     on_gpu = place.type == "cuda"
     count, turns = (500_000, 20) if on_gpu else (500, 3)
-    config = EmbeddingConfig(
-        name="a", embedding_dim=4, num_embeddings=2 * count, feature_names=["a"]
-    )
+    config = EmbeddingConfig(2 * count, 4, "a", feature_names=["a"])
     module = dyn.DynamicEmbeddingCollection(
         [config],
         device=place,

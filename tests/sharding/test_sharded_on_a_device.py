@@ -2,8 +2,9 @@
 
 import pytest
 import workers
+from mock_device import MockDevice
 from sharded_cases import POOLED, SEQUENCE, Case, Table, usual_plan
-from sharded_twins import train_twins
+from sharded_twins import ShardedTwins
 from shards import deep_but
 
 import torchrec_dyn as dyn
@@ -40,6 +41,16 @@ EVERYDAY = (
     "weighted", "of variable batches", "of variable sequences", "of each id once", "by senders",
     "in half precision",
 )  # fmt: skip
+
+
+def train_twins(case: Case) -> int:
+    """Trains a case on both devices; returns the rows on this rank."""
+    with MockDevice() as device:
+        twins = ShardedTwins(device, case)
+        for step in range(case.steps):
+            twins.train(step)
+        twins.check_notes()
+        return twins.compare()
 
 
 @pytest.mark.everyday(2)

@@ -1,7 +1,5 @@
 """MEAN pooling is right in every mix of plans, where TorchRec 1.8.0 divides too much or not."""
 
-import itertools
-
 import pytest
 import workers
 from sharded_cases import POOLED, SPREAD_ROWS, Case, Table, usual_plan
@@ -43,13 +41,6 @@ def tables_of_all_kinds(mean: int, features: list[str]) -> list[Table]:
 @pytest.mark.parametrize("features", [[], ["shared"]], ids=["own features", "shared feature"])
 def test_mean_beside_all_other_types(features: list[str], mean: int) -> None:
     check_trains(Case(tables_of_all_kinds(mean, features), exact=False, steps=2))
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("first, second", list(itertools.combinations(POOLED, 2)))
-@pytest.mark.parametrize("poolings", [("MEAN", "SUM"), ("SUM", "MEAN"), ("MEAN", "MEAN")])
-def test_mean_beside_another_type(first: str, second: str, poolings: tuple[str, str]) -> None:
-    check_trains(Case(two_tables(first, second, poolings, shared=False), exact=False, steps=2))
 
 
 @pytest.mark.everyday(2)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from checkpoint_cases import Setup, new, run_on, save, train
-from checkpoint_damage import (
-    Damage,
-    flips_in_numbers,
-    items_of,
-    load_damaged,
-    losses,
-    repeated_ids,
-)
+import torch.distributed as dist
+from checkpoint_cases import Setup, differences, held, load, new, run_on, save, train
+from checkpoint_damage import Damage, flips_in_numbers, items_of
 from life_cases import living_table
 
 from torchrec_dyn.life import NO_STEP
@@ -45,6 +41,62 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "saved"
     run_on(SAVED, save_trained, str(path))
     return path
+
+
+def losses(folder: Path, chance: random.Random) -> list[Damage]:
+    """Returns two damages of every file: the whole file is missing, and its end is missing."""
+    found = []
+    for file in sorted(one for one in folder.iterdir() if one.is_file()):
+        size = file.stat().st_size
+        found += [Damage(file.name, 0), Damage(file.name, chance.randrange(1, size))]
+    return found
+
+
+def repeated_ids(folder: Path) -> list[Damage]:
+    """Returns damages in which an id of a table is replaced by another id of the table."""
+    found = []
+    for item in items_of(folder):
+        if item.key.endswith(".ids") and len(item.numbers) > 1:
+            first = bytes(item.numbers[:1].view(torch.uint8).tolist())
+            found.append(Damage(item.file, item.begin + 8, first))
+    return found
+
+
+class Told(NamedTuple):
+    """Result of loading a damaged checkpoint: the error, "" for none, and the keys of wrong tensors."""
+
+    error: str
+    wrong: list[str]
+
+
+def load_damaged(setup: Setup, folder: str, damages: Sequence[Damage]) -> list[Told]:
+    """Loads damaged copies, one after another, into a table with other contents; returns the results.
+
+    After an error nothing may have changed; without an error the contents must equal the sound checkpoint.
+    """
+    sound, model = held(load(new(setup), folder)), new(setup)
+    train(model, setup, range(10, 12))
+    was, damaged, told = held(model), f"{folder} damaged", []
+    for damage in damages:
+        if not setup.world or dist.get_rank() == 0:
+            shutil.rmtree(damaged, ignore_errors=True)
+            shutil.copytree(folder, damaged)
+            damage.do(damaged)
+        if setup.world:
+            dist.barrier()
+        error = ""
+        try:
+            load(model, damaged)
+        except BaseException as one:  # torch's CheckpointException is not an Exception
+            error = f"{type(one).__name__}: {one}"
+        told.append(Told(error, differences(held(model), was if error else sound)))
+        if told[-1].wrong or not error:
+            model = new(setup)
+            train(model, setup, range(10, 12))
+            was = held(model)
+        if setup.world:
+            dist.barrier()
+    return told
 
 
 def check(

@@ -15,13 +15,7 @@ LRU = dyn.DynamicTableConfig(eviction=dyn.LeastRecentlyUsed())
 
 
 def made(config=LRU, ids=(), data_type=DataType.FP32, optimizer="EXACT_ADAGRAD"):
-    item = EmbeddingBagConfig(
-        name="t",
-        embedding_dim=16,
-        num_embeddings=1_000_000,
-        feature_names=["f"],
-        data_type=data_type,
-    )
+    item = EmbeddingBagConfig(1_000_000, 16, "t", feature_names=["f"], data_type=data_type)
     fused = {"optimizer": optimizer, "learning_rate": 0.1}
     collection = dyn.DynamicEmbeddingBagCollection([item], dynamic=config, fused_params=fused)
     train(collection, *ids)

@@ -23,9 +23,7 @@ WAYS = ("torchrec_dyn.checkpoint.load_static", "torchrec_dyn.from_static")
 
 def static_state() -> dict[str, Any]:
     """Returns the state dict of a model whose collection has a static table in place of the dynamic one."""
-    table = EmbeddingBagConfig(
-        num_embeddings=9, embedding_dim=12, name="plain", feature_names=["f_plain"]
-    )
+    table = EmbeddingBagConfig(9, 12, "plain", feature_names=["f_plain"])
     model = torch.nn.Module()
     model.collection = EmbeddingBagCollection(tables=[table])
     return model.state_dict()

@@ -323,5 +323,5 @@ def test_rows_of_new_contents_have_marks():
     new.reserve(600)
     new.insert(torch.arange(600), torch.arange(600))
     version = log.version(IdMap(), nothing)
-    log.replace_all(nothing, nothing, 600, torch.device("cpu"))
+    vars(log).update(log.replaced(nothing, nothing, 600, torch.device("cpu")))
     assert torch.equal(log.changed_rows(version, new)[0].sort().values, torch.arange(600))

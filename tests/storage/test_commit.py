@@ -14,6 +14,7 @@ from interrupt_cases import batch_of, collection_of
 import torchrec_dyn as dyn
 from torchrec_dyn.checkpoint import Checkpoints, export_rows, mark
 from torchrec_dyn.storage import commit
+from torchrec_dyn.table import Additions
 
 
 class Stop(BaseException):
@@ -111,6 +112,22 @@ def test_a_torn_table_can_only_be_loaded(call):
     model.train().load_state_dict(saved)
     if call != "backward":
         CALLS[call](model, output)
+
+
+def test_an_exception_in_the_commit_of_a_step_tears(monkeypatch):
+    model, _ = trained()
+    saved = copy.deepcopy(model.state_dict())
+
+    def fail(*_):
+        raise OSError
+
+    with monkeypatch.context() as patched, pytest.raises(OSError):
+        patched.setattr(Additions, "commit", fail)
+        model(batch_of([90], [91]))
+    with pytest.raises(RuntimeError, match="got 't0', 't1' torn"):
+        model(batch_of([1], [2]))
+    model.load_state_dict(saved)
+    assert model.table("t0").num_rows == 3
 
 
 def test_a_load_into_the_state_dict_of_a_torn_table():

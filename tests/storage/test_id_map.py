@@ -50,7 +50,7 @@ class MapBesideDict(RuleBasedStateMachine):
         held = [(i, self.dict.pop(i)) for i in ids if i in self.dict]
         found = self.map.find(ids_of(*(i for i, _ in held)))
         assert list(zip(*(one.tolist() for one in found), strict=True)) == held
-        self.map.remove(ids_of(*ids), len(self.dict))
+        self.map.remove(ids_of(*(i for i, _ in held)))
 
     @rule(extra=st.integers(0, 200))
     def reserve(self, extra):

@@ -159,11 +159,9 @@ MAPS = {
     ("capacities", "moved", "rule"),
     [
         ([9], -1, "slots of shape .* with C a multiple of 4, got C = 9"),
-        ([1], -1, "C a multiple of 4, got C = 1. Make them with new_slots"),
         ([12, 10], 0, "C a multiple of 4, got C = 10"),
         ([10, 8], 0, "C a multiple of 4, got C = 10"),
         ([12, 8], 2, r"moved in \[0, 8\), a multiple of 4, or -1, got 2"),
-        ([12, 8], 7, r"moved in \[0, 8\), a multiple of 4, or -1, got 7"),
     ],
 )
 def test_maps_of_no_whole_lines_are_refused(op, capacities, moved, rule):

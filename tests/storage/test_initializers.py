@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import EXTREME_IDS, initial_units, philox4x32
+from oracle import EXTREME_IDS, WORD
 from table_cases import hard_ids, ids_of, make_group, make_table
 
 from torchrec_dyn import ops
@@ -51,6 +51,26 @@ def fresh_rows(initializer, ids, columns=8, key=11, first_column=0, dtype=torch.
     return block[: len(ids)]
 
 
+def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
+    """Returns Philox4x32-10 of counters [M, 4] of uint32, [M, 4].
+
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
+    k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (
+            product1 >> np.uint64(32) ^ c1 ^ np.uint64(k0),
+            product1 & low,
+            product0 >> np.uint64(32) ^ c3 ^ np.uint64(k1),
+            product0 & low,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
+
+
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
 def test_the_oracle_gives_the_known_answers(counter, key, answer):
     assert philox4x32(key, np.array([counter], dtype=np.uint32)).tolist() == [answer]
@@ -61,6 +81,15 @@ def test_the_op_gives_the_first_known_answer():
     row = fresh_rows(Uniform(0.0, 2.0**32), [0], columns=4, key=0)[0]
     words = torch.tensor(KNOWN_ANSWERS[0][2], dtype=torch.float64) + 0.5
     assert torch.equal(row, words.float())
+
+
+def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
+    """Returns the uniform numbers in (0, 1), [M, columns], of initial rows: four columns a Philox call."""
+    calls = -(-columns // 4)
+    words = [divmod(number % WORD, 1 << 32) for number in ids]
+    counter = np.array([[low, high, call, 0] for high, low in words for call in range(calls)])
+    drawn = philox4x32(key % WORD, counter).reshape(len(ids), 4 * calls)
+    return (drawn[:, :columns].astype(np.float64) + 0.5) / 2.0**32
 
 
 def test_the_op_gives_the_oracles_words():

@@ -17,7 +17,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
 from torchrec.distributed.train_pipeline import runtime_forwards, train_pipelines
 
-from torchrec_dyn.distributed.embedding_collection import SequenceContext
+from torchrec_dyn.distributed.sharded_collections import SequenceContext
 
 # The objects that pipelines pass from stream to stream: batches, outputs and contexts.
 HANDED_ON = [KeyedJaggedTensor, KeyedTensor, EmbeddingBagCollectionContext,

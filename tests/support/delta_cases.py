@@ -41,17 +41,15 @@ class Model(nn.Module):
         options = {"fused_params": fused}
         bags = [
             EmbeddingBagConfig(
-                name=name,
-                embedding_dim=8 if name == "lru" else 4,
-                num_embeddings=TABLES[name][0],
+                TABLES[name][0],
+                8 if name == "lru" else 4,
+                name,
                 feature_names=[f"f_{name}"],
                 data_type=DataType.FP16 if name == "old" else DataType.FP32,
             )
             for name in NAMES[:3]
         ]
-        timed = EmbeddingConfig(
-            name="timed", embedding_dim=4, num_embeddings=8, feature_names=["f_timed"]
-        )
+        timed = EmbeddingConfig(8, 4, "timed", feature_names=["f_timed"])
         self.pooled = dyn.DynamicEmbeddingBagCollection(
             bags, dynamic={name: dynamic[name] for name in NAMES[:3]}, **options
         )

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-import numpy as np
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 if str(EXAMPLES) not in sys.path:
     sys.path.insert(0, str(EXAMPLES))
@@ -25,18 +23,3 @@ def line(separator: str = "\t", **changed: str) -> str:
 def write(path: Path, lines: list[str]) -> Path:
     path.write_text("".join(f"{text}\n" for text in lines))
     return path
-
-
-def learnable_lines(count: int, seed: int = 0) -> list[str]:
-    """Returns lines whose label depends on the id in C1 in nine of ten lines; some fields are empty."""
-    random = np.random.default_rng(seed)
-    ids = random.integers(0, 40, (count, 26))
-    follows = random.random(count) < 0.9
-    empty = random.random((count, 25)) < 0.1
-    lines = []
-    for row in range(count):
-        label = (ids[row, 0] % 2 == 0) == follows[row]
-        text = [f"{value:08x}" for value in ids[row]]
-        text[1:] = ["" if gone else one for gone, one in zip(empty[row], text[1:], strict=True)]
-        lines.append("\t".join([str(int(label)), *["7"] * 12, "", *text]))
-    return lines

@@ -201,16 +201,6 @@ class Stages:
         self.stages = [contents(before), forward, contents(model)]
         if training.is_timed:
             self.stages.append(contents(timed))
-        if not any(one.has_life for one in training.options):
-            inserted = contents(before)
-            for name, (state, stats) in forward.items():
-                old_state, old_stats = inserted[name]
-                keep = ("rows", "inserted")
-                inserted[name] = (
-                    {**state, "step": old_state["step"]},
-                    {**old_stats, **{key: stats[key] for key in keep}},
-                )
-            self.stages.append(inserted)
         self.later = {}
 
     def check(self, model):

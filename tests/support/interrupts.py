@@ -1,4 +1,4 @@
-"""An exception at one chosen place of the package, as Ctrl-C raises it.
+"""A signal at one chosen place of the package: Ctrl-C, or one with a handler.
 
 A place is a line that is about to run, or a function that is about to return: then the work of a call is
 done and its result is lost. Clean-up is left out: bodies of `except` and `finally`, `__exit__`, and the end
@@ -13,6 +13,7 @@ import dis
 import functools
 import gc
 import pathlib
+import signal
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -24,17 +25,16 @@ _PACKAGE = str(pathlib.Path(torchrec_dyn.__file__).parent)
 
 
 def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | None = None) -> bool:
-    """Runs a call and raises KeyboardInterrupt, or calls the handler, at its place number `at`, from 1 on."""
-    seen = 0
+    """Runs a call and raises SIGINT, or a signal with the handler, at its place number `at`, from 1 on."""
+    seen, number = 0, signal.SIGINT if handler is None else signal.SIGUSR1
+    former = signal.signal(signal.SIGUSR1, lambda *_: None if handler is None else handler())
 
     def places(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
         if event in ("line", "return") and not _is_clean_up(frame):
             seen += 1
-            if seen == at and handler is None:
-                raise KeyboardInterrupt  # this also ends tracing
             if seen == at:
-                handler()
+                signal.raise_signal(number)  # an exception also ends tracing
         return places
 
     def calls(frame: FrameType, event: str, arg: Any) -> Any:
@@ -57,6 +57,7 @@ def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | N
         pass
     finally:
         sys.settrace(before)
+        signal.signal(signal.SIGUSR1, former)
         gc.enable()
         sys.unraisablehook = hook
     return seen >= at

@@ -6,14 +6,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 from unittest import mock
 
-import checkpoint_cases
 from torch import Tensor
 
-import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.storage import block_memory
 from torchrec_dyn.table import TableShard
@@ -41,18 +37,6 @@ def are_mapped(table: TableShard, directory: str = SHARED_MEMORY) -> bool:
     """Returns True if all rows and states of a table, and some of them, are in mapped files."""
     blocks = [block for store in table.stores for block in store.blocks]
     return bool(blocks) and all(is_mapped(block, directory) for block in blocks)
-
-
-@contextmanager
-def tables_in_files(directory: str = SHARED_MEMORY) -> Iterator[None]:
-    """Puts the tables of `checkpoint_cases` that are made inside into mapped files."""
-    storage = dyn.MappedFiles(directory)
-    tables: Any = [
-        (name, dtype, replace(config or dyn.DynamicTableConfig(), storage=storage))
-        for name, dtype, config in checkpoint_cases.TABLES
-    ]
-    with mock.patch.object(checkpoint_cases, "TABLES", tables):
-        yield
 
 
 @contextmanager

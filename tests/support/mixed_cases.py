@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
@@ -21,13 +21,7 @@ OUTPUTS = [("a", "g"), ("a", "f"), ("b", "g"), ("c", "h")]
 def tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
     """Returns three tables of two widths; one table has two features, and one feature has two tables."""
     return [
-        EmbeddingBagConfig(
-            name=name,
-            embedding_dim=width,
-            num_embeddings=1000,
-            feature_names=features,
-            pooling=pooling,
-        )
+        EmbeddingBagConfig(1000, width, name, feature_names=features, pooling=pooling)
         for name, width, features in (("a", 8, ["g", "f"]), ("b", 12, ["g"]), ("c", 8, ["h"]))
     ]
 
@@ -71,11 +65,6 @@ def pooled_by_hand(
 def some_grad(output: Tensor) -> Tensor:
     """Returns a gradient whose numbers all differ."""
     return torch.linspace(-1, 1, output.numel()).reshape(output.shape) + 0.1 * output.detach()
-
-
-def numbers(module: nn.Module) -> int:
-    """Returns the number of parameters of a module; placeholders count by their shape."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def varied_batch() -> tuple[KeyedJaggedTensor, KeyedJaggedTensor]:

@@ -184,7 +184,7 @@ def draw_prepare_tables(rng: random.Random) -> Arguments:
     return tables_in({**given, **draw_maps(rng, len(given["layout"]))[0]})
 
 
-def draw_init_new_rows(rng: random.Random) -> Arguments:
+def draw_init_new_rows_(rng: random.Random) -> Arguments:
     given = draw_update_rows_(rng)
     offsets, reused, firsts, ids = [0], [0], [], 0
     again: list[int] = []
@@ -198,6 +198,7 @@ def draw_init_new_rows(rng: random.Random) -> Arguments:
         reused.append(len(again))
         offsets.append(ids)
     return {
+        "new_rows": whole(*[-7] * ids),
         "new_ids": whole(*some_ids(rng, ids)),
         "new_offsets": whole(*offsets),
         "first_rows": whole(*firsts),

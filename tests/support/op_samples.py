@@ -299,9 +299,10 @@ SAMPLES = {
         find_sample,
         lambda: find_sample(lengths=None, offsets=whole(0, 2, 3, 3, 5), segments=None, pools=0),
     ],
-    "init_new_rows": [
+    "init_new_rows_": [
         lambda: {
-            "new_ids": whole(7, 8, 9), "new_offsets": whole(0, 2, 3), "first_rows": whole(6, 0),
+            "new_rows": whole(0, 0, 0), "new_ids": whole(7, 8, 9),
+            "new_offsets": whole(0, 2, 3), "first_rows": whole(6, 0),
             "reused": whole(1), "reused_offsets": whole(0, 1, 1), "tables": prepared(update(2))["tables"],
         },
     ],

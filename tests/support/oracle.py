@@ -1,4 +1,4 @@
-"""Plain reference formulas of the core: Python integers, numpy and dense torch.
+"""Plain reference formulas of the core, in Python integers.
 
 Nothing here imports the ops. Legend: M ids, D columns, R rows.
 """
@@ -7,12 +7,7 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
-import torch
 from torch import Tensor
-from update_rules import state_widths, update
-
-from torchrec_dyn.optimizers import RULES, RowOptimizer
 
 WORD = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, made odd
@@ -118,85 +113,3 @@ def probe_lengths(slots: Tensor, key: int = 0) -> list[int]:
 def canonical_order(ids: list[int]) -> list[int]:
     """Returns the ids in canonical order."""
     return sorted(ids, key=mix64)
-
-
-def philox4x32(key: int, counter: np.ndarray) -> np.ndarray:
-    """Returns Philox4x32-10 of counters [M, 4] of uint32, [M, 4].
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-    """
-    low = np.uint64(0xFFFFFFFF)
-    c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
-    k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
-    for _ in range(10):
-        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            product1 >> np.uint64(32) ^ c1 ^ np.uint64(k0),
-            product1 & low,
-            product0 >> np.uint64(32) ^ c3 ^ np.uint64(k1),
-            product0 & low,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return np.stack([c0, c1, c2, c3], axis=1).astype(np.uint32)
-
-
-def random_words(key: int, ids: list[int], columns: int, words_per_call: int, stream: int):
-    """Returns uint32 words [M, columns]; `words_per_call` columns share one Philox call."""
-    calls = -(-columns // words_per_call)
-    counter = np.array(
-        [
-            [number % WORD & 0xFFFFFFFF, number % WORD >> 32, call, stream]
-            for number in ids
-            for call in range(calls)
-        ],
-        dtype=np.uint64,
-    ).reshape(-1, 4)
-    return philox4x32(key % WORD, counter).reshape(len(ids), calls * 4)
-
-
-def initial_units(key: int, ids: list[int], columns: int) -> np.ndarray:
-    """Returns the uniform numbers in (0, 1), [M, columns], from which initial rows are computed."""
-    words = random_words(key, ids, columns, 4, 0)[:, :columns]
-    return (words.astype(np.float64) + 0.5) / 2.0**32
-
-
-def rounding_draws(key: int, ids: list[int], columns: int, step: int) -> np.ndarray:
-    """Returns the 16-bit draws [M, columns] of stochastic rounding: SplitMix64, four per word, low first."""
-    of_step = mix64(key + step * GOLDEN)
-    draws = np.empty((len(ids), columns), dtype=np.uint32)
-    for row, number in enumerate(ids):
-        state = mix64(of_step ^ mix64(number))
-        words = [mix64(state + (word + 1) * GOLDEN) for word in range(-(-columns // 4))]
-        draws[row] = [words[c // 4] >> 16 * (c % 4) & 0xFFFF for c in range(columns)]
-    return draws
-
-
-class DenseRows:
-    """Rows of one table as dense float64 tensors with plain update rules (update_rules.py)."""
-
-    def __init__(self, weight: Tensor, optimizer: RowOptimizer) -> None:
-        self.optimizer = optimizer
-        self.weight = weight.double().clone()
-        rows, columns = weight.shape
-        widths = state_widths(optimizer.rule, columns)
-        self.states = tuple(
-            torch.full((rows, width), start, dtype=torch.float64)
-            for width, start in zip(widths, optimizer.initial_states, strict=True)
-        )
-        self.step = 0
-
-    def update(self, rows: Tensor, grad: Tensor) -> None:
-        """Runs one optimizer step."""
-        self.step += 1
-        kind, states = self.optimizer.kind, (self.weight, *self.states)
-        hyper = {
-            name: np.float64(getattr(self.optimizer, name))
-            for name in ("learning_rate", *RULES[kind].hyper)
-        }
-        before = (grad.double().numpy(), *(state[rows].numpy() for state in states))
-        of_columns = (
-            (lambda x, how=how: how(x**2, axis=1, keepdims=True)) for how in (np.mean, np.sum)
-        )
-        after = update(kind, hyper, self.step, *of_columns, before)
-        for state, new in zip(states, after, strict=True):
-            state[rows] = torch.from_numpy(new)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import sharded_training
 import torch
-import torch.distributed as dist
 from cuda_stream_shims import cuda_stream_shims
 from pipeline_model import Clicks, Run, batches, sharded_model
 from sharded_training import with_dense_sgd
@@ -253,41 +252,6 @@ def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if type(one) is torch.Tensor and one.is_cuda:
         return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
     return torch.equal(one, other)
-
-
-def train_and_erase(run: Run, erased: torch.Tensor, at_step: int, erase: bool) -> dict[str, Any]:
-    """Trains by SemiSync; ids are erased between lookup i + 1 and backward i, and occur again later."""
-    source = batches(run)
-    with shims_for("semi_sync"):
-        model = sharded_model(run)
-        if not erase:
-            for batch in source[at_step + 2 :]:
-                ids = batch.features._values
-                batch.features._values = torch.where(torch.isin(ids, erased), renamed(ids), ids)
-        forwards = iter(range(run.steps))
-
-        def forward(batch: Clicks | None) -> Any:
-            loss, output = model(batch)
-            if next(forwards) == at_step and erase:
-                loss.register_hook(lambda grad: _erase(run, model, erased))
-            return loss, output
-
-        pipeline = make_pipeline(run, "semi_sync", model, custom_model_fwd=forward)
-        outputs = drain(pipeline, source)
-        check_pipelined(run, pipeline)
-    return results_of(run, model, outputs)
-
-
-def renamed(ids: torch.Tensor) -> torch.Tensor:
-    """Returns other ids that are used nowhere else."""
-    return ids ^ 0x5555_0000_0000
-
-
-def _erase(run: Run, model: Any, ids: torch.Tensor) -> None:
-    mine: Callable[[], torch.Tensor] = lambda: ids if dist.get_rank() == 0 else ids[:0]  # noqa: E731
-    for name in ("pooled", "sequences"):
-        for table in run.tables(name):
-            assert getattr(model.module, name).table(table).erase(mine()) > 0
 
 
 def pause_with_steps_ahead(run: Run) -> dict[str, Any]:

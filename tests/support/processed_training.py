@@ -17,9 +17,7 @@ from sharded_training import (
     parts_of_rank,
 )
 from torch import nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from torchrec.modules.feature_processor_ import (
@@ -154,48 +152,6 @@ def assert_unchanged(batch: KeyedJaggedTensor, before: KeyedJaggedTensor) -> Non
     weights, expected = batch.weights_or_none(), before.weights_or_none()
     assert (weights is None) == (expected is None)
     assert weights is None or torch.equal(weights, expected)
-
-
-def train_beside_static(case: Case, form: str) -> None:
-    """Trains beside TorchRec's static tables, sharded by the same plan; row i is id i."""
-    rank = dist.get_rank()
-    ours = processed(case, collection_of(case, fused_params=case.fused_params), form)
-    ids = torch.arange(200)
-    torch.manual_seed(3)  # the same static rows on every rank
-    static = EmbeddingBagCollection(
-        [copy.deepcopy(one) for one in ours.split()[1].embedding_bag_configs()], is_weighted=True
-    )
-    for name, table in static.embedding_bags.items():
-        ours.split()[1].table(name).assign(ids, table.weight.detach()[:200])
-    static_model = shard_processed(
-        case,
-        processed(case, static, form),
-        FeatureProcessedEmbeddingBagCollectionSharder(
-            EmbeddingBagCollectionSharder(fused_params=dict(case.fused_params))
-        ),
-    )
-    dynamic_model = shard_processed(case, ours)
-    # On the CPU TorchRec does not shard a module's weights: it creates new weights.
-    saved = {name: table.weight.detach() for name, table in static.embedding_bags.items()}
-    for path, held in static_model.state_dict().items():
-        if "embedding_bags" in path:
-            for shard in held.local_shards():
-                (row, column), size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-                rows = saved[path.split(".")[-2]][row : row + size[0], column : column + size[1]]
-                shard.tensor.copy_(rows)
-    for step in range(case.steps):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        lengths = torch.randint(LONGEST + 1, (4 * len(case.features()),), generator=generator)
-        values = torch.randint(200, (int(lengths.sum()),), generator=generator)
-        batch = KeyedJaggedTensor(case.features(), values, lengths=lengths)
-        got, expected = dynamic_model(copy.deepcopy(batch)), static_model(batch)
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
-        backward(got), backward(expected)
-        others = position_weights(static_model)
-        for name, weight in position_weights(dynamic_model).items():
-            torch.testing.assert_close(weight.grad, others[name].grad, rtol=1e-4, atol=1e-5)
-        learn(dynamic_model), learn(static_model)
 
 
 def one_table(kind: str = "row_wise", world: int = 2) -> Case:

@@ -1,6 +1,5 @@
 """Runs PTX that tests write, in the emulator of tests/csrc/ptx. Needs a C++ compiler, no nvcc and no GPU.
 
-compute("add.s32 %d, %a, %b;", [1, 2], [3, 4], types="s32")   # by elements
 Program(text).launch("kernel", grid=1, block=32, arguments=[array, 7])
 """
 
@@ -23,7 +22,6 @@ BUILT = ROOT / "build/ptx/tests"
 FLAGS = ["-shared", "-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
 HEAD = ".version 8.0\n.target sm_80\n.address_size 64\n"
 SCHEDULES = ("converged", "random", "split")
-NUMPY = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
 
 
 @functools.cache
@@ -33,10 +31,8 @@ def library():
         fcntl.flock(lock, fcntl.LOCK_EX)
         built = _built()
     loaded = ctypes.CDLL(str(built))
-    for name, result in (("parse", ctypes.c_void_p), ("variable", ctypes.c_void_p)):
-        getattr(loaded, f"ptx_{name}").restype = result
-    for name in ("text", "executed", "unsupported"):
-        getattr(loaded, f"ptx_{name}").restype = ctypes.c_char_p
+    loaded.ptx_parse.restype = ctypes.c_void_p
+    loaded.ptx_text.restype = loaded.ptx_unsupported.restype = ctypes.c_char_p
     return loaded
 
 
@@ -104,28 +100,8 @@ class Program:
         launched = self.launch(name, *args, **kwargs)
         assert launched == (0, ""), launched
 
-    def variable(self, name, dtype):
-        """Returns the memory of a variable."""
-        size = ctypes.c_size_t()
-        address = library().ptx_variable(self._module, name.encode(), ctypes.byref(size))
-        return np.frombuffer((ctypes.c_char * size.value).from_address(address), dtype)
-
-    def executed(self, name):
-        """Returns (line, times, text) of each instruction."""
-        lines = library().ptx_executed(self._module, name.encode()).decode().splitlines()
-        return [
-            (int(line), int(times), text)
-            for line, times, text in (one.split("\t") for one in lines)
-        ]
-
     def unsupported(self):
         return library().ptx_unsupported(self._module).decode().splitlines()
-
-    def facts(self, name):
-        """Returns launches, threads, most blocks; most threads, bytes of shared, local, parameters."""
-        numbers = (ctypes.c_ulonglong * 7)()
-        library().ptx_facts(self._module, name.encode(), numbers)
-        return list(numbers)
 
 
 def _extent(size):
@@ -135,11 +111,6 @@ def _extent(size):
 def refuse_range(begin, end):
     """Makes accesses within [begin, end) errors; an empty range ends it."""
     library().ptx_refuse_range(ctypes.c_size_t(begin), ctypes.c_size_t(end))
-
-
-def dtype_of(kind):
-    """Returns numpy's type for a type of PTX; bf16 as its bits."""
-    return np.dtype("uint16" if kind == "bf16" else NUMPY[kind[0]] + kind[1:])
 
 
 def kernel(body, parameters=("out",), registers=(), name="kernel"):
@@ -162,42 +133,3 @@ mad.lo.s32 %i, %block_, %size_, %i;
 ret;
 }}
 """
-
-
-def compute(code, *operands, types, out=None):
-    """Runs code for each element of the operands, which are %a, %b, ...; returns what it left in %d.
-
-    types: PTX's type of the operands, or one for each. out: of the result; that of the first operand.
-    Registers %p and %q are predicates.
-    """
-    types = [types] * len(operands) if isinstance(types, str) else list(types)
-    out = out or types[0]
-    arrays = [
-        np.ascontiguousarray(one, dtype_of(kind)) for one, kind in zip(operands, types, strict=True)
-    ]
-    n = len(arrays[0])
-    result = np.zeros(n, dtype_of(out))
-    names = "abcefg"[: len(arrays)]
-    registers = ["pred %p, %q, %in_", "b64 %at_, %x_"]
-    body = (
-        "setp.ge.s32 %in_, %i, {n};\n@%in_ ret;\n".replace("{n}", str(n)) + "cvt.u64.u32 %x_, %i;\n"
-    )
-    for name, kind in zip(names, types, strict=True):
-        registers.append(f"b{_register_bits(kind)} %{name}")
-        body += f"mad.lo.s64 %at_, %x_, {dtype_of(kind).itemsize}, %in{name};\n"
-        body += f"ld.{_memory_type(kind)} %{name}, [%at_];\n"
-    registers.append(f"b{_register_bits(out)} %d")
-    body += code + f"\nmad.lo.s64 %at_, %x_, {result.dtype.itemsize}, %out;\n"
-    body += f"st.{_memory_type(out)} [%at_], %d;\n"
-    parameters = [f"in{name}" for name in names] + ["out"]
-    blocks = (n + 63) // 64
-    Program(kernel(body, parameters, registers)).run("kernel", blocks, 64, [*arrays, result])
-    return result
-
-
-def _register_bits(kind):
-    return max(dtype_of(kind).itemsize * 8, 16)
-
-
-def _memory_type(kind):
-    return f"b{dtype_of(kind).itemsize * 8}" if kind[0] in "fb" else kind

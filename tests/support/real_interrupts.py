@@ -1,17 +1,13 @@
-"""Exceptions that come from outside, at a moment of a call: by signals, and by another thread.
+"""Exceptions that signals raise at a moment of a call.
 
 `interrupts.py` chooses the place; here the place is where Python finds the signal.
 """
 
 from __future__ import annotations
 
-import _thread
-import ctypes
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +16,7 @@ class Interrupt(Exception):
     """An exception that a user's handler raises, e.g. at a time limit."""
 
 
-RAISED = (Interrupt, KeyboardInterrupt, SystemExit, MemoryError, RecursionError)
+RAISED = (Interrupt, KeyboardInterrupt, SystemExit)
 
 
 def at_alarm(call: Callable[[], Any], delay: float, handler: Callable[[], Any]) -> type | None:
@@ -64,39 +60,8 @@ def by_handler(call: Callable[[], Any], delay: float) -> type | None:
     return at_alarm(call, delay, handler)
 
 
-def by_thread(call: Callable[[], Any], delay: float, kind: type = Interrupt) -> type | None:
-    """An exception that another thread sends to this thread, as notebooks and time limits do."""
-    receiver = ctypes.c_ulong(threading.get_ident())
-
-    over = _thread.allocate_lock()
-    over.acquire()
-
-    def send() -> None:
-        time.sleep(delay)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(receiver, ctypes.py_object(kind))
-        over.release()
-
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        try:
-            _thread.start_new_thread(
-                send, ()
-            )  # an exception would leave a half-started Thread behind
-            call()
-        finally:
-            over.acquire()
-    except RAISED as error:
-        return type(error)
-    finally:
-        sys.unraisablehook = hook
-    return None
-
-
 INTERRUPTS: dict[str, Callable[[Callable[[], Any], float], type | None]] = {
     "sigint": by_sigint,
     "sigterm": by_sigterm,
     "handler": by_handler,
-    "thread": by_thread,
-    "MemoryError": lambda call, delay: by_thread(call, delay, MemoryError),
-    "RecursionError": lambda call, delay: by_thread(call, delay, RecursionError),
 }

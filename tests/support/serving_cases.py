@@ -81,15 +81,6 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> Path:
     return path
 
 
-def save_random(path: Path, name: str, rows: int, dim: int) -> Path:
-    """Saves one table with `rows` random rows; returns the path."""
-    ids = torch.arange(rows)
-    ids = ids[canonical_order(ids)]
-    one = Plain(name, dim)
-    saved = one.summed({"config": one.config(), "ids": ids, "weight": torch.randn(rows, dim)})
-    return save_tensors(path, one.named(saved, "embedding_bags"))
-
-
 def save(path: Path, *tables: Plain, kind: str = "embedding_bags") -> Path:
     """Saves whole tables as an unsharded collection `ebc` does; returns the path."""
     found = {}

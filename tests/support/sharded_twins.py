@@ -105,13 +105,3 @@ class ShardedTwins:
 def _grad_of(output: torch.Tensor) -> torch.Tensor:
     ramp = torch.linspace(-1, 1, output.shape[1], device=output.device)
     return ramp * 0.3 + output.detach() * 0.5
-
-
-def train_twins(case: Case) -> int:
-    """Trains a case on both devices; returns the rows on this rank."""
-    with MockDevice() as device:
-        twins = ShardedTwins(device, case)
-        for step in range(case.steps):
-            twins.train(step)
-        twins.check_notes()
-        return twins.compare()

@@ -9,8 +9,6 @@ from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
 )
@@ -35,11 +33,6 @@ def ebc(**options: Any) -> EmbeddingBagCollection:
         EmbeddingBagConfig(ROWS["b"], 4, "b", feature_names=["h"]),
     ]
     return EmbeddingBagCollection(tables, **options)
-
-
-def ec(**options: Any) -> EmbeddingCollection:
-    tables = [EmbeddingConfig(n, 8, name, feature_names=[f"f_{name}"]) for name, n in ROWS.items()]
-    return EmbeddingCollection(tables, **options)
 
 
 def batch(collection: nn.Module, draw: random.Random) -> KeyedJaggedTensor:

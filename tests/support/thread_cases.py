@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -62,14 +61,6 @@ class Training:
         return torch.arange(1 + self.done * FRESH)
 
 
-def check_rows(rows: Tensor, found: Tensor, steps: int, training: Training) -> None:
-    """Checks rows of the hot id and of ids of complete steps."""
-    assert bool(found.all()), f"{int((~found).sum())} known ids of {len(found)} are absent"
-    assert torch.equal(rows, rows[:, :1].expand_as(rows)), "a torn row"
-    assert -training.done - 1 <= float(rows[0, 0]) <= -steps, "a row of the hot id from no step"
-    assert bool(torch.eq(rows[1:], -1).all()), "a row from no step"
-
-
 @contextmanager
 def often_switching() -> Iterator[None]:
     """Lets Python switch threads after each microsecond, not after 5 ms."""
@@ -110,11 +101,3 @@ def beside(*readers: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     if errors:
         raise errors[0]
     assert all(calls), f"readers that never finished a call: {calls}"
-
-
-def run_beside(step: Callable[[], None], readers: Sequence[Callable[[], None]], seconds: float):
-    """Calls `step` for a time, while each reader runs in a thread of its own."""
-    with beside(*readers) as all_well:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and all_well():
-            step()

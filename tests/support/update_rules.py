@@ -40,12 +40,6 @@ def state_blocks(
     ]
 
 
-def blocks_of_state(given: dict[str, Any], state: int) -> list[Tensor]:
-    """Returns the blocks of one state in the arguments of a call."""
-    blocks = len(given["weights"])
-    return given["states"][state * blocks : (state + 1) * blocks]
-
-
 def update(
     kind: OptimizerKind,
     hyper: dict[str, Any],

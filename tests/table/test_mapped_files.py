@@ -175,18 +175,6 @@ def test_a_full_disk_is_an_error_before_anything_changes(how: str, tmp_path: Pat
         assert same(table, twin) and are_mapped(table, str(disk))
 
 
-def test_blocks_ahead_are_taken_only_if_there_is_room(tmp_path: Path) -> None:
-    """A state of one number a row takes many blocks at once; on a nearly full disk, one."""
-    with small_disk(tmp_path / "disk", 1 << 20) as disk:
-        store = RowStore(1, 12, torch.float32, torch.device("cpu"), str(disk))
-        store.reserve(4 << 12)
-        with room_left(disk, 20 << 10):
-            store.reserve(5 << 12)  # one block of 16 KiB; four would be as many as there are
-            with pytest.raises(OSError, match="No space left"):
-                store.reserve(64 << 12)
-        assert store.capacity >= 5 << 12
-
-
 def hold_rows(disk: str, begun: Any) -> None:
     """Has rows in mapped files until the process is killed."""
     table = table_of(dyn.MappedFiles(disk), limit=200_000)

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from full_disk import (
     room_left,
     small_disk,
 )
+from saved_cases import save_dict
 from torchrec import EmbeddingBagConfig
 
 import torchrec_dyn as dyn
@@ -29,8 +29,8 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
-from torchrec_dyn.tools.arrow_file import ArrowFile
-from torchrec_dyn.tools.safetensors_file import SafetensorsWriter
+from torchrec_dyn.tools.safetensors_rows import SafetensorsWriter
+from torchrec_dyn.tools.table_export import ArrowFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -52,9 +52,7 @@ def filled(rows: int = ROWS) -> dyn.DynamicEmbeddingBagCollection:
 
 def save(ebc: dyn.DynamicEmbeddingBagCollection, path: Path) -> None:
     state = {"model": ebc.state_dict(), "optimizer": ebc.fused_optimizer.state_dict()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+    save_dict(state, path)
 
 
 def load(path: Path) -> dyn.DynamicEmbeddingBagCollection:

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from another_process import start
+from checkpoint_jobs import flip
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from saved_cases import (
     MODEL_KEY,
@@ -55,14 +56,6 @@ def counted(text, title):
     return [
         int(re.split("  +", line.strip(" #"))[1].replace(",", "")) for line in section.splitlines()
     ]
-
-
-def flip_a_bit(saved, part):
-    """Flips a bit of the first byte of these numbers in the file of a checkpoint."""
-    file = saved / "__0_0.distcp"
-    good = file.read_bytes()
-    at = good.index(part.numpy().tobytes())
-    file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
 
 
 def test_as_a_program(saved, tmp_path):
@@ -128,12 +121,7 @@ def test_what_is_told_of_a_table(saved, capsys):
     assert field(text, "optimizer").startswith("exact_row_wise_adagrad, step 123, one")
     assert field(text, "waiting ids") == "4"
     for title in ("norm", "age", "count"):
-        section = re.search(rf"^  {title} .*\n((?:    .*\n)+)", text + "\n", re.M)[1]
-        counted = [
-            int(re.split("  +", line.strip(" #"))[1].replace(",", ""))
-            for line in section.splitlines()
-        ]
-        assert sum(counted) == 2000, title
+        assert sum(counted(text, title)) == 2000, title
     ages = 123 - state["last_seen"]
     assert f"64 to 127  {int(((ages > 63) & (ages < 128)).sum()):,}" in re.sub(
         " +", " ", text
@@ -185,7 +173,7 @@ def test_damage_is_one_line(saved, capsys):
     state = model_state(2000, life=True)
     for name, part in (("weight", state["weight"][1000:1010]), ("waiting", state["waiting"])):
         file.write_bytes(good)
-        flip_a_bit(saved, part)
+        flip(file, good.index(part.numpy().tobytes()))
         assert told(capsys, saved)[0] == (name == "weight")  # counters are read on demand
         status, text, errors = told(capsys, saved, "--verify")
         assert status == 1 and "no damage" not in text
@@ -228,18 +216,9 @@ def test_histograms_join_bins():
     assert sum(count for _, count in norms.bars()) == 4 and len(norms.bars()) <= 10
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (1000, "1.0 kB"),
-        (5.25e9, "5.2 GB"),
-        (3e15, "3,000.0 TB"),
-    ],
-)
-def test_bytes_are_readable(size, text):
-    assert readable(size) == text
+def test_bytes_are_readable():
+    told = [readable(size) for size in (0, 999, 1000, 5.25e9, 3e15)]
+    assert told == ["0 bytes", "999 bytes", "1.0 kB", "5.2 GB", "3,000.0 TB"]
 
 
 # A real delta leads from one checkpoint to the next
@@ -255,9 +234,7 @@ def train(collection, steps):
 
 
 def test_a_delta_begins_and_ends_at_full_checkpoints(tmp_path, capsys):
-    config = EmbeddingBagConfig(
-        name="user", embedding_dim=8, num_embeddings=60, feature_names=["f"]
-    )
+    config = EmbeddingBagConfig(60, 8, "user", feature_names=["f"])
     collection = DynamicEmbeddingBagCollection(
         [config],
         dynamic=DynamicTableConfig(eviction=LeastRecentlyUsed()),

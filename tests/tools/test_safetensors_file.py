@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.safetensors_rows import SafetensorsReader, SafetensorsWriter
 
 IDS = torch.tensor([-(2**63), -1, 0, 2**63 - 1])
 ROWS = torch.tensor([[1.5, -2.0, 3.0], [0.0, -0.0, 1e-40], [1e30, 7.0, 8.0], [4.0, 5.0, 6.0]])
@@ -42,7 +42,6 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     )
     assert read.dtype == dtype
     assert torch.equal(read.view(torch.uint8), ROWS.to(dtype).view(torch.uint8))  # -0 and all
-    reader.close()
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
@@ -64,7 +63,6 @@ def test_we_read_what_others_write(tmp_path: Path) -> None:
     assert reader.metadata == {} and reader.entries["a"][1] == ()
     for name in ("rows", "ids", "b"):
         assert torch.equal(reader.rows(name, 0, len(given[name])), given[name])
-    reader.close()
 
 
 def header(**changes: Any) -> bytes:
@@ -151,7 +149,6 @@ def test_any_change_of_the_header_is_an_error_or_another_file(
     for name, (_, shape, _) in reader.entries.items():  # whatever it says now, it fits the file
         if shape:
             assert tuple(reader.rows(name, 0, shape[0]).shape) == shape
-    reader.close()
 
 
 def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
@@ -161,7 +158,6 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     assert reader.rows("rows", 0, 3).shape == (3, 3)
     with pytest.raises(ValueError, match="expected 12 bytes of 'rows', got the end of the file"):
         reader.rows("rows", 3, 4)
-    reader.close()
 
 
 def test_an_unfinished_file_does_not_show(tmp_path: Path) -> None:
@@ -173,11 +169,3 @@ def test_an_unfinished_file_does_not_show(tmp_path: Path) -> None:
     writer.drop()
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_bytes() == b"before"
-
-
-def test_a_pipe_or_a_zero_byte_is_no_file(tmp_path: Path) -> None:
-    """A pipe would be waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    for name, got in (("pipe", "a pipe"), ("a\0b", "one with a zero byte")):
-        with pytest.raises(ValueError, match=rf"a \.safetensors file, got {got}\. Give a file"):
-            SafetensorsReader(tmp_path / name)

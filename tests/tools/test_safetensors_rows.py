@@ -24,7 +24,7 @@ from torchrec_dyn.checkpoint import (
     import_rows,
     mark,
 )
-from torchrec_dyn.tools.safetensors_file import SafetensorsReader, SafetensorsWriter
+from torchrec_dyn.tools.safetensors_rows import SafetensorsReader, SafetensorsWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -80,7 +80,6 @@ def test_the_file_tells_what_it_is(tmp_path: Path) -> None:
     assert reader.metadata == {"format": "torchrec_dyn_rows_1", "table": "t", "seed": "7"}
     assert reader.entries["rows"][:2] == (torch.bfloat16, (23, 8))
     assert torch.equal(reader.rows("ids", 0, 23), one.table("t").ids())
-    reader.close()
 
 
 def test_the_file_depends_on_the_contents_alone(tmp_path: Path) -> None:

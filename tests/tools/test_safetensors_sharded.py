@@ -19,7 +19,7 @@ from shards import deep_but
 import torchrec_dyn as dyn
 from torchrec_dyn import knobs
 from torchrec_dyn.checkpoint import export_rows, import_rows
-from torchrec_dyn.tools.safetensors_file import SafetensorsWriter
+from torchrec_dyn.tools.safetensors_rows import SafetensorsWriter
 
 EXTREMES = [-(2**63), -1, 0, 2**63 - 1, int(unmixed(torch.tensor([-1]))[0])]
 IDS = torch.tensor([*EXTREMES, *range(-39, 200, 3)[:13], *range(1, 80, 3)])

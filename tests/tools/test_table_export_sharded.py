@@ -122,7 +122,7 @@ def faults(setup: Setup, path: str) -> list[str]:
         with pytest.raises((ValueError, RuntimeError, OSError)) as caught:
             export_table(collection, **arguments)
         said.append(str(caught.value))
-    from torchrec_dyn.tools.arrow_file import ArrowFile
+    from torchrec_dyn.tools.table_export import ArrowFile
 
     add = ArrowFile.add
 

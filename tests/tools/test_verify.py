@@ -2,13 +2,13 @@
 
 import io
 import random
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint_damage import items_of
+from saved_cases import save_dict
 from torch.serialization import get_crc32_options, set_crc32_options
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -50,9 +50,7 @@ def saved(tmp_path_factory) -> Path:
         "optimizer": ebc.fused_optimizer.state_dict(),
         "dense": {"weight": torch.randn(30)},
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder / "checkpoint", no_dist=True)
+    save_dict(state, folder / "checkpoint")
     train(ebc, 20)
     export_delta(ebc, folder / "delta", since=marker)
     export_rows(ebc, "t", folder / "rows.safetensors", checksum=True)

@@ -8,17 +8,15 @@ batch, and the processors on the owners compute the weights from the positions, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionContext
-from torchrec.distributed.fp_embeddingbag import (
-    ShardedFeatureProcessedEmbeddingBagCollection,
-)
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
 from torchrec.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
@@ -36,8 +34,8 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.resharding import reshard
+from torchrec_dyn.distributed.sharded_collections import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.sharding_setup import check_surroundings
 from torchrec_dyn.distributed.stages import ForwardOutsideGraphs
 from torchrec_dyn.modules import DynamicEmbeddingBagCollection, check_unprocessed
@@ -58,6 +56,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     its processors become this module's.
     """
 
+    unsharded_module_type = FeatureProcessedEmbeddingBagCollection
     _embedding_bag_collection: ShardedDynamicEmbeddingBagCollection
 
     def __init__(
@@ -75,8 +74,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
             cast(DynamicEmbeddingBagCollection, collection).dynamic_configs(), self._where
         )
         plan = table_name_to_parameter_sharding
-        if spread := _spread_tables(plan):
-            _check_sends_positions(processors, spread, self._where)
+        _check_sends_positions(processors, plan, self._where)
         check_surroundings(env, device, self._where)  # before the processors move
         if not any(weight.is_meta for weight in processors.parameters()):
             processors.to(device)  # TorchRec resets weights that it moves, even trained ones
@@ -105,9 +103,7 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         """Moves tables to the ranks of another plan: all of these tables, or none. Collective."""
         collection, processors = self._embedding_bag_collection, self._feature_processors
 
-        def check() -> None:
-            if spread := _spread_tables(changed):
-                _check_sends_positions(processors, spread, self._where)
+        check = partial(_check_sends_positions, processors, changed, self._where)
 
         def follow() -> None:
             self._lookups = collection._lookups
@@ -120,20 +116,18 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids to their owners, with positions if rows of a table are spread."""
-        features = self._embedding_bag_collection.checked_batch(features)
+        collection = self._embedding_bag_collection
+        features = collection._check_batch(features, collection.training)
         self._check_lengths(features)
         if self._row_wise_sharded:
             features = _with_own_weights(features)
             modify_input_for_feature_processor(
                 features, self._feature_processors, self._is_collection
             )
-        return self._embedding_bag_collection.send(ctx, features)
+        return collection.send(ctx, features)
 
     def prefetch(
-        self,
-        dist_input: KJTList,
-        forward_stream: torch.Stream | None = None,
-        ctx: Any = None,
+        self, dist_input: KJTList, forward_stream: torch.Stream | None = None, ctx: Any = None
     ) -> None:
         """Prefetches as the collection does."""
         self._embedding_bag_collection.prefetch(dist_input, forward_stream, ctx)
@@ -153,8 +147,17 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
     @not_compiled
     def apply_feature_processors_to_kjt_list(self, dist_input: KJTList) -> KJTList:
         """Computes the weights of the ids that arrived."""
-        with _positions_marked(self._feature_processors, self._row_wise_sharded):
+        # TorchRec's flag that the weights of a batch are positions: else that of an earlier batch would
+        # apply, perhaps of another plan. In an unsharded module it is False.
+        processors: Any = self._feature_processors.modules()
+        marked = [processor for processor in processors if hasattr(processor, "_pre_processed")]
+        for processor in marked:
+            processor._pre_processed = self._row_wise_sharded
+        try:
             return super().apply_feature_processors_to_kjt_list(dist_input)
+        finally:
+            for processor in marked:
+                processor._pre_processed = False
 
     def add_fp_params_grad_sync_callback(
         self, lazy_awaitable_kt: LazyAwaitable[KeyedTensor]
@@ -163,11 +166,6 @@ class ShardedDynamicFeatureProcessedEmbeddingBagCollection(
         if next(self._feature_processors.parameters(), None) is None:
             return lazy_awaitable_kt
         return super().add_fp_params_grad_sync_callback(lazy_awaitable_kt)
-
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        """The type of the unsharded module."""
-        return FeatureProcessedEmbeddingBagCollection
 
     def _check_lengths(self, features: KeyedJaggedTensor) -> None:
         """Raises ValueError if a bag has more ids than its feature has position weights."""
@@ -202,36 +200,20 @@ def _with_own_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return copied
 
 
-def _check_sends_positions(processors: Processors, spread: Sequence[str], where: str) -> None:
+def _check_sends_positions(
+    processors: Processors, plan: Mapping[str, ParameterSharding], where: str
+) -> None:
     """Checks that processors can send positions, where an owner gets only a part of each bag."""
+    spread = _spread_tables(plan)
     is_collection = isinstance(processors, FeatureProcessorsCollection)
     each: Sequence[Any] = [processors] if is_collection else list(processors.values())
-    for processor in each:
+    for processor in each if spread else ():
         if not hasattr(processor, "pre_process_input"):
             raise ValueError(
                 f"{where}: expected feature processors with pre_process_input where rows are spread, "
                 f"as for tables {spread}, got {type(processor).__name__}. Add the method (it may do "
                 "nothing if positions do not matter), or shard these tables table-wise or column-wise."
             )
-
-
-@contextmanager
-def _positions_marked(processors: Processors, are_weights: bool) -> Iterator[None]:
-    """Sets, within the context, TorchRec's flag that the weights of a batch are positions.
-
-    Otherwise the flag of an earlier batch would apply, perhaps of another plan; in an unsharded module it is
-    False.
-    """
-    marked: list[Any] = [
-        processor for processor in processors.modules() if hasattr(processor, "_pre_processed")
-    ]
-    for processor in marked:
-        processor._pre_processed = are_weights
-    try:
-        yield
-    finally:
-        for processor in marked:
-            processor._pre_processed = False
 
 
 def _longest_bags(processors: Processors) -> dict[str, int]:

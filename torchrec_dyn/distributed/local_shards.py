@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.keyed import KeyedOptimizer
 
 from torchrec_dyn.checkpoint_format import MODEL_NAMES, table_config
 from torchrec_dyn.compilers import not_compiled
@@ -19,13 +19,12 @@ from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.life import time_fault
 from torchrec_dyn.lookup import TableGroup
 from torchrec_dyn.modules import (
-    LearningRateGroup,
+    TablesOptimizer,
     UnshardedCollection,
     check_not_gathered,
     initializer_of,
     row_dtype,
     saved_states,
-    write_updates,
 )
 from torchrec_dyn.optimizers import STATE_NAMES, RowOptimizer
 from torchrec_dyn.ranks import Table, TableHandle, gather_results, host_group
@@ -52,26 +51,25 @@ class LocalShards:
     the shards. `batches` are those whose ids were sent and not looked up yet.
     """
 
-    def __init__(
-        self, setup: ShardingSetup, collection: Any, env: ShardingEnv, holder: str
-    ) -> None:
+    def __init__(self, setup: ShardingSetup, collection: Any, env: ShardingEnv) -> None:
         self.where = setup.where
         self.layouts = setup.layouts
         self.unsharded: nn.Module = setup.module[0].without_rows()
         self.batches = OpenForwards()
-        self.output_dtypes = setup.output_dtypes
+        self.output_dtypes = {options.output_dtype for options in setup.options.values()}
         self._configs = {config.name: config for config in setup.configs}
         self._dynamic = setup.dynamic
-        self._optimizers = setup.optimizers
+        self.optimizers = {name: options.optimizer for name, options in setup.options.items()}
         self._env = env
         self.device = setup.rows_device
-        self.frozen = set(setup.frozen)
+        self.frozen = {name for name, options in setup.options.items() if options.is_frozen}
         self._initializers: dict[str, Initializer] = {}  # from trained rows or checkpoints
         self._kernels = list(kernels_of(collection._lookups))
         self._tables = self._by_name()
         self._share(TableLock())
         self._handles: dict[str, Table] = {}
-        self._save_and_load_with(collection, holder)
+        self._save_and_load_with(collection, setup.holder)
+        self._fill_from(setup.module[0])
 
     # Called by the collection.
 
@@ -93,7 +91,7 @@ class LocalShards:
     def set_time(self, time: int) -> None:
         """Sets the clocks of all tables to the latest time that any rank passed. Collective."""
         where = f"{self.where}.set_time"
-        shards = [shard for shards in self._tables.values() for shard in shards]
+        shards = self._here()
 
         def checked() -> tuple[int, int]:
             if fault := time_fault(time, None):
@@ -129,8 +127,8 @@ class LocalShards:
             tables = self._by_key(f"{prefix}{holder}.")
             load_tables(state_dict, tables, self.where, missing_keys)
 
-        module._optim = ShardedOptimizer(module._optim.params, self, self._optimizers, holder)
-        module._optim.drive(self.groups())
+        module._optim = ShardedOptimizer(self, self.optimizers, holder)
+        module._optim.drive(self.table_groups())
         # TorchRec's hook saves tables of its own kernels only. It refers to the module that holds it, and
         # this cycle would keep the rows of a deleted model until Python collects garbage.
         module._state_dict_hooks.clear()
@@ -166,7 +164,7 @@ class LocalShards:
             device=self.device,
             config=table_config(name, columns, dynamic.seed, dtype, initializer),
             options=dynamic,
-            optimizer=self._optimizers[name],
+            optimizer=self.optimizers[name],
             initializers=self._initializers,
             features=tuple(config.feature_names),
             frozen=self.frozen,
@@ -174,7 +172,7 @@ class LocalShards:
 
     # Trained rows, and another plan.
 
-    def fill_from(self, collection: UnshardedCollection) -> None:
+    def _fill_from(self, collection: UnshardedCollection) -> None:
         """Copies this rank's part of the rows that were trained before sharding."""
         for name, shard in collection.local_tables().items():
             self._initializers[name] = shard.initializer
@@ -186,9 +184,8 @@ class LocalShards:
         """Copies initializers, frozen tables and the lock of the shards of another plan, before rows move."""
         self._initializers, self.frozen = dict(other._initializers), other.frozen
         self._share(other.lock)
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.is_frozen = shard.name in self.frozen
+        for shard in self._here():
+            shard.is_frozen = shard.name in self.frozen
 
     def reuse(self, other: LocalShards, name: str) -> None:
         """Uses the shards of another plan for a table whose pieces are on the same ranks in both plans."""
@@ -200,31 +197,26 @@ class LocalShards:
     def replace_with(self, other: LocalShards, follow: Callable[[], None]) -> None:
         """Replaces the shards, also in the tables that users hold; `follow` does the same elsewhere."""
         with commit(*self.tables()):
-            for shards in self._tables.values():
-                for shard in shards:
-                    if shard not in other._tables[shard.name]:
-                        shard.generation += (
-                            1  # earlier state dicts and graphs are not valid any more
-                        )
+            for shard in self._here():
+                if shard not in other._tables[shard.name]:
+                    shard.generation += 1  # earlier state dicts and graphs are not valid any more
             kept = {"batches": self.batches, "_handles": self._handles}
             self.__dict__.update({**other.__dict__, **kept})
             for name, handle in self._handles.items():
                 handle.follow(self.table(name))
             follow()
 
-    def groups(self) -> list[TableGroup]:
+    def table_groups(self) -> list[TableGroup]:
         """Returns the table groups on this rank."""
         return [kernel.group for kernel in self._kernels]
 
-    def optimizers(self) -> list[RowOptimizer]:
-        """Returns the optimizers of all tables of the collection, in order, on any rank."""
-        return [self._optimizers[name] for name in self._configs]
-
     def _share(self, lock: TableLock) -> None:
         self.lock = lock
-        for shards in self._tables.values():
-            for shard in shards:
-                shard.lock = lock
+        for shard in self._here():
+            shard.lock = lock
+
+    def _here(self) -> list[TableShard]:
+        return [*chain.from_iterable(self._tables.values())]
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -236,7 +228,7 @@ class LocalShards:
     def _by_name(self) -> dict[str, list[TableShard]]:
         shards: dict[str, list[TableShard]] = {name: [] for name in self._configs}
         for kernel in self._kernels:
-            for table in kernel.tables:
+            for table in kernel.group.tables:
                 shards[table.name].append(table)
         for table_shards in shards.values():
             table_shards.sort(key=lambda shard: shard.first_column)
@@ -244,11 +236,7 @@ class LocalShards:
 
 
 def copy_trained_rows(trained: Table, table: Table) -> None:
-    """Fills this rank's shards, which have no rows, with its part of rows that were trained before sharding.
-
-    Every rank has the whole unsharded collection, so nothing is sent. Optimizer state is copied if the shards
-    have the same kind of optimizer; state of one number per row goes to every column shard.
-    """
+    """Fills empty shards with this rank's part of the rows trained before sharding, which every rank has."""
     if not table.shards:
         return
     (source,), rows = trained.shards, LiveRows(trained, table.where)
@@ -264,7 +252,7 @@ def copy_trained_rows(trained: Table, table: Table) -> None:
     append_rows(rows, table, table.shards, names)
 
 
-class ShardedOptimizer(KeyedOptimizer):
+class ShardedOptimizer(TablesOptimizer):
     """Optimizer state and learning rates of all tables of a sharded collection, on every rank.
 
     Saving and loading are collective, so every rank needs the entries of all tables; TorchRec's optimizer
@@ -273,15 +261,9 @@ class ShardedOptimizer(KeyedOptimizer):
     """
 
     def __init__(
-        self,
-        placeholders: Mapping[str, Any],
-        shards: LocalShards,
-        optimizers: Mapping[str, RowOptimizer],
-        holder: str,
+        self, shards: LocalShards, optimizers: Mapping[str, RowOptimizer], holder: str
     ) -> None:
-        params: dict[str, Any] = {}
-        state: dict[Any, dict[str, Any]] = {}
-        by_optimizer: dict[RowOptimizer, list[Tensor]] = {}
+        tables = {}
         exported: dict[tuple[int, str], Tensor] = {}
 
         def save() -> Mapping[str, Tensor]:
@@ -293,28 +275,10 @@ class ShardedOptimizer(KeyedOptimizer):
 
         for name, optimizer in optimizers.items():
             key = f"{holder}.{name}.weight"
-            params[key] = placeholders.get(key, torch.empty(0, device="meta"))
-            state[params[key]] = saved_states(name, optimizer, save, partial(load, name), exported)
-            by_optimizer.setdefault(optimizer, []).append(params[key])
-        self._rates = {
-            optimizer: LearningRateGroup(members, optimizer.learning_rate)
-            for optimizer, members in by_optimizer.items()
-        }
-        super().__init__(params, state, list(self._rates.values()))
-
-    def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change."""
-        for optimizer, rates in self._rates.items():
-            rates.drive([group for group in groups if group.tables[0].optimizer == optimizer])
-
-    def step(self, closure: Any = None) -> None:
-        """Writes learning rates and deferred updates; other rows were updated in backward."""
-        write_updates(self._rates.values())
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Writes learning rates to the tables, and drops deferred updates."""
-        for rates in self._rates.values():
-            rates.drop_updates()
+            placeholder = torch.empty(0, device="meta")
+            states = saved_states(name, optimizer, save, partial(load, name), exported)
+            tables[key] = placeholder, optimizer, states
+        super().__init__(tables)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ValueError(

@@ -86,9 +86,7 @@ def reshard(
 
 
 def _described(
-    collection: Any,
-    changed: Mapping[str, ParameterSharding],
-    wrapped: Callable[[], None] | None,
+    collection: Any, changed: Mapping[str, ParameterSharding], wrapped: Callable[[], None] | None
 ) -> list[Any]:
     """Returns a checked plan in plain values, so that ranks can compare their plans."""
     if wrapped is not None:
@@ -122,17 +120,9 @@ def _shard_again(
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first sharding has shown the same warnings
-        made = sharder.shard(
-            collection._shards.unsharded,
-            plan,
-            env,
-            device if device is not None else present,
-            collection._module_fqn,
-        )
-    before, after = (
-        {table.name: table.optimizer for table in one._shards.tables()}
-        for one in (collection, made)
-    )
+        place = present if device is None else device
+        made = sharder.shard(collection._shards.unsharded, plan, env, place, collection._module_fqn)
+    before, after = collection._shards.optimizers, made._shards.optimizers
     changed = [f"{name}: {after[name]}" for name in plan if after[name] != before[name]]
     if changed:
         raise ValueError(
@@ -144,17 +134,15 @@ def _shard_again(
 
 
 def _check_at_rest(shards: LocalShards) -> None:
-    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open.
+    """Raises ValueError if a batch was sent and not looked up, or a forward of any table is open."""
+    # Tables that stay count as well: they get another group, and `step()` writes no update of this one.
+    groups = shards.table_groups()
 
-    The forward of a deferred update is open, too. Tables that stay count as well: they get another group, and
-    `step()` writes no update of the present one.
-    """
-    for attempt in range(3):
-        forwards = [len(shard.forwards) for group in shards.groups() for shard in group.tables]
-        open_forwards = max(forwards, default=0)
-        if not len(shards.batches) and not open_forwards:
-            return
-        if attempt < 2:
+    def open_forwards() -> int:
+        return max((len(shard.forwards) for group in groups for shard in group.tables), default=0)
+
+    for _ in range(2):
+        if len(shards.batches) or open_forwards():
             # Garbage may be the only holder of open forwards: a cycle of the user's, and only after it
             # TorchRec's own of a forward, which goes through autograd's graph.
             gc.collect()
@@ -163,24 +151,25 @@ def _check_at_rest(shards: LocalShards) -> None:
             f"expected no batch on its way, got {len(shards.batches)} whose ids were sent under the present "
             "plan and not looked up yet. Run the train pipeline to the end of its iterator first."
         )
-    deferred = [group.deferred for group in shards.groups()]
+    deferred = [group.deferred for group in groups]
     waiting = max((len(one.updates) for one in deferred if one is not None), default=0)
     if waiting:
         raise ValueError(
             f"expected no updates that wait for the optimizer's step(), got those of {waiting} backward "
             "passes. Call step(), or zero_grad() to drop them."
         )
-    raise ValueError(
-        f"expected no forward that waits for its backward, got {open_forwards}. Run backward, or delete "
-        "the outputs of the forward."
-    )
+    if number := open_forwards():
+        raise ValueError(
+            f"expected no forward that waits for its backward, got {number}. Run backward, or delete the "
+            "outputs of the forward."
+        )
 
 
 def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] | None) -> None:
     attributes = {name: value for name, value in vars(made).items() if name not in _KEPT}
 
     def replace() -> None:
-        collection._optim.drive(made._shards.groups())
+        collection._optim.drive(made._shards.table_groups())
         vars(collection).update(attributes)
         if follow is not None:
             follow()
@@ -189,11 +178,7 @@ def _replace_attributes(collection: Any, made: Any, follow: Callable[[], None] |
 
 
 def move_table(before: Table, after: Table, call: str) -> None:
-    """Copies rows, optimizer state and counters of a table into the shards of another plan. Collective.
-
-    `before` has the old shards of this rank, `after` the new shards, without rows. Each chunk of the old rows
-    goes to the ranks that own its ids now. An error is one of all ranks.
-    """
+    """Copies rows, state and counters of a table to the empty shards of another plan. Collective."""
     source, group, pieces = LiveRows(before, call), after.group, after.layout.pieces
     _copy_counters(before, after, source.clock, call)
     assert group is not None
@@ -230,11 +215,7 @@ def _in_piece(source: RowSource, name: str, values: Tensor, piece: Piece) -> Ten
 
 
 def _copy_counters(before: Table, after: Table, clock: Tensor, call: str) -> None:
-    """Copies step, clock, counters and initializer of a table to the new shards. Collective.
-
-    Counters of `OF_EVERY_SHARD` are copied to every shard. Other counters are summed over the old shards that
-    share the rows, and the sums are put on the first of the new ranks that share the rows.
-    """
+    """Copies step, clock, counters and initializer of a table to the new shards. Collective."""
 
     def counters_here() -> tuple[int, dict[str, int], bool] | None:
         if not before.has_first_column:
@@ -249,6 +230,7 @@ def _copy_counters(before: Table, after: Table, clock: Tensor, call: str) -> Non
         shard.start_as(after.initializers.get(after.name, shard.initializer))
         complete(shard, max(steps), clock)
         for name in shard.counters:
+            # Others are summed over the old shards that share the rows, on the first of the new ones.
             counts = [counters[name] for counters in held]
             if name in OF_EVERY_SHARD:
                 shard.counters[name] = max(counts)

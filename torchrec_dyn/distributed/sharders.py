@@ -5,7 +5,7 @@ Those of TorchRec's own collections, for static tables, check `fused_params` too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -29,12 +29,15 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_dyn.distributed.embedding_collection import ShardedDynamicEmbeddingCollection
-from torchrec_dyn.distributed.embeddingbag_collection import ShardedDynamicEmbeddingBagCollection
 from torchrec_dyn.distributed.feature_processors import (
     ShardedDynamicFeatureProcessedEmbeddingBagCollection,
 )
 from torchrec_dyn.distributed.resharding import reshard
+from torchrec_dyn.distributed.sharded_collections import (
+    ShardedDynamicEmbeddingBagCollection,
+    ShardedDynamicEmbeddingCollection,
+)
+from torchrec_dyn.distributed.stages import ShardedTables
 from torchrec_dyn.modules import (
     DynamicEmbeddingBagCollection,
     DynamicEmbeddingCollection,
@@ -42,24 +45,26 @@ from torchrec_dyn.modules import (
     check_fused_params,
     with_fbgemm_dtype,
 )
-from torchrec_dyn.sharding import POOLED_SHARDINGS, SEQUENCE_SHARDINGS
 
 _Unsharded = TypeVar("_Unsharded", bound=nn.Module)
-_Sharded = TypeVar("_Sharded", bound=nn.Module)
+_Sharded = TypeVar("_Sharded", bound=ShardedTables)
 
 
 class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Sharded]):
-    """Shards collections of one type. Abstract: subclasses set the attributes.
+    """Shards collections of one type. Abstract: subclasses set the attributes."""
 
-    `holder` is the attribute of the unsharded collection that holds the tables, `options` are further
-    arguments of the sharded one.
-    """
+    module_type: type[_Unsharded]
+    sharded_module_type: type[_Sharded]
 
-    unsharded: type[_Unsharded]
-    sharded: type[_Sharded]
-    holder: str
-    shardings: Iterable[str]
-    options: Mapping[str, Any]
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        check_fused_params(fused_params, type(self).__name__)
+        super().__init__(fused_params, qcomm_codecs_registry)
+        # Further arguments of the sharded collection.
+        self._options: dict[str, Any] = {"qcomm_codecs_registry": qcomm_codecs_registry}
 
     def shard(
         self,
@@ -70,15 +75,8 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
         module_fqn: str | None = None,
     ) -> _Sharded:
         """Shards a collection."""
-        return self.sharded(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-            **self.options,
+        return self.sharded_module_type(
+            module, params, env, self.fused_params, device, module_fqn=module_fqn, **self._options
         )
 
     def reshard(
@@ -110,26 +108,16 @@ class _TableSharder(BaseEmbeddingSharder[_Unsharded], Generic[_Unsharded, _Shard
 
     def shardable_parameters(self, module: _Unsharded) -> dict[str, nn.Parameter]:
         """Returns the placeholder of each table; the planner reads their shapes."""
-        tables: Mapping[str, UnshardedTable] = getattr(module, self.holder)
+        tables: Mapping[str, UnshardedTable] = getattr(module, self.sharded_module_type.holder)
         return {name: table.weight for name, table in tables.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the supported sharding types; the planner uses GRID only if constraints list it."""
-        return list(self.shardings)
+        return list(self.sharded_module_type.sharding_classes)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns "fused", for which the planner can estimate costs; `shard` replaces it by our kernel."""
         return [EmbeddingComputeKernel.FUSED.value]
-
-    @property
-    def module_type(self) -> type[_Unsharded]:
-        """The type of the unsharded collection."""
-        return self.unsharded
-
-    @property
-    def sharded_module_type(self) -> type[_Sharded]:
-        """The type of the sharded collection."""
-        return self.sharded
 
 
 class DynamicEmbeddingBagCollectionSharder(
@@ -144,19 +132,8 @@ class DynamicEmbeddingBagCollectionSharder(
         qcomm_codecs_registry: TorchRec's codecs of quantized comms.
     """
 
-    unsharded = DynamicEmbeddingBagCollection
-    sharded = ShardedDynamicEmbeddingBagCollection
-    holder = "embedding_bags"
-    shardings = POOLED_SHARDINGS
-
-    def __init__(
-        self,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-    ) -> None:
-        check_fused_params(fused_params, type(self).__name__)
-        super().__init__(fused_params, qcomm_codecs_registry)
-        self.options = {}
+    module_type = DynamicEmbeddingBagCollection
+    sharded_module_type = ShardedDynamicEmbeddingBagCollection
 
 
 class DynamicEmbeddingCollectionSharder(
@@ -171,10 +148,8 @@ class DynamicEmbeddingCollectionSharder(
             same; gradients of repeats are summed before they are sent.
     """
 
-    unsharded = DynamicEmbeddingCollection
-    sharded = ShardedDynamicEmbeddingCollection
-    holder = "embeddings"
-    shardings = SEQUENCE_SHARDINGS
+    module_type = DynamicEmbeddingCollection
+    sharded_module_type = ShardedDynamicEmbeddingCollection
 
     def __init__(
         self,
@@ -182,53 +157,49 @@ class DynamicEmbeddingCollectionSharder(
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         use_index_dedup: bool = False,
     ) -> None:
-        check_fused_params(fused_params, type(self).__name__)
         super().__init__(fused_params, qcomm_codecs_registry)
-        self.options = {"use_index_dedup": use_index_dedup}
+        self._options["use_index_dedup"] = use_index_dedup
 
 
 # Keys of `fused_params` that FBGEMM does not have.
 _OURS = {*("defer_updates", "initial_accumulator_value", "l1", "l2", "use_rowwise_bias_correction")}
 
 
-def _check_static(sharder: Any, module: Any, params: Mapping[str, ParameterSharding]) -> None:
-    """Raises ValueError if FBGEMM would get `fused_params` that only dynamic tables have."""
-    given = sharder.fused_params or {}
-    dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
-    fused = [name for name, plan in params.items() if plan.compute_kernel != dense]
-    wrong = given.keys() & _OURS if fused else set()
-    if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
-        parameters = sharder.shardable_parameters(module)
-        if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
-            wrong.add("optimizer")
-    if wrong:
-        got = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
-        raise ValueError(
-            f"{type(sharder).__name__}: expected fused_params that FBGEMM has for the static tables {fused}, "
-            f"got {got}. Give the static tables their own by TorchRec's sharder for their type of module, "
-            "behind the others: [*default_sharders(...), EmbeddingBagCollectionSharder(fused_params=...)], "
-            "say; in feature-processed modules set the options of dynamic tables on their collection and "
-            "pass DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
-            "optimizer that both have as EmbOptimType."
-        )
+class _StaticSharder(BaseEmbeddingSharder[_Unsharded]):
+    """Mixin for TorchRec's sharders: `fused_params` that only dynamic tables have are an error."""
 
-
-class StaticBagSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
-
-    def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards a collection."""
-        _check_static(self, module, params)
+    def shard(
+        self, module: Any, params: Mapping[str, ParameterSharding], *args: Any, **options: Any
+    ) -> Any:
+        """Shards a collection, unless FBGEMM would get `fused_params` that it does not have."""
+        given = self.fused_params or {}
+        dense = EmbeddingComputeKernel.DENSE.value  # which ignores them
+        fused = [name for name, plan in params.items() if plan.compute_kernel != dense]
+        wrong = given.keys() & _OURS if fused else set()
+        if not isinstance(given.get("optimizer", EmbOptimType.SGD), EmbOptimType):
+            parameters = self.shardable_parameters(module)
+            if not all(hasattr(parameters[name], "_optimizer_classes") for name in fused):
+                wrong.add("optimizer")
+        if wrong:
+            got = ", ".join(f"{key}={given[key]!r}" for key in sorted(wrong))
+            raise ValueError(
+                f"{type(self).__name__}: expected fused_params that FBGEMM has for the static tables "
+                f"{fused}, got {got}. Give the static tables their own by TorchRec's sharder for their type "
+                "of module, behind the others: [*default_sharders(...), "
+                "EmbeddingBagCollectionSharder(fused_params=...)], say; in feature-processed modules set the "
+                "options of dynamic tables on their collection and pass "
+                "DynamicFeatureProcessedEmbeddingBagCollectionSharder() behind the others; or write an "
+                "optimizer that both have as EmbOptimType."
+            )
         return super().shard(module, params, *args, **options)
 
 
-class StaticSequenceSharder(EmbeddingCollectionSharder):
-    """TorchRec's, with an error for `fused_params` that only dynamic tables have."""
+class StaticBagSharder(_StaticSharder[Any], EmbeddingBagCollectionSharder):
+    """Shards static pooled collections."""
 
-    def shard(self, module: Any, params: Any, *args: Any, **options: Any) -> Any:
-        """Shards a collection."""
-        _check_static(self, module, params)
-        return super().shard(module, params, *args, **options)
+
+class StaticSequenceSharder(_StaticSharder[Any], EmbeddingCollectionSharder):
+    """Shards static sequence collections."""
 
 
 class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
@@ -313,10 +284,7 @@ class DynamicFeatureProcessedEmbeddingBagCollectionSharder(
         """Returns "fused", as the sharders of dynamic collections do."""
         return self._collection_sharder.compute_kernels(sharding_type, compute_device_type)
 
-    @property
-    def sharded_module_type(self) -> type[ShardedDynamicFeatureProcessedEmbeddingBagCollection]:
-        """The type of the sharded module with dynamic tables."""
-        return ShardedDynamicFeatureProcessedEmbeddingBagCollection
+    sharded_module_type = ShardedDynamicFeatureProcessedEmbeddingBagCollection
 
 
 def default_sharders(

@@ -17,10 +17,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import (
-    DEFAULT_FUSED_PARAMS,
     UnshardedTable,
     chosen_fused_params,
-    chosen_output_dtype,
     merged_fused_params,
     model_being_sharded,
     placement_options,
@@ -28,14 +26,8 @@ from torchrec_dyn.modules import (
     with_fbgemm_dtype,
 )
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import (
-    checked_plan,
-    config_of_share,
-    host_group,
-    row_limit,
-    table_layouts,
-)
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
+from torchrec_dyn.ranks import checked_plan, config_of_share, host_group, row_limit, table_layouts
 from torchrec_dyn.sharding import OPTIONS_KEY, TableOptions
 
 
@@ -80,10 +72,7 @@ _tables_of_model: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref
 
 
 def _claim_names(names: Sequence[str], module_fqn: str | None, where: str) -> None:
-    """Raises ValueError if another collection of the model has a table of the same name.
-
-    Both would have the same initial rows. Collections that are sharded one by one are not compared.
-    """
+    """Raises ValueError if another collection of the model has a table of the same name."""
     model = model_being_sharded()
     if module_fqn is None or model is None:
         return
@@ -111,40 +100,40 @@ class ShardingSetup(nn.Module):
     TorchRec reads the tables, their optimizers and the state dict of the module that it shards. It gets
     configs and placeholders here, so it copies no rows, and the collection is not changed.
 
-    `holder` is the attribute of the unsharded collection that holds the tables, and `module_fqn` its path in
-    the model. `plan` has our compute kernel, and `is_scored` is True if some table scores ids by weights of
-    a batch.
+    `sharded` is the class of the sharded collection, and `module_fqn` the path in the model. `plan` has our
+    compute kernel, and `is_scored` is True if some table scores ids by weights of a batch.
     """
+
+    # TorchRec then copies no weights; `copy_trained_rows` copies the rows.
+    device = torch.device("meta")
 
     def __init__(
         self,
+        sharded: Any,
         module: Any,
-        holder: str,
         plan: Mapping[str, ParameterSharding],
         env: ShardingEnv,
         fused_params: Mapping[str, Any] | None,
-        sharding_types: Sequence[str],
         device: torch.device | None,
         module_fqn: str | None,
     ) -> None:
         super().__init__()
-        name = type(module).__name__
+        self.holder, name = sharded.holder, type(module).__name__
         self.where = where = f"{name}('{module_fqn}')" if module_fqn else name
         self.rows_device = check_surroundings(env, device, where)
-        tables: dict[str, UnshardedTable] = dict(getattr(module, holder).items())
+        tables: dict[str, UnshardedTable] = dict(getattr(module, sharded.holder).items())
         self.configs = [copy.deepcopy(table.config) for table in tables.values()]
         for config in self.configs:
             config.enable_embedding_update = False  # TorchRec would write by position
-        self.layouts = table_layouts(self.configs, plan, env, sharding_types, where)
+        self.layouts = table_layouts(self.configs, plan, env, list(sharded.sharding_classes), where)
         self.plan = checked_plan(plan, where)
         self.dynamic = {name: table.dynamic for name, table in tables.items()}
-        self.frozen = {name for name, table in tables.items() if table.is_frozen}
         self.features = [name for config in self.configs for name in config.feature_names]
         self.is_scored = any(options.scores_weights for options in self.dynamic.values())
-        self.optimizers: dict[str, RowOptimizer] = {}
+        self.options: dict[str, TableOptions] = {}
         merged = merged_fused_params(fused_params, module.fused_params)
-        weights = {name: table.weight for name, table in tables.items()}
-        by_default, placed = self._add_placeholders(holder, weights, merged)
+        by_default, placed = self._add_placeholders(tables, merged)
+        self._check_dtypes()
         _claim_names([*tables], module_fqn, where)
         if by_default:
             warnings.warn(
@@ -161,64 +150,48 @@ class ShardingSetup(nn.Module):
             setattr(self, method, getattr(module, method))
 
     def _add_placeholders(
-        self, holder: str, weights: Mapping[str, nn.Parameter], fused_params: Mapping[str, Any]
+        self, tables: Mapping[str, UnshardedTable], fused_params: Mapping[str, Any]
     ) -> tuple[list[str], set[str]]:
-        """Adds the placeholder of each table, with the options that its kernel reads.
-
-        Options on a table's parameter have priority over `fused_params`, and those in the plan over both.
-        Returns the tables without a chosen optimizer, and the options for another place of rows.
-        """
-        kernel_options: dict[str, TableOptions] = {}
-
-        def options_of_table(table: str) -> TableOptions:
-            return kernel_options[table]
-
+        """Adds placeholders; returns the tables without a chosen optimizer, and options that place rows."""
         placeholders = nn.ModuleDict()
         by_default: list[str] = []
         placed: set[str] = set()
-        output_dtypes: dict[str, torch.dtype] = {}
-        for name, weight in weights.items():
-            table, plan, layout = (
+        for name, table in tables.items():
+            where, plan, layout = (
                 f"{self.where}(table='{name}')",
                 self.plan[name],
                 self.layouts[name],
             )
-            kernel_options[name] = TableOptions(
-                config=config_of_share(self.dynamic[name], layout.row_ranks),
-                row_limit=row_limit(weight.shape[0], layout.row_ranks),
-                rows_are_spread=layout.rows_are_spread,
-                is_frozen=name in self.frozen,
-            )
-            chosen = chosen_fused_params(weight, fused_params, table)
+            chosen = chosen_fused_params(table.weight, fused_params, where)
             if chosen is None:
                 by_default.append(name)
-                chosen = dict(DEFAULT_FUSED_PARAMS)
+                chosen = {}
             placed.update(placement_options(chosen))
             placed.update(option for option in _PLACED_BY_PLAN if getattr(plan, option))
             # As TorchRec will. Else the kernels would be the first to check them, and only owners have these.
             chosen = add_params_from_parameter_sharding(chosen, plan)
-            chosen = with_fbgemm_dtype(chosen, table)
-            self.optimizers[name] = RowOptimizer.from_fused_params(chosen, table)
-            output_dtypes[name] = chosen_output_dtype(chosen, table)
-            chosen[OPTIONS_KEY] = options_of_table
-            placeholders[name] = _placeholder(weight, chosen)
-        self.output_dtypes = set(output_dtypes.values())
-        self._check_dtypes(output_dtypes)
-        self.add_module(holder, placeholders)
+            chosen = with_fbgemm_dtype(chosen, where)
+            self.options[name] = TableOptions(
+                config=config_of_share(table.dynamic, layout.row_ranks),
+                optimizer=RowOptimizer.from_fused_params(chosen, where),
+                output_dtype=output_dtype_of(chosen, where),
+                row_limit=row_limit(table.weight.shape[0], layout.row_ranks),
+                rows_are_spread=layout.rows_are_spread,
+                is_frozen=table.is_frozen,
+            )
+            chosen[OPTIONS_KEY] = self.options.__getitem__
+            placeholders[name] = _placeholder(table.weight, chosen)
+        self.add_module(self.holder, placeholders)
         return by_default, placed
 
-    def _check_dtypes(self, output_dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raises ValueError if outputs that are joined have different dtypes.
-
-        A rank receives the outputs of all tables of a sharding type as one tensor, and a pooled collection
-        joins those of all types to one KeyedTensor.
-        """
+    def _check_dtypes(self) -> None:
+        """Raises ValueError if outputs that TorchRec joins to one tensor have different dtypes."""
         outputs: dict[str, dict[torch.dtype, list[str]]] = {}
         for config in self.configs:
             is_pooled = isinstance(config, EmbeddingBagConfig)
             which = "" if is_pooled else f" that are {self.plan[config.name].sharding_type}"
             by_dtype = outputs.setdefault(which, {})
-            by_dtype.setdefault(output_dtypes[config.name], []).append(config.name)
+            by_dtype.setdefault(self.options[config.name].output_dtype, []).append(config.name)
         for which, by_dtype in outputs.items():
             if len(by_dtype) > 1:
                 got = "; ".join(
@@ -228,11 +201,6 @@ class ShardingSetup(nn.Module):
                     f"{self.where}: expected one output_dtype of all tables{which}, got "
                     f"{got}. Set it in fused_params, or in the ParameterConstraints of every table."
                 )
-
-    @property
-    def device(self) -> torch.device:
-        """The meta device: TorchRec then copies no weights; `copy_trained_rows` copies the rows."""
-        return torch.device("meta")
 
     def embedding_bag_configs(self) -> list[Any]:
         """Returns the configs of a pooled collection."""

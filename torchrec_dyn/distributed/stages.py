@@ -7,22 +7,16 @@ carries what they have in common.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    LazyNoWait,
-    ShardedModule,
-    ShardingEnv,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyNoWait, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_dyn.compilers import forward_of_tables, not_compiled, refuse_script
@@ -32,12 +26,11 @@ from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.sharding import (
     ArrivedIds,
     PrefetchedSteps,
+    StayingOutput,
     check_modes,
-    expect_modes,
     kernels_of,
     prefetch,
     remove_stale_forwards,
-    staying,
     with_mode,
 )
 from torchrec_dyn.state_dict import check_taken
@@ -86,17 +79,14 @@ class BatchContext:
 class ShardedTables(ForwardOutsideGraphs):
     """Mixin for TorchRec's sharded collections, listed first: calls on tables, and a forward's stages."""
 
-    _lookups: list[Any]
+    holder: str  # the attribute of the unsharded collection that holds the tables
+    sharding_classes: Mapping[str, Any]
     _shards: LocalShards
-    _env: ShardingEnv
+    _has_uninitialized_input_dist: bool
     _features_order: list[int]
-    _features_order_tensor: Tensor
     _feature_splits: list[int]
-    _input_dists: list[nn.Module]
+    _input_dists: list[Any]
     _output_dists: list[Any]
-    _module_fqn: str | None
-    post_lookup_tracker_fn: Callable[..., None] | None
-    post_odist_tracker_fn: Callable[[], None] | None
 
     @not_compiled
     def table(self, name: str) -> TableHandle:
@@ -193,8 +183,8 @@ class ShardedTables(ForwardOutsideGraphs):
     def reset_parameters(self) -> None:
         """Does nothing: a row is initialised when its id is first seen."""
 
-    def _open(self, ctx: BatchContext, device: torch.device) -> None:
-        """Begins to send the ids of a batch that is on this device."""
+    def _open(self, ctx: BatchContext, features: KeyedJaggedTensor) -> None:
+        """Begins to send the ids of a checked batch."""
         if not isinstance(ctx, BatchContext):
             raise ValueError(
                 f"{self._shards.where}: expected a batch with the context of its create_context(), got "
@@ -203,14 +193,18 @@ class ShardedTables(ForwardOutsideGraphs):
             )
         check_taken(self._shards.lock, self._shards.where)
         ctx.sent = OpenForward(self._shards.batches)
+        device = features.device()
         if device.type != "cpu":
             ctx.sending_stream = stream_on(device)
+        if self._has_uninitialized_input_dist:
+            # As TorchRec does, without its warning about raw ids. An interrupted first batch may have created
+            # some dists.
+            self._input_dists, self._feature_splits, self._features_order = [], [], []
+            self._create_input_dist(features.keys())
+            self._has_uninitialized_input_dist = False
 
     def _send(self, ctx: Any, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it.
-
-        A pipeline sends the next batch while one trains: then the rows of the batch are asked for, too.
-        """
+        """Sends a batch by the dist of each sharding type, with the mode of this rank; one rank keeps it."""
         is_torn = bool(self._shards.lock.torn)
         if ctx.is_ahead and not is_torn:
             for kernel in kernels_of(self._lookups):
@@ -234,7 +228,8 @@ class ShardedTables(ForwardOutsideGraphs):
             if isinstance(context, SequenceShardingContext):
                 where = getattr(input_dist, "unbucketize_permute_tensor", None)
                 context.unbucketize_permute_tensor = where
-        expect_modes(ctx.sharding_contexts)
+            else:
+                context.output_splits = []  # TorchRec writes the received modes there
         ctx.has_modes = True
         return KJTListSplitsAwaitable(sending, ctx, self._module_fqn)
 
@@ -250,7 +245,7 @@ class ShardedTables(ForwardOutsideGraphs):
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
         if self._env.world_size == 1:
-            self._output_dists = [staying(output_dist) for output_dist in self._output_dists]
+            self._output_dists = [StayingOutput(output_dist) for output_dist in self._output_dists]
 
     @abstractmethod
     def _finished(self, awaitable: LazyAwaitable[Any], ctx: Any) -> LazyAwaitable[Any]:

@@ -7,7 +7,7 @@ The column shards of a table decide the same without communication. So no decisi
 numbers or Python's graphs.
 """
 
-from torchrec_dyn.life.admission import AdmissionCounters, Drop, most_counters
+from torchrec_dyn.life.admission import AdmissionCounters, Counters, Drop, most_counters
 from torchrec_dyn.life.clock import Clock, time_fault
 from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, Asked, Decision, RowLife
 from torchrec_dyn.life.saved_life import BY_ROW, LIFE, NOT_BY_ROW, check_life, last_step

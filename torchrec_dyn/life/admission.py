@@ -8,6 +8,7 @@ Legend: M ids, Q waiting ids.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from torchrec_dyn.storage import (
     RowNumbers,
     block_shift,
     places_of,
-    run_to_end,
 )
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
@@ -46,12 +46,19 @@ def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int
 
 
 class Drop(NamedTuple):
-    """A prepared drop of counters: ids and rows [M] int64, blank scores, and the number left."""
+    """A prepared drop of counters: ids and rows [M] int64, and blank scores."""
 
     ids: Tensor
     rows: Tensor
-    left: int
     blank: tuple[Tensor, Tensor]
+
+
+class Counters(NamedTuple):
+    """The counters of ids [M]: their rows, -1 for none, last_seen and counts, [M] int64 each."""
+
+    rows: Tensor
+    last_seen: Tensor
+    counts: Tensor
 
 
 class AdmissionCounters:
@@ -83,15 +90,25 @@ class AdmissionCounters:
         self.id_map.reserve(additional)
         self._scores.store.reserve(self._numbers.highest_after(additional))
 
-    def waiting(self, ids: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns the rows and the counts of ids [M] int64 with a counter last seen at step `since` or later.
-
-        Other ids have row -1 and count 0.
-        """
+    def waiting(self, ids: Tensor) -> Counters:
+        """Returns the counters of ids [M] int64; an id without one has row -1 and count 0."""
         rows = self.id_map.lookup(ids)
-        last_seen, counts = self._scores.read(rows)
-        is_none = last_seen < max(0, since)
-        return rows.masked_fill_(is_none, -1), counts.masked_fill_(is_none, 0)
+        return Counters(rows, *self._scores.read(rows))
+
+    def undo(self, ids: Tensor, counters: Counters) -> Callable[[], None]:
+        """Returns a call that brings the present counters of ids [M] int64, distinct, back."""
+        renumber = self._numbers.undo()
+
+        def restore() -> None:
+            self.drop(self.drop_of(ids))
+            places = (counters.rows >= 0).nonzero().flatten()
+            rows, last_seen, counts = (values[places] for values in counters)
+            self.id_map.insert(ids[places], rows)
+            self._scores.write(rows, last_seen, counts)
+            renumber()
+            self.forget_listed()
+
+        return restore
 
     def num_due(self, age_limit: AgeLimit, step: int, clock: Clock) -> int:
         """Returns how many counters are to be examined for `expired`. As `AgeLimit.num_due`.
@@ -104,7 +121,7 @@ class AdmissionCounters:
 
     def expired(self, age_limit: AgeLimit, due: int) -> HostRead[Drop]:
         """Returns the drop of the counters that have expired, `due` of which are examined; drops nothing."""
-        return self._drop_of(*(yield from age_limit.expired(due, self._scores)))
+        return self.drop_found(*(yield from age_limit.expired(due, self._scores)))
 
     def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
         """Writes the counters of ids, with or without a counter so far. Waits for a GPU.
@@ -125,17 +142,9 @@ class AdmissionCounters:
         become the new rows.
         """
         new = places_of(rows < 0, num_new)
-        new_ids = ids.index_select(0, new)
-        taking = self._numbers.prepare(num_new)
-        num_ids = self.id_map.num_ids + num_new
-        rows[new] = new_rows = self._numbers.rows_of(taking)
-
-        def commit(again: bool) -> None:
-            self._numbers.commit(taking)
-            self.id_map.put(new_ids, new_rows, num_ids, again)
-            self._scores.write(rows, last_seen, counts)
-
-        run_to_end(commit)
+        rows[new] = new_rows = self._numbers.take(num_new)
+        self.id_map.insert(ids.index_select(0, new), new_rows)
+        self._scores.write(rows, last_seen, counts)
 
     def surplus(self, step: int, limit: int) -> HostRead[Drop | None]:
         """Returns the drop of counters above a limit, ids seen longest ago first; None if none is above."""
@@ -149,39 +158,26 @@ class AdmissionCounters:
         lowest = self._candidates.lowest(
             self._scores, self.id_map, high, step, most, ahead, until=step + 1
         )
-        return self._drop_of(*(yield from lowest))
+        return self.drop_found(*(yield from lowest))
 
     def forget_listed(self) -> None:
         """Drops the listed candidates. Call it after counters were written other than by a training step."""
         self._candidates = EvictionCandidates(self._device)
 
-    def forget(self, ids: Tensor) -> None:
-        """Drops the counters of ids [M] int64, distinct; skips ids without a counter. Waits for a GPU."""
-        if ids.numel() and len(self):
-            self.drop(self.drop_of(ids))
-
     def drop_of(self, ids: Tensor) -> Drop:
         """Returns the drop of the counters of ids [M] int64, distinct; skips ids without a counter."""
-        return self._drop_of(*self.id_map.find(ids))
+        return self.drop_found(*self.id_map.find(ids))
 
-    def forget_found(self, ids: Tensor, rows: Tensor) -> None:
-        """Drops the counters of ids [M] int64, distinct, in rows [M] int64."""
-        self.drop(self._drop_of(ids, rows))
-
-    def _drop_of(self, ids: Tensor, rows: Tensor) -> Drop:
-        return Drop(ids, rows, len(self) - rows.numel(), self._scores.blank(rows))
+    def drop_found(self, ids: Tensor, rows: Tensor) -> Drop:
+        """Returns the drop of the counters of ids [M] int64, distinct, in rows [M] int64."""
+        return Drop(ids, rows, self._scores.blank(rows))
 
     def drop(self, prepared: Drop) -> None:
-        """Drops counters; a second call directly after changes nothing."""
-        if not prepared.ids.numel():
-            return
-
-        def commit(_: bool) -> None:
-            self.id_map.remove(prepared.ids, prepared.left)
+        """Drops counters."""
+        if prepared.ids.numel():
+            self.id_map.remove(prepared.ids)
             self._scores.write(prepared.rows, *prepared.blank)
             self._numbers.free(prepared.rows)
-
-        run_to_end(commit)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""

@@ -11,6 +11,7 @@ happened to a listed id in the meantime.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,19 @@ class CountCandidates:
         # Replaced as a whole: an interrupt finds all of a change or nothing.
         self._listed: _Listed | None = None
 
-    def add(self, ids: Tensor, counts: Tensor) -> None:
-        """Adds fresh rows: ids [M] int64 and their counts [M] int64."""
+    def prepare_add(self, ids: Tensor, counts: Tensor) -> Callable[[], None]:
+        """Returns a call that adds fresh rows: ids [M] int64 and their counts [M] int64."""
+        listed = self._with(ids, counts)
+
+        def add() -> None:
+            self._listed = listed
+
+        return add
+
+    def _with(self, ids: Tensor, counts: Tensor) -> _Listed | None:
         listed = self._listed
         if listed is None:
-            return
+            return None
         # On a GPU the number of those up to `end` costs a wait; the next eviction drops the others.
         if ids.is_cpu:
             ids = ids[_up_to(listed.end, counts, canonical_keys(ids))]
@@ -74,7 +83,7 @@ class CountCandidates:
         # Without evictions the list would grow. On a GPU it also holds rows past `end`.
         most = listed.found if ids.is_cpu else 2 * listed.found
         is_long = sum(of.numel() for of in others) > most
-        self._listed = None if is_long else listed._replace(others=others)
+        return None if is_long else listed._replace(others=others)
 
     def forget(self, rows: Tensor) -> None:
         """Drops rows [M] int64 that `lowest` returned last, after their removal; does nothing for others."""

@@ -7,6 +7,7 @@ seen or assigned after the search are younger than all listed rows, so the first
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,8 +22,8 @@ class EvictionCandidates:
     def __init__(self, device: torch.device) -> None:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._ids, self._rows, self._last_seen = nothing, nothing, nothing
-        # `last_seen` on the host: each step asks for places in it.
-        self._seen_at = torch.empty(0, dtype=torch.int64, device="cpu")
+        # `last_seen` on the host: each step asks for places in it, which allocates no tensor.
+        self._seen_at = np.empty(0, dtype=np.int64)
 
     def list(self, scores: Scores, id_map: IdMap, high: int, before: int, most: int) -> None:
         """Searches all rows and lists the `most` oldest rows last seen before step `before`.
@@ -34,9 +35,9 @@ class EvictionCandidates:
         last_seen, _ = scores.read(rows)
         order = ops.oldest_first(ids, last_seen)
         last_seen = last_seen.index_select(0, order)
-        seen_at = last_seen.cpu()
+        seen_at = last_seen.cpu().numpy()
         # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
-        count = int(torch.searchsorted(seen_at, before))
+        count = int(seen_at.searchsorted(before))
         order = order[:count]
         ids, rows = ids.index_select(0, order), rows.index_select(0, order)
         listed = ids, rows, last_seen[:count], seen_at[:count]
@@ -45,8 +46,7 @@ class EvictionCandidates:
 
     def seen_before(self, step: int) -> int:
         """Returns the number of listed rows whose `last_seen` was below `step` when they were listed."""
-        # Most tables have an empty list at most steps, and a training step asks each of them.
-        return int(torch.searchsorted(self._seen_at, step)) if len(self._seen_at) else 0
+        return int(self._seen_at.searchsorted(step))
 
     @property
     def first_seen(self) -> int:

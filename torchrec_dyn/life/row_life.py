@@ -20,6 +20,7 @@ from torchrec_dyn.life.admission import (
     SHARES_AHEAD,
     AdmissionChance,
     AdmissionCounters,
+    Counters,
     Drop,
     most_counters,
 )
@@ -40,7 +41,7 @@ from torchrec_dyn.policies import (
     is_timed,
     replacement_of,
 )
-from torchrec_dyn.storage import TABLES, HostRead, IdMap, gather_pair, places_of
+from torchrec_dyn.storage import TABLES, HostRead, IdMap, change, gather_pair, places_of
 
 # A table that expires by time is noticed after this many training steps without a time.
 STEPS_WITHOUT_TIME = 100
@@ -84,7 +85,7 @@ class Decision(NamedTuple):
         refused_occurrences: number of occurrences of all ids that are not admitted, in this step.
         waiting: [W] int64, places of the admitted ids that have a counter; None without counters.
         num_new: number of refused ids that have no counter.
-        waiting_rows: [M] int64, the row of each id's counter, -1 for none; None without counters.
+        counters: the present counters of the ids; None without counters.
         scores: [M] int64, what each row begins to count with; None: `counts`.
     """
 
@@ -96,7 +97,7 @@ class Decision(NamedTuple):
     refused_occurrences: int = 0
     waiting: Tensor | None = None
     num_new: int = 0
-    waiting_rows: Tensor | None = None
+    counters: Counters | None = None
     scores: Tensor | None = None
 
     def first_counts(self) -> Tensor:
@@ -150,7 +151,6 @@ class RowLife:
         age_limit, replacement = age_limit_of(config.eviction), replacement_of(config.eviction)
         self._age_limit = None if age_limit is None else AgeLimit(age_limit, device)
         self._waiting_age_limit = None if age_limit is None else AgeLimit(age_limit, device)
-        self._expired_waiting: Drop | None = None
         self.ages = age_limit is not None
         self.expires_by_time = age_limit is not None and age_limit.time is not None
         self._decay: Decay | None = None
@@ -188,16 +188,18 @@ class RowLife:
         # A score is never older than the present time: a new time begins at the next step.
         step = max(step, self.clock.present_step)
         counts = torch.zeros_like(rows) if counts is None else counts.clamp(max=MOST_COUNT)
-        last_seen, keys = torch.full_like(rows, step), counts
-        if self._decay is not None and isinstance(self._candidates, CountCandidates):
+        last_seen, keys, list_them = torch.full_like(rows, step), counts, None
+        if self._decay is not None:
             keys = self._decay.keys(last_seen, counts, self._decay.begins(step, self.clock))
+        if isinstance(self._candidates, CountCandidates):
+            list_them = self._candidates.prepare_add(ids, keys)
 
         def add() -> None:
             if self.waiting is not None and drop is not None:
                 self.waiting.drop(drop)
             self.scores.write(rows, last_seen, counts)
-            if isinstance(self._candidates, CountCandidates):
-                self._candidates.add(ids, keys)
+            if list_them is not None:
+                list_them()
 
         return add
 
@@ -216,26 +218,22 @@ class RowLife:
 
     def expired(
         self, step: int, id_map: IdMap, high: int
-    ) -> HostRead[tuple[Tensor, Tensor] | None]:
-        """Returns the ids and rows expired at `step`, None without any; removes nothing.
+    ) -> HostRead[tuple[tuple[Tensor, Tensor], Drop | None]]:
+        """Returns the ids and rows expired at `step`, and the drop of the expired counters; removes nothing.
 
-        Prepares the drop of the expired counters, too: a search may run out of memory, so it is made here,
-        before the step changes anything.
+        Of a life whose rows expire.
         """
-        if self._age_limit is None:
-            return None
         age_limit, waiting = self._age_limit, self._waiting_age_limit
+        assert age_limit is not None
         due = age_limit.num_due(step, self.clock, self.scores, id_map, high)
         if self.waiting is None or waiting is None:
-            return (yield from age_limit.expired(due, self.scores)) if due else None
+            return (yield from age_limit.expired(due, self.scores)), None
         waiting_due = self.waiting.num_due(waiting, step, self.clock)
-        self._expired_waiting = None
-        if not due and not waiting_due:
-            return None
-        expired, self._expired_waiting = yield from gather_pair(
-            age_limit.expired(due, self.scores), self.waiting.expired(waiting, waiting_due)
+        return (
+            yield from gather_pair(
+                age_limit.expired(due, self.scores), self.waiting.expired(waiting, waiting_due)
+            )
         )
-        return expired
 
     def next_look(self, step: int) -> tuple[int, int]:
         """Returns when `expired` must be called again, after those expired at `step` were removed.
@@ -266,16 +264,9 @@ class RowLife:
         return True
 
     def drop_expired(self, step: int) -> None:
-        """Drops the rows expired at `step` from the candidates. Call it after they were removed.
-
-        Also drops the counters of waiting ids that `expired` has found at `step`. A second call directly
-        after changes nothing.
-        """
+        """Drops the rows and counters expired at `step` from the candidates, after they were removed."""
         self.is_unscored = False
-        if self.waiting is not None and self._waiting_age_limit is not None:
-            if self._expired_waiting is not None:
-                self.waiting.drop(self._expired_waiting)
-                self._expired_waiting = None
+        if self._waiting_age_limit is not None:
             self._waiting_age_limit.drop_expired(step, self.clock)
         if self._age_limit is not None:
             self._age_limit.drop_expired(step, self.clock)
@@ -289,87 +280,59 @@ class RowLife:
         occurrences [M] int64 are those in this step. `asked` is None if all ids ask and all occurrences
         count.
         """
-        counts, is_waiting, rows = occurrences if asked is None else asked.counted, None, None
-        if self.waiting is not None and isinstance(self._admission, AdmitAfter):
-            age_limit = self._age_limit
-            since = 0 if age_limit is None else age_limit.horizon(step, self.clock)
-            rows, before = self.waiting.waiting(ids, since)
-            is_waiting = rows >= 0
-            counts = (counts + before).clamp_(max=MOST_COUNT)
-            is_admitted = counts >= self._admission.count
-        elif self._chance is not None:
-            is_admitted = self._chance.admit(ids, counts, step)
-        elif isinstance(self._admission, Never):
-            is_admitted = torch.zeros_like(ids, dtype=torch.bool)
-        elif asked is None:
+        counts = occurrences if asked is None else asked.counted
+        counters = None if self.waiting is None else self.waiting.waiting(ids)
+        if counters is not None:
+            counts = (counts + counters.counts).clamp_(max=MOST_COUNT)
+        is_admitted = self._is_admitted(ids, counts, step)
+        if is_admitted is None:
+            if asked is not None:
+                return (yield from asked.admit_all(ids, occurrences))
             return Decision(ids, occurrences, ids.numel())
-        else:
-            return (yield from asked.admit_all(ids, occurrences))
-        is_refused = ~is_admitted
+        masks = [is_admitted, ~is_admitted]
+        if counters is not None:
+            is_waiting = counters.rows >= 0
+            masks += [is_admitted & is_waiting, is_waiting]
         if asked is not None:
             # An id of which no occurrence counts is never admitted, and its counter stays as it is.
             is_asking = asked.counted > 0
-            is_admitted, is_refused = is_admitted & is_asking, is_refused & is_asking
-            is_waiting = None if is_waiting is None else is_waiting & is_asking
-        numbers = [is_admitted.count_nonzero(), occurrences.masked_fill(is_admitted, 0).sum()]
-        waits_no_more = None
-        if is_waiting is not None:
-            waits_no_more = is_admitted & is_waiting
-            numbers += [waits_no_more.count_nonzero(), is_waiting.count_nonzero()]
-        if asked is not None:
-            numbers.append(is_refused.count_nonzero())
-        admitted, occurred, *of_counters = yield numbers
-        refused = ids.numel() - admitted if asked is None else of_counters.pop()
-        both, waiting = of_counters or (0, 0)
-        places = places_of(is_admitted, admitted), places_of(is_refused, refused)
-        were_waiting = None if waits_no_more is None else places_of(waits_no_more, both)
+            masks = [mask & is_asking for mask in masks]
+        left_out = occurrences.masked_fill(masks[0], 0).sum()
+        occurred, admitted, refused, *of_counters = yield [
+            left_out,
+            torch.stack(masks).count_nonzero(1),
+        ]
+        places = places_of(masks[0], admitted), places_of(masks[1], refused)
+        if counters is None:
+            return Decision(ids, counts, admitted, *places, occurred)
+        both, waiting = of_counters
         new = refused - (waiting - both)
-        return Decision(ids, counts, admitted, *places, occurred, were_waiting, new, rows)
+        were_waiting = places_of(masks[2], both)
+        return Decision(ids, counts, admitted, *places, occurred, were_waiting, new, counters)
 
-    def counters_after(self, decision: Decision, rows: int) -> tuple[int, int, int]:
-        """Returns the number of counters after a step, if none is above the limit.
+    def _is_admitted(self, ids: Tensor, counts: Tensor, step: int) -> Tensor | None:
+        """Returns which ids [M] with counts [M] int64 are admitted, [M] bool; None if all that ask."""
+        if isinstance(self._admission, AdmitAfter):
+            return counts >= self._admission.count
+        if self._chance is not None:
+            return self._chance.admit(ids, counts, step)
+        if isinstance(self._admission, Never):
+            return torch.zeros_like(ids, dtype=torch.bool)
+        return None
 
-        `expired` has been called for the step of the decision; `rows` are in use before it.
-
-        Returns:
-            The number, how many counters expire in the step, and the limit.
-        """
-        expired = 0 if self._expired_waiting is None else self._expired_waiting.rows.numel()
-        before = 0 if self.waiting is None else len(self.waiting)
-        admitted = 0 if decision.waiting is None else decision.waiting.numel()
-        after = before - expired - admitted + decision.num_new
-        return after, expired, most_counters(self._admission, self._row_limit, rows)
-
-    def count_waiting(self, decision: Decision, step: int, again: bool) -> None:
-        """Drops the counters of the admitted ids, and writes those of the refused ids.
-
-        `decision` is the step's, after `drop_expired`. `again`: some of this may have been done already; ids
-        with counters are then counted here, which waits for a GPU.
-        """
-        if self.waiting is None:
+    def count_waiting(self, decision: Decision, step: int, written: change) -> None:
+        """Drops the counters of the admitted ids, and writes those of the refused ids, before a commit."""
+        waiting, counters = self.waiting, decision.counters
+        if waiting is None or counters is None:
             return
-        of_counters = None if again else decision.waiting_rows
-        if of_counters is None or decision.waiting is None:
-            self.waiting.forget(decision.at(decision.admitted)[0])
-        else:
+        written.on_error(waiting.undo(decision.ids, counters))
+        if decision.waiting is not None:
             ids = decision.ids.index_select(0, decision.waiting)
-            self.waiting.forget_found(ids, of_counters.index_select(0, decision.waiting))
-        if decision.refused is None:
-            return
-        ids, counts = decision.at(decision.refused)
-        if of_counters is None:
-            self.refuse(ids, counts, step)
-            return
-        rows = of_counters.index_select(0, decision.refused)
-        self.waiting.write_found(ids, rows, torch.full_like(ids, step), counts, decision.num_new)
-
-    def refuse(self, ids: Tensor, counts: Tensor, step: int) -> None:
-        """Writes the counters of refused ids [M] int64, distinct: counts [M] int64 that `admit` returned.
-
-        Ids without a counter are counted here, which waits for a GPU.
-        """
-        if self.waiting is not None:
-            self.waiting.write(ids, torch.full_like(ids, step), counts)
+            waiting.drop(waiting.drop_found(ids, counters.rows.index_select(0, decision.waiting)))
+        if decision.refused is not None:
+            ids, counts = decision.at(decision.refused)
+            rows = counters.rows.index_select(0, decision.refused)
+            waiting.write_found(ids, rows, torch.full_like(ids, step), counts, decision.num_new)
 
     def reserve(self, rows: int, counters: int) -> None:
         """Makes room for the scores of `rows` rows, and for `counters` more counters."""
@@ -431,21 +394,22 @@ class RowLife:
             return counts
         return self._decay.as_of(steps, last_seen, counts, self._decay.begins(step, clock))
 
-    def touched(self, rows: Tensor, times: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-        """Returns the rows seen in `step` and their counts after it, for `write_touched`; writes nothing.
+    def prepare_touch(self, rows: Tensor, times: Tensor | None, step: int) -> Callable[[], None]:
+        """Returns a call that writes the counts of the rows seen in `step`.
 
         As `Decay.touched`, for a life whose counts decay.
         """
         assert self._decay is not None
         begins = self._decay.begins(step, self.clock)
-        return self._decay.touched(self.scores, rows, times, begins)
+        rows, counts = self._decay.touched(self.scores, rows, times, begins)
+        last_seen = torch.full_like(rows, step)
 
-    def write_touched(self, rows: Tensor, counts: Tensor, step: int) -> None:
-        """Writes rows [N] and counts [N] of `touched` for `step`; a second call changes nothing."""
-        assert self._decay is not None
-        self.scores.write(rows, torch.full_like(rows, step), counts)
-        if self._age_limit is None:  # which needs the times of its own window
-            self.clock.forget_before(self._decay.begins(step, self.clock)[0])
+        def touch() -> None:
+            self.scores.write(rows, last_seen, counts)
+            if self._age_limit is None:  # which needs the times of its own window
+                self.clock.forget_before(begins[0])
+
+        return touch
 
     def caught_up(self, step: int, high: int) -> RowLife:
         """Returns a life in which rows loaded without scores were last seen at `step`, with count 0.
@@ -489,7 +453,7 @@ class RowLife:
         if self._decay is not None:
             begins = self._decay.begins(step, self.clock)
             counts = self._decay.present(last_seen, counts, begins)
-        return counts if self.waiting is None else counts + self.waiting.waiting(ids)[1]
+        return counts if self.waiting is None else counts + self.waiting.waiting(ids).counts
 
     def export(self, rows: Tensor) -> dict[str, Tensor]:
         """Returns the saved form of the life; rows [R] int64 are those of all ids in canonical order.

@@ -111,20 +111,19 @@ class TakenStep(NamedTuple):
 
     Attributes:
         rows: [N] int64, the rows that the forward reads, -1 for an id without a row.
-        missing: at least the number of -1 in `rows`. With `times`, an id of a trained table counts `times`
-            times; of tables that took their step again, those of the first step count, too.
+        missing: True if some of `rows` may be -1.
         new_index: [N] int64, -1 for an id that had a row before the step; None if all had.
         learning: [N] int64, the rows that the backward updates, -1 for an id without an update: the same
-            tensor as `rows` if no table is frozen and every feature trains. None in evaluation.
-        streams: [T, 3] int64 on the CPU, for `ops.update_rows_`; None in evaluation.
+            tensor as `rows` if no table is frozen and every feature trains. [0] in evaluation.
+        streams: [T, 3] int64 on the CPU, for `ops.update_rows_`; [0] in evaluation.
         noted: `tokens_of` the logs, after the step recorded the rows as changed; None without a record.
     """
 
     rows: Tensor
-    missing: int
+    missing: bool
     new_index: Tensor | None = None
-    learning: Tensor | None = None
-    streams: Tensor | None = None
+    learning: Tensor = _NONE
+    streams: Tensor = _NONE
     noted: list[object] | None = None
 
 
@@ -181,12 +180,10 @@ class PrefetchedStep:
         table_offsets [T + 1] int64: where the ids of each table begin.
         """
         taken, is_kept = self.taken, torch.tensor(as_then, device="cpu")
-        assert taken.learning is not None and again.learning is not None
-        assert taken.streams is not None and again.streams is not None
         kept = of_ids(is_kept, table_offsets, taken.rows)
         joined = TakenStep(
             torch.where(kept, taken.rows, again.rows),
-            taken.missing + again.missing,  # a GPU's host would wait for the number
+            taken.missing or again.missing,
             learning=torch.where(kept, taken.learning, again.learning),
             streams=torch.where(is_kept.unsqueeze(1), taken.streams, again.streams),
         )
@@ -197,6 +194,5 @@ class PrefetchedStep:
 
         table_offsets [T + 1] int64: where the ids of each table begin.
         """
-        assert self.taken.learning is not None
         learning = lists.rows_to_update(self.taken.learning, table_offsets)
         return self.taken._replace(learning=learning)

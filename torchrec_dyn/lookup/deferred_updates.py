@@ -21,58 +21,31 @@ Legend: T tables, F features, N ids, k batches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchrec_dyn.lookup.bag_layout import BagLayout, Bags
+from torchrec_dyn.lookup.bag_layout import BagLayout
 from torchrec_dyn.lookup.gradient_reduction import Reduction
-from torchrec_dyn.lookup.table_lists import TrainedTables
-from torchrec_dyn.storage import OpenForward, keep_in_use
+from torchrec_dyn.lookup.lookup_function import Forward
+from torchrec_dyn.storage import keep_in_use
 from torchrec_dyn.table import TableShard
 
 
-@dataclass
-class Update:
-    """The arguments of one update of rows.
-
-    If updates are deferred, it lives until `step()`: `grad` and `weights` are copies then, the other tensors
-    those of its `Forward`.
+class Update(NamedTuple):
+    """One update of rows. If updates are deferred, it lives until `step()`, and has copies.
 
     Attributes:
-        grad: the gradient of the output, float32, contiguous.
-        rows: [N] int64, -1 for an id without an update.
-        bags: description of the batch.
+        forward: the forward that has read the rows.
+        grad: the gradient of its output, float32, contiguous.
         weights: [N] float32 weights of the ids in their bags, or None.
-        trained: the tables that were not frozen at the forward.
-        streams: of `ops.update_rows_`.
-        noted: as of `Forward`.
-        generations: [T], generation of each table at the forward.
-        ids: [N] int64, which the rounding of rows below float32 needs; else they may be None, or any.
-        begins: [F + 1] int64, the begin of each feature's ids; None unless updates are deferred.
-        open_forward: the forward, open as long as this object is kept.
-        step: `DeferredUpdates.step` of the forward; None unless updates are deferred.
     """
 
+    forward: Forward
     grad: Tensor
-    rows: Tensor
-    bags: Bags
     weights: Tensor | None
-    trained: TrainedTables
-    streams: Tensor
-    reduction: Reduction
-    noted: list[object] | None
-    generations: list[int]
-    ids: Tensor | None = None
-    begins: Tensor | None = None
-    open_forward: OpenForward | None = None
-    step: object | None = None
-
-    @property
-    def ids_or_rows(self) -> Tensor:
-        """The ids for `ops.update_rows_`, [N] int64; rows where nothing is rounded, and ids are not read."""
-        return self.rows if self.ids is None else self.ids
 
 
 class DeferredUpdates:
@@ -127,20 +100,18 @@ class DeferredUpdates:
     def add(self, update: Update) -> None:
         """Keeps an update, whose gradient is a copy already."""
         self.ends = False
-        if update.step is self.step:
+        if update.forward.step is self.step:
             self.waiting -= 1
         if self.scale != 1.0:  # gradients after a clipping are not clipped by it
             self.multiply(self.scale)
             self.scale = 1.0
-        keep_in_use(update.grad, update.rows)
-        if update.weights is not None:
-            update.weights = update.weights.clone()
-        self.updates.append(update)
+        keep_in_use(update.grad, update.forward.rows)
+        weights = None if update.weights is None else update.weights.clone()
+        self.updates.append(update._replace(weights=weights))
 
     def multiply(self, factor: float) -> None:
         """Multiplies all gradients so far before they are summed: scaled sums may be infinite."""
-        for update in self.updates:
-            update.grad = update.grad * factor
+        self.updates = [update._replace(grad=update.grad * factor) for update in self.updates]
 
     def are_finite(self) -> bool:
         """Returns True if all gradients of outputs are finite."""
@@ -149,58 +120,63 @@ class DeferredUpdates:
     def close(self) -> None:
         """Closes the forwards of all updates, which are written or dropped."""
         for update in self.updates:
-            if update.open_forward is not None:
-                update.open_forward.close()
+            update.forward.close()
 
     def joined(self, layout: BagLayout, limit: float | None) -> Update:
         """Returns all updates as one; there is at least one. `limit`: `max_gradient` of the group."""
         updates = self.updates
         if limit is not None:
-            updates = [replace(one, grad=one.grad.clamp(-limit, limit)) for one in updates]
-        last = updates[-1]
+            updates = [one._replace(grad=one.grad.clamp(-limit, limit)) for one in updates]
+        last = updates[-1].forward
         scales = [scale * self.scale for scale in last.reduction.scales]
-        for update in updates:
-            keep_in_use(update.grad, update.ids, update.rows, update.weights)
+        for forward, grad, weights in updates:
+            keep_in_use(grad, forward.ids, forward.rows, weights)
         if len(updates) == 1:
             reduction = Reduction(scales, last.reduction.senders)
-            return replace(last, reduction=reduction)
-        begins = [update.begins for update in updates if update.begins is not None]
-        bags, places = layout.joined([update.bags for update in updates], begins)
-        places = places.to(last.rows.device, non_blocking=True)
-        if bags.offsets is None:
-            columns = last.bags.shape[1]
-            grad = torch.cat([update.grad.view(-1, columns) for update in updates])[places]
-        else:
-            grad = torch.cat([update.grad.flatten() for update in updates])
-        weights = _joined([update.weights for update in updates], updates, 1.0, torch.float32)
-        senders = [update.reduction.senders for update in updates]
-        of_ids = _joined(senders, updates, -1, torch.int32)
-        return replace(
-            last,
-            grad=grad,
-            ids=None
-            if last.ids is None
-            else torch.cat([one.ids_or_rows for one in updates])[places],
-            rows=torch.cat([update.rows for update in updates])[places],
-            bags=bags,
-            weights=None if weights is None else weights[places],
-            reduction=Reduction(scales, None if of_ids is None else of_ids[places]),
-            noted=last.noted if all(one.noted == last.noted for one in updates) else None,
-        )
+            return updates[0]._replace(forward=replace(last, reduction=reduction))
+        return _join(updates, layout, scales)
+
+
+def _join(updates: Sequence[Update], layout: BagLayout, scales: list[float]) -> Update:
+    """Returns two or more updates as one; scales [T] of all gradients."""
+    forwards = [update.forward for update in updates]
+    last = forwards[-1]
+    begins = [forward.begins for forward in forwards if forward.begins is not None]
+    bags, places = layout.joined([forward.bags for forward in forwards], begins)
+    places = places.to(last.rows.device, non_blocking=True)
+
+    def ordered(numbers: Tensor | None) -> Tensor | None:
+        return None if numbers is None else numbers[places]
+
+    grads = torch.cat([update.grad.flatten() for update in updates])
+    if bags.offsets is None:
+        grads = grads.view(-1, last.bags.shape[1])[places]
+    weights = _joined([update.weights for update in updates], forwards, 1.0, torch.float32)
+    senders = [forward.reduction.senders for forward in forwards]
+    ids = None if last.ids is None else torch.cat([one.ids_or_rows for one in forwards])
+    joined = replace(
+        last,
+        ids=ordered(ids),
+        rows=torch.cat([forward.rows for forward in forwards])[places],
+        bags=bags,
+        reduction=Reduction(scales, ordered(_joined(senders, forwards, -1, torch.int32))),
+        noted=last.noted if all(one.noted == last.noted for one in forwards) else None,
+    )
+    return Update(joined, grads, ordered(weights))
 
 
 def _joined(
-    of_updates: Sequence[Tensor | None],
-    updates: Sequence[Update],
+    numbers: Sequence[Tensor | None],
+    forwards: Sequence[Forward],
     missing: float,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """Returns numbers of the ids of all updates, `missing` for an update without; None if none has them."""
-    if all(one is None for one in of_updates):
+    """Returns numbers of the ids of all forwards, `missing` for one without; None if none has them."""
+    if all(one is None for one in numbers):
         return None
     return torch.cat(
         [
-            torch.full_like(update.rows, missing, dtype=dtype) if one is None else one
-            for one, update in zip(of_updates, updates, strict=True)
+            torch.full_like(forward.rows, missing, dtype=dtype) if one is None else one
+            for one, forward in zip(numbers, forwards, strict=True)
         ]
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup.bag_layout import Bags
-from torchrec_dyn.lookup.deferred_updates import DeferredUpdates
 from torchrec_dyn.lookup.gradient_reduction import Reduction
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.storage import OpenForward, TableLock
@@ -24,7 +23,10 @@ class Group(Protocol):
 
     is_mean: bool
     output_dtype: torch.dtype
-    deferred: DeferredUpdates | None
+
+    @property
+    def deferred(self) -> object:
+        """The updates that wait; None if each backward writes its own."""
 
     @property
     def lock(self) -> TableLock:
@@ -53,12 +55,12 @@ class Forward:
 
     Attributes:
         group: the tables.
-        rows: [N] int64, rows to update, -1 for an id without an update; None in evaluation.
+        rows: [N] int64, rows to update, -1 for an id without an update; [0] in evaluation.
         shown: [N] int64, rows to read, -1 for an id without a row.
         initial_ids: [N] int64, a copy of the ids, if the gradient of the weights needs initial rows of ids
             without a row; else None.
         trained: the tables that are not frozen; none in evaluation.
-        streams: of `ops.update_rows_`; None in evaluation.
+        streams: of `ops.update_rows_`; [0] in evaluation.
         generations: of each table, at the forward.
         noted: `tokens_of` the logs when the rows to update were recorded as changed; None without a record.
         ids: [N] int64, a copy, for the rounding of rows below float32; else None.
@@ -69,12 +71,12 @@ class Forward:
     """
 
     group: Group
-    rows: Tensor | None
+    rows: Tensor
     shown: Tensor
     bags: Bags
     initial_ids: Tensor | None
     trained: TrainedTables | None
-    streams: Tensor | None
+    streams: Tensor
     generations: list[int]
     noted: list[object] | None
     reduction: Reduction
@@ -83,6 +85,16 @@ class Forward:
     ids: Tensor | None = None
     begins: Tensor | None = None
     step: object | None = None
+
+    @property
+    def ids_or_rows(self) -> Tensor:
+        """The ids for `ops.update_rows_`, [N] int64; rows where nothing is rounded, and ids are not read."""
+        return self.rows if self.ids is None else self.ids
+
+    def close(self) -> None:
+        """Closes the forward: the rows of ids that were removed since are free."""
+        if self.open_forward is not None:
+            self.open_forward.close()
 
 
 def as_float(weights: Tensor | None) -> Tensor | None:
@@ -158,7 +170,7 @@ class LookupFunction(torch.autograd.Function):
                 group._take_gradient(forward, grad, as_float(weights))
             finally:
                 group.lock.is_changing = False
-        elif forward.open_forward is not None:
-            forward.open_forward.close()
+        else:
+            forward.close()
         forward.is_done = True
         return None, weights_grad, None, None

@@ -41,18 +41,19 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
 
     columns [T], the width of each table.
     """
-    offsets = update.bags.table_offsets
+    forward = update.forward
+    offsets = forward.bags.table_offsets
     # Rows stand in for ids: the op lists the distinct ones that have no row.
-    is_used = (update.rows >= 0).long()
-    distinct, _, begins, places = ops.collect_new(update.rows, is_used.neg_(), offsets)
+    is_used = (forward.rows >= 0).long()
+    distinct, _, begins, places = ops.collect_new(forward.rows, is_used.neg_(), offsets)
     sizes, firsts = (
         of_tables.to(places.device, non_blocking=True)
         for of_tables in (offsets.diff(), begins[:-1])
     )
     first_of_id = firsts.repeat_interleave(sizes, output_size=places.numel())
     ids = None
-    if update.ids is not None:
-        ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, update.ids)[1:]
+    if forward.ids is not None:
+        ids = distinct.new_zeros(distinct.numel() + 1).scatter_(0, places + 1, forward.ids)[1:]
     numbers = places.sub_(first_of_id).clamp_(min=-1)  # -1 for an id without an update
     sums: list[RowSums] = []
     blocks: list[Tensor] = []
@@ -71,17 +72,17 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
     subtract_gradients(
         -1.0,
         grad=update.grad,
-        ids=update.ids_or_rows,
+        ids=forward.ids_or_rows,
         rows=numbers,
-        offsets=update.bags.offsets,
+        offsets=forward.bags.offsets,
         bag_weights=update.weights,
         weights=blocks,
         layout=host_numbers(lines),
-        segments=update.bags.segments,
-        streams=update.streams,
+        segments=forward.bags.segments,
+        streams=forward.streams,
         mean=is_mean,
-        grad_scales=update.reduction.scales,
-        senders=update.reduction.senders,
+        grad_scales=forward.reduction.scales,
+        senders=forward.reduction.senders,
     )
     return sums
 
@@ -105,7 +106,7 @@ def _zeros(rows: int, columns: int, update: Update) -> Tensor:
 
     With fresh memory a step by a rule in Python took 4 percent longer.
     """
-    absent = update.rows.new_full((rows,), -1)
+    absent = update.forward.rows.new_full((rows,), -1)
     return ops.gather_rows(absent, [update.grad.new_empty(1, columns)], 0, columns, torch.float32)
 
 

@@ -38,8 +38,8 @@ def update_by_rule(
     sums: list[RowSums],
     streams: Tensor,
     learning_rate: float,
-) -> list[Callable[[bool], object]]:
-    """Runs a rule on the row sums of T tables; returns the actions of `run_to_end` that write the rows.
+) -> list[Callable[[], None]]:
+    """Runs a rule on the row sums of T tables; returns the calls that write the rows.
 
     streams [T, 3] int64, as of `ops.update_rows_`. `sums` is empty afterwards: copies of the next table's
     rows take the memory of a table's sums, which is in the cache.
@@ -127,7 +127,7 @@ def _rounded(before: Tensor, after: Tensor, ids: Tensor, stream: Tensor) -> Tens
     return blocks[0][:count]
 
 
-def _write(one: _Updated, _: bool) -> None:
+def _write(one: _Updated) -> None:
     one.table.weights.write(one.rows, one.weights)
     for store, state in zip(one.table.states, one.states, strict=True):
         store.write(one.rows, state)

@@ -37,6 +37,7 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.lookup.bag_layout import (
     BagLayout,
+    Bags,
     BatchShape,
     Pooling,
     contiguous_input,
@@ -46,7 +47,7 @@ from torchrec_dyn.lookup.bag_layout import (
 from torchrec_dyn.lookup.batch import Batch, Found, PrefetchedStep, TakenStep
 from torchrec_dyn.lookup.deferred_updates import DeferredUpdates, Update
 from torchrec_dyn.lookup.feature_uses import Uses, masked
-from torchrec_dyn.lookup.gradient_reduction import Reduction, reduction_of
+from torchrec_dyn.lookup.gradient_reduction import reduction_of
 from torchrec_dyn.lookup.lookup_function import (
     Forward,
     LookupFunction,
@@ -65,10 +66,10 @@ from torchrec_dyn.storage import (
     OpenForwards,
     TableLock,
     changes,
+    commit,
     locked,
     note_changed,
     note_update,
-    run_to_end,
     tokens_of,
     unrecorded,
 )
@@ -77,6 +78,16 @@ from torchrec_dyn.table import TableShard, count_late_grads, insert_unseen
 # What `ops.find_and_pool` pools: nothing, a batch without absent ids, or any batch.
 _NONE, _KNOWN, _ALL = range(3)
 _UNKNOWN = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _inserting(
+    tables: Sequence[TableShard], features_per_table: Sequence[int], uses: Uses | None
+) -> set[int]:
+    """Returns the tables that give rows to all unseen ids; in others the steps decide, in their order."""
+    if uses is None or uses.inserts is None:
+        return {t for t, table in enumerate(tables) if table.life is None}
+    inserts = [bool(flags.all()) for flags in uses.inserts.split(list(features_per_table))]
+    return {t for t, table in enumerate(tables) if table.life is None and inserts[t]}
 
 
 class TableGroup:
@@ -114,15 +125,7 @@ class TableGroup:
         self.deferred = DeferredUpdates() if self.tables[0].optimizer.defer_updates else None
         self.in_files = [t for t, table in enumerate(tables) if table.config.storage is not None]
         self._uses = uses  # of the features; None if each does all
-        flags = torch.ones(sum(features_per_table), dtype=torch.bool, device="cpu")
-        if uses is not None and uses.inserts is not None:
-            flags = uses.inserts
-        # Tables that give rows to all unseen ids. In others the steps decide, in the order of the batches.
-        self._insert_all = {
-            t
-            for t, inserts in enumerate(flags.split(list(features_per_table)))
-            if tables[t].life is None and bool(inserts.all())
-        }
+        self._insert_all = _inserting(self.tables, features_per_table, uses)
         self._lists: TableLists | None = None
         self._forwards = OpenForwards()
         self._anchor: Tensor | None = None
@@ -209,50 +212,73 @@ class TableGroup:
         if not batch.training:
             ahead = None
         shape = self._bag_layout.shape_of(batch.bags, batch.batch_sizes)
-        if ahead is not None:
-            found, step = self._found_ahead(batch, shape, ahead, lists)
-        elif trained is None:
-            found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
-            step = TakenStep(found.rows, found.num_absent)
-        else:
-            found, step = self._take_step(batch, shape, lists, trained)
+        found, step = self._rows_of(batch, shape, lists, trained, ahead)
         bags = self._bag_layout.bags(shape, found.offsets, batch.table_offsets, batch.ids.numel())
         if self.in_files:
             ask_for_batch(
                 self.tables, self.in_files, step.rows, batch.table_offsets, trained is not None
             )
-        out, weights = found.out, batch.weights
-        is_pooled = trained is None or not found.num_absent
-        if ahead is not None or self.in_files:
-            blocks, is_pooled = lists.prepared.rows(), True
-            out = ops.gather_pool(
-                step.rows, bags.offsets, as_float(weights), blocks.weights, blocks.layout,
-                bags.segments, self.is_mean, bags.elements, self.output_dtype,
-            )  # fmt: skip
         initial_ids = batch.ids if step.missing and lists.shows_initial else None
-        if initial_ids is not None or not is_pooled:
-            ops.pool_prepared_(
-                out, step.new_index, step.rows, initial_ids, bags.offsets, as_float(weights),
-                bags.segments, lists.prepared.get(), self.is_mean,
-            )  # fmt: skip
-        if batch.senders is None:  # no dist has divided the gradients
-            reduction = Reduction([1.0] * len(self.tables), None)
-        else:
-            reduction = reduction_of(
-                lists.configs, found.offsets, batch.table_offsets, batch.senders
-            )
-        if initial_ids is not None:
-            has_grad = weights is not None and weights.requires_grad
-            initial_ids = initial_ids.clone() if has_grad else None
+        is_pooled = trained is None or not found.num_absent
+        out = self._pooled(batch, bags, lists, found, step, initial_ids, is_pooled)
+        reduction = reduction_of(lists.configs, found.offsets, batch.table_offsets, batch.senders)
         forward = Forward(
-            self, step.learning, step.rows, bags, initial_ids, trained, step.streams,
+            self, step.learning, step.rows, bags, self._shown(batch, initial_ids), trained, step.streams,
             lists.generations, step.noted, reduction,
         )  # fmt: skip
-        if self.deferred is not None and trained is not None:
-            forward.begins = batch.begins
-        if trained is not None and self.tables[0].dtype != torch.float32:
-            forward.ids = batch.ids.clone()
+        if trained is not None:
+            forward.begins = None if self.deferred is None else batch.begins
+            forward.ids = None if self.tables[0].dtype == torch.float32 else batch.ids.clone()
         return self._output(forward, batch, out, ahead).view(bags.shape)
+
+    def _rows_of(
+        self,
+        batch: Batch,
+        shape: BatchShape,
+        lists: TableLists,
+        trained: TrainedTables | None,
+        ahead: PrefetchedStep | None,
+    ) -> tuple[Found, TakenStep]:
+        """Returns the rows of a batch, by a step if tables are trained and it was not taken ahead."""
+        if ahead is not None:
+            return self._found_ahead(batch, shape, ahead, lists)
+        if trained is not None:
+            return self._take_step(batch, shape, lists, trained)
+        found = self._find(batch, shape, lists, _KNOWN if lists.shows_initial else _ALL)
+        return found, TakenStep(found.rows, found.num_absent > 0)
+
+    def _pooled(
+        self,
+        batch: Batch,
+        bags: Bags,
+        lists: TableLists,
+        found: Found,
+        step: TakenStep,
+        initial_ids: Tensor | None,
+        is_pooled: bool,
+    ) -> Tensor:
+        """Returns the output: what was pooled with the lookup, with the bags of the new ids pooled again."""
+        out, weights = found.out, as_float(batch.weights)
+        if out is _UNKNOWN or self.in_files:
+            blocks, is_pooled = lists.prepared.rows(), True
+            out = ops.gather_pool(
+                step.rows, bags.offsets, weights, blocks.weights, blocks.layout, bags.segments,
+                self.is_mean, bags.elements, self.output_dtype,
+            )  # fmt: skip
+        if initial_ids is not None or not is_pooled:
+            ops.pool_prepared_(
+                out, step.new_index, step.rows, initial_ids, bags.offsets, weights, bags.segments,
+                lists.prepared.get(), self.is_mean,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _shown(batch: Batch, initial_ids: Tensor | None) -> Tensor | None:
+        """Returns the ids that read as initial rows, for the gradient of the weights."""
+        weights = batch.weights
+        if initial_ids is None or weights is None or not weights.requires_grad:
+            return None
+        return initial_ids.clone()
 
     def _output(
         self, forward: Forward, batch: Batch, out: Tensor, ahead: PrefetchedStep | None
@@ -272,7 +298,7 @@ class TableGroup:
 
     def _await_backward(self, forward: Forward, ids: Tensor) -> None:
         """Notes that a backward will update the rows of ids [N]. On the CPU their record needs the ids."""
-        if forward.rows is None:
+        if forward.trained is None:
             return
         if self.deferred is not None:
             forward.step = self.deferred.step
@@ -350,7 +376,7 @@ class TableGroup:
         found = self._find(batch, shape, lists, _NONE)
         learning = torch.full_like(found.rows, -1)
         return found, TakenStep(
-            found.rows, found.num_absent, learning=learning, streams=lists.streams
+            found.rows, found.num_absent > 0, learning=learning, streams=lists.streams
         )
 
     def _found_ahead(
@@ -452,13 +478,7 @@ class TableGroup:
         """Writes the update of a forward, or keeps it if updates are deferred; `grad` is of its output."""
         # Recorded before the update: an interrupted backward is not repeated, since it may have updated rows.
         forward.is_done = True
-        assert forward.trained is not None
-        assert forward.rows is not None and forward.streams is not None
-        update = Update(
-            grad, forward.rows, forward.bags, weights, forward.trained, forward.streams,
-            forward.reduction, forward.noted, forward.generations, forward.ids, forward.begins,
-            forward.open_forward, forward.step,
-        )  # fmt: skip
+        update = Update(forward, grad, weights)
         if self.deferred is not None:
             self.deferred.add(update)
             return
@@ -468,8 +488,7 @@ class TableGroup:
             if not self._current().refuses_nonfinite and self.tables[0].optimizer.own is None:
                 raise
             raise_after_backward(error)
-        if forward.open_forward is not None:
-            forward.open_forward.close()
+        forward.close()
 
     @locked
     @changes
@@ -488,7 +507,7 @@ class TableGroup:
         if not deferred.updates:
             return
         generations = self._current().generations
-        if any(update.generations != generations for update in deferred.updates):
+        if any(update.forward.generations != generations for update in deferred.updates):
             raise self._changed_before_step()
         self._write(deferred.joined(self._bag_layout, self.max_gradient))
         deferred.close()
@@ -559,29 +578,34 @@ class TableGroup:
 
     def _write(self, update: Update) -> None:
         """Sums the gradients of each distinct row of an update and applies the optimizer."""
-        lists, bags = self._current(), update.bags
+        lists, (forward, grad, weights) = self._current(), update
+        trained, bags = forward.trained, forward.bags
+        assert trained is not None
         withheld = [t for t, numbers in enumerate(lists.row_numbers) if numbers.withheld_parts]
         if withheld:
             tables = {t: self.tables[t] for t in withheld}
-            count_late_grads(tables, update.rows, bags.table_offsets)
-        if lists.trained is not None and lists.trained.shared is update.trained.shared:
+            count_late_grads(tables, forward.rows, bags.table_offsets)
+        if lists.trained is not None and lists.trained.shared is trained.shared:
             lists.trained.shared.edits += 1
         else:  # tables were frozen in between, or are in another group
-            for table in update.trained.tables.values():
+            for table in trained.tables.values():
                 table.own = table.own._replace(edits=table.own.edits + 1)
-        optimizer, batch = self.tables[0].optimizer, (update.rows, bags.table_offsets)
-        logs = unrecorded(self._logs(), update.noted) if lists.has_changes else []
+        optimizer, batch = self.tables[0].optimizer, (forward.rows, bags.table_offsets)
+        logs = unrecorded(self._logs(), forward.noted) if lists.has_changes else []
         id_maps = [table.id_map for table in self.tables] if any(logs) else []
         if optimizer.own is not None:
             sums = self._row_sums(update)
             written = update_by_rule(
-                optimizer.own, self.tables, sums, update.streams, self.learning_rate
+                optimizer.own, self.tables, sums, forward.streams, self.learning_rate
             )
-            run_to_end(lambda _: note_changed(logs, id_maps, *batch), *written)
+            note_changed(logs, id_maps, *batch)
+            with commit(*self.tables):
+                for write in written:
+                    write()
             return
         listed_marks = note_update(logs, id_maps, *batch)
         ops.update_prepared_(
-            update.grad, update.ids_or_rows, update.rows, bags.offsets, update.weights, bags.segments,
-            update.streams, self.is_mean, optimizer.hyper(self.learning_rate), update.reduction.scales,
-            update.reduction.senders, *listed_marks, lists.prepared.get(),
+            grad, forward.ids_or_rows, forward.rows, bags.offsets, weights, bags.segments,
+            forward.streams, self.is_mean, optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders, *listed_marks, lists.prepared.get(),
         )  # fmt: skip

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.life import NO_STEP
+from torchrec_dyn.life import NO_STEP, RowLife
 from torchrec_dyn.storage import (
     BLOCKS,
     CLOCKS,
@@ -31,6 +32,7 @@ from torchrec_dyn.storage import (
 from torchrec_dyn.table import (
     Counted,
     PreparedTables,
+    SharedCounters,
     TableBlocks,
     TableShard,
     blocks_of,
@@ -62,6 +64,42 @@ class ScoreBlocks:
         return self._scores
 
 
+class ExpirySchedule:
+    """When tables must be asked for expired rows or counters again (`RowLife.next_look`)."""
+
+    def __init__(self, lives: Mapping[int, RowLife]) -> None:
+        # The step of the shared counters, and the horizon if rows expire by time.
+        self._looks = {t: 0 for t, life in lives.items() if life.ages}
+        self._timed = {t: 0 for t in self._looks if lives[t].expires_by_time}
+        self._next_look = 0 if self._looks else NO_STEP
+        self._clocks: object = None
+
+    def due(self, tables: Mapping[int, TableShard], step: int) -> list[int]:
+        """Returns the numbers of the tables of which rows, or counters, may expire in a step."""
+        is_set = bool(self._timed) and self._clocks is not CLOCKS.now
+        if step < self._next_look and not is_set:
+            return []
+        due = {t for t, look in self._looks.items() if look <= step}
+        for t in self._timed.keys() - due if is_set else ():
+            life = tables[t].life
+            if life is not None and not life.passes(tables[t].next_step, self._timed[t]):
+                due.add(t)
+        if is_set and not due:
+            self._clocks = CLOCKS.now
+        return sorted(due)
+
+    def note_looked(self, tables: Mapping[int, TableShard], due: Sequence[int]) -> None:
+        """Notes that the expired rows of the tables that were `due` are removed in the present step."""
+        for t in due:
+            life = tables[t].life
+            assert life is not None
+            step, horizon = life.next_look(tables[t].step)
+            self._looks[t] = step - tables[t].own.step
+            if t in self._timed:
+                self._timed[t] = horizon
+        self._next_look, self._clocks = min(self._looks.values(), default=NO_STEP), CLOCKS.now
+
+
 class TrainedTables:
     """The tables of a group that a training step changes: those that are not frozen.
 
@@ -87,60 +125,41 @@ class TrainedTables:
         self, tables: Mapping[int, TableShard], count: int, prepared: PreparedTables
     ) -> None:
         self.tables = tables
-        of_tables = on_shared_counters([table.own for table in tables.values()])
-        for table, own in zip(tables.values(), of_tables, strict=True):
-            table.own = own
-        self.shared = of_tables[0].shared
+        self.shared = _share_counters([*tables.values()])
         self.prepared, self.scores = prepared, ScoreBlocks(count, tables)
-        self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
-        if len(tables) < count:
-            self._is_trained = torch.tensor([t in tables for t in range(count)], device="cpu")
+        lives = {t: table.life for t, table in tables.items() if table.life is not None}
         steps, limits = [0] * count, [_NO_LIMIT] * count
         for t, table in tables.items():
             steps[t] = table.own.step
-            if table.life is not None and table.life.replaces:
+            if t in lives and lives[t].replaces:
                 limits[t] = table.row_limit
-        lives = {t: table.life for t, table in tables.items() if table.life is not None}
         self.first_steps = torch.tensor(steps, device="cpu")
-        self.with_life = list(lives)
+        self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
         self.most_steps = max((steps[t] for t in lives), default=0)
-        # When to look for expired rows again (`RowLife.next_look`): the step of the shared counters, and the
-        # horizon if rows expire by time.
-        self._looks = {t: 0 for t, life in lives.items() if life.ages}
-        self._next_look = 0 if self._looks else NO_STEP
-        self._timed = {t: 0 for t in self._looks if lives[t].expires_by_time}
-        self._clocks: object = None
+        self.with_life = list(lives)
         self.decaying = [t for t, life in lives.items() if life.decays]
         self.units = {t: life.unit for t, life in lives.items() if life.unit is not None}
-        self.row_limits, self.least_limit = torch.tensor(limits, device="cpu"), min(limits)
-        self.has_changes = any(table.changes is not None for table in tables.values())
+        self.has_changes = _each([*tables.values()], "changes") != [None] * len(tables)
         self.watched = set(self.with_life)
+        self._expiry = ExpirySchedule(lives)
+        self._is_trained: Tensor | None = None  # [T] bool if a table is frozen
+        if len(tables) < count:
+            self._is_trained = torch.zeros(count, dtype=torch.bool, device="cpu")
+            self._is_trained[list(tables)] = True
+
+    def has_life(self, number: int) -> bool:
+        """Returns True if a trained table has a life."""
+        return self.tables[number].life is not None
 
     def due(self) -> list[int]:
         """Returns the numbers of the tables of which rows, or counters, may expire in the next forward."""
         step = self.shared.counted.steps + (self.shared.earlier is None)
-        is_set = bool(self._timed) and self._clocks is not CLOCKS.now
-        if step < self._next_look and not is_set:
-            return []
-        due = {t for t, look in self._looks.items() if look <= step}
-        for t in self._timed.keys() - due if is_set else ():
-            table = self.tables[t]
-            if table.life is not None and not table.life.passes(table.next_step, self._timed[t]):
-                due.add(t)
-        if is_set and not due:
-            self._clocks = CLOCKS.now
-        return sorted(due)
+        return self._expiry.due(self.tables, step)
 
     def note_looked(self, due: Sequence[int]) -> None:
         """Notes that the expired rows of the tables that were `due` are removed in the present step."""
-        for t in due:
-            table = self.tables[t]
-            assert table.life is not None
-            step, horizon = table.life.next_look(table.step)
-            self._looks[t] = step - table.own.step
-            if t in self._timed:
-                self._timed[t] = horizon
-        self._next_look, self._clocks = min(self._looks.values()), CLOCKS.now
+        if due:
+            self._expiry.note_looked(self.tables, due)
 
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.
@@ -223,33 +242,47 @@ def of_ids(flags: Tensor, table_offsets: Tensor, rows: Tensor) -> Tensor:
     return of_tables.repeat_interleave(sizes, output_size=rows.numel())
 
 
+def _share_counters(tables: Sequence[TableShard]) -> SharedCounters:
+    """Puts tables on counters that exactly they share, and returns these."""
+    of_tables = on_shared_counters([table.own for table in tables])
+    for table, own in zip(tables, of_tables, strict=True):
+        table.own = own
+    return of_tables[0].shared
+
+
 def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> TableLists:
     """Lists the tables of a group, under their lock; tables of which `is_held` is True as frozen ones."""
     token = TABLES.now
     # Read once: another thread may freeze a table.
-    learning = {
-        t: table
-        for t, table in enumerate(tables)
-        if not table.is_frozen and not (is_held and is_held[t])
-    }
-    is_trained = [t in learning for t in range(len(tables))]
+    is_frozen = torch.tensor(_each(tables, "is_frozen"), device="cpu")
+    if is_held:
+        is_frozen |= torch.tensor(is_held, device="cpu")
+    learning = {t: tables[t] for t in (~is_frozen).nonzero().flatten().tolist()}
     prepared = PreparedTables(tables)
     trained = TrainedTables(learning, len(tables), prepared) if learning else None
-    streams = [
-        [table.rounding_key, table.first_column, table.own.step if trains else table.step]
-        for table, trains in zip(tables, is_trained, strict=True)
-    ]
+    columns = ("rounding_key", "first_column", "step")
+    streams = torch.tensor([_each(tables, name) for name in columns], device="cpu").T.contiguous()
+    if trained is not None:
+        streams[list(learning), 2] -= trained.shared.counted.steps
+    stepping = torch.zeros_like(streams)
+    stepping[:, 2] = ~is_frozen
+    configs = _each(tables, "config")
     return TableLists(
         token=token,
-        generations=[table.generation for table in tables],
-        configs=[table.config for table in tables],
-        row_numbers=[table.row_numbers for table in tables],
-        streams=torch.tensor(streams, device="cpu"),
-        stepping=torch.tensor([[0, 0, int(trains)] for trains in is_trained], device="cpu"),
-        is_frozen=None if all(is_trained) else ~torch.tensor(is_trained, device="cpu"),
+        generations=_each(tables, "generation"),
+        configs=configs,
+        row_numbers=_each(tables, "row_numbers"),
+        streams=streams,
+        stepping=stepping,
+        is_frozen=is_frozen if bool(is_frozen.any()) else None,
         trained=trained,
-        shows_initial=any(table.config.unseen == "initial" for table in tables),
-        has_changes=any(table.changes is not None for table in tables),
-        refuses_nonfinite=any(table.nonfinite is not None for table in tables),
+        shows_initial="initial" in {config.unseen for config in configs},
+        has_changes=_each(tables, "changes") != [None] * len(tables),
+        refuses_nonfinite={config.on_nonfinite for config in configs} != {"write"},
         prepared=prepared,
     )
+
+
+def _each(tables: Sequence[TableShard], name: str) -> list[Any]:
+    """Returns an attribute of each table."""
+    return [getattr(table, name) for table in tables]

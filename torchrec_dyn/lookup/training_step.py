@@ -2,24 +2,23 @@
 
 Without a life a step gives a row to every unseen id. With one it runs in this order:
 
-1. Expire: remove the ids that are too old from the maps. Waiting ids that are too old count as unseen.
+1. Expire: remove the ids and counters that are too old.
 2. Find the rows of all ids.
 3. Decide the admission of the ids without a row.
-4. Check that every table has room, and reserve memory. If a step fails up to here, the expired ids are put
-   back, and no table has changed. Nothing fails after this point, and an interrupt (Ctrl-C) is raised at the
-   end of the step.
-5. Count the step, free the rows of the expired ids, and drop the expired counters.
-6. Score the rows found, so that none of them is evicted by this step. Counts with a half-life are prepared
-   before 5, and written here.
-7. Drop the counters of the admitted ids, and count the refused ids.
-8. Evict the lowest rows of tables that are full, and drop the counters above their limit.
-9. Give rows to the admitted ids.
+4. Check that every table has room, and reserve memory.
+5. Drop the counters of the admitted ids, and count the refused ids.
+6. In tables that are full, score the rows found, so that none of them is evicted by this step, and evict the
+   lowest rows. Find the counters above their limit.
+7. Prepare rows for the admitted ids.
+8. Commit: count the step, score the rows found, drop counters, and give rows to the admitted ids.
+
+An exception before 8 undoes what was written: no table has changed.
 
 Ids of a feature that does not insert ask for nothing in 3, and those of a feature that does not count are not
-scored in 6. So 8 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
+scored in 6. So 6 may evict a row that such an id has found: the id is looked up again, and reads as unseen.
 
 What these do to one table is in table/table_step.py. The host waits for a GPU five times at most, beside
-searches: for the expired ids, the absent ids, the new ids, their admission, and the rows and counters of 8.
+searches: for the expired ids, the absent ids, the new ids, their admission, and the rows and counters of 6.
 
 Decisions depend only on the ids and their order in time, so all column shards of a table decide the same.
 
@@ -28,8 +27,7 @@ Legend: T tables, N ids, M distinct ids without a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,30 +39,22 @@ from torchrec_dyn.lookup.batch import Batch, Found, TakenStep, no_scores, wrong_
 from torchrec_dyn.lookup.feature_uses import Uses, masked
 from torchrec_dyn.lookup.table_lists import TrainedTables
 from torchrec_dyn.policies import MOST_COUNT
-from torchrec_dyn.storage import (
-    HostRead,
-    check_stack,
-    note_changed,
-    places_of,
-    read,
-    read_together,
-    run_to_end,
-)
+from torchrec_dyn.storage import HostRead, change, note_changed, places_of, read, read_together
 from torchrec_dyn.table import (
     Expired,
     TableShard,
     TableStep,
-    add_rows,
-    added_rows,
     admission,
+    check_need,
     expired_of,
-    find_rows,
-    insert_unseen,
+    fill_new_rows,
     make_room,
+    prepare,
     prepare_rows,
-    prepared_steps,
+    prepare_touch,
+    prepare_unseen,
     ranges_of,
-    touched_of,
+    remove_expired,
 )
 
 
@@ -90,15 +80,19 @@ def take_step(
         return _step_with_life(trained, batch, find)
     found = find()
     num_unseen, of_frozen = trained.num_absent(found.absent)
-    new_index = None
-    if num_unseen:
-        new_index = insert_unseen(
+    if not num_unseen:
+        trained.shared.counted = trained.counted_after(batch.table_offsets, None)
+        return found, TakenStep(found.rows, of_frozen > 0)
+    with change(*trained.tables.values()) as written:
+        counted = trained.counted_after(batch.table_offsets, found.absent)
+        unseen = prepare_unseen(
             trained.tables, trained.prepared, batch.ids, found.rows, batch.table_offsets
         )
-    trained.shared.counted = trained.counted_after(
-        batch.table_offsets, found.absent if num_unseen else None
-    )
-    return found, TakenStep(found.rows, of_frozen, new_index)
+        written.commit()
+        unseen.additions.commit()
+        trained.shared.counted = counted
+    unseen.fill(found.rows)
+    return found, TakenStep(found.rows, of_frozen > 0, unseen.new_index)
 
 
 def _step_with_life(
@@ -113,99 +107,110 @@ def _step_with_life(
     if trained.most_steps + shared.counted.steps + 1 >= NO_STEP:
         for number in trained.with_life:
             tables[number].check_step(tables[number].next_step)
-    expired: dict[int, Expired] = {}  # removed from the maps, to be put back if the step fails
-    steps: list[TableStep] = []
-    try:
+    with change(*tables.values()) as written:
         due = trained.due()
-        of_due = read_together([expired_of(tables[number]) for number in due])
-        check_stack()
-        for number, old in zip(due, of_due, strict=True):
-            expired[number] = old
-            if old.ids.numel():
-                tables[number].id_map.remove(old.ids, old.num_ids - old.ids.numel())
+        expired = _expire(tables, due, written)
         found = find()
-        table_offsets = batch.table_offsets
-        occurrences = table_offsets
+        occurrences = batch.table_offsets
         if batch.times is not None or trained.units:
             occurrences = read(occurrences_of(trained, batch))
         added = _added(trained, batch)
         decided = _decide(trained, batch, found, added)
-        rows, scored = found.rows, decided.scored
-        special = sorted({*trained.watched, *due, *decided.unseen})
         counted = trained.counted_after(occurrences, decided.absent)
-        seen = _seen(trained, batch, rows, decided, added)
-        steps = prepared_steps(tables, special, expired, decided.unseen, decided.distinct)
-        listed, at_steps = trained.scores.get(), trained.first_steps + counted.steps
-        watched = {step.number for step in steps if step.acts}
-        frees_room = any(step.surplus > 0 or step.surplus_counters > 0 for step in steps)
-        # Rows that an earlier forward of the step has seen look as if this forward had scored them.
-        known = None
-        if shared.earlier is not None and trained.with_life:
-            known = _counts(trained, scored, table_offsets)
-
-        def count(_: bool) -> None:
-            expired.clear()
-            trained.watched = watched
-            shared.counted = counted
-
-        def touch(again: bool) -> None:
-            if not again or not _are_touched(trained, scored, table_offsets, known):
-                ops.touch_scores_(
-                    scored, table_offsets, listed.weights, listed.layout, at_steps, added
-                )
-
-        def write_decayed(_: bool) -> None:
-            for number, (rows_seen, counts) in seen.items():
-                life = tables[number].life
-                assert life is not None
-                life.write_touched(rows_seen, counts, int(at_steps[number]))
-
-        # From the first action on no check fails, and memory for maps and rows is reserved.
-        actions: list[Callable[[bool], object]] = [count, *(step.begin for step in steps)]
-        if trained.with_life and trained.has_changes:
-            noted = batch.ids, rows, table_offsets
-            actions.append(lambda _: note_changed(trained.logs(), *noted))
-        if trained.with_life:
-            actions.append(touch)
-        if seen:
-            actions.append(write_decayed)
-        if decided.unseen:
-            actions += (step.count_waiting for step in steps if step.counts_waiting)
-        if frees_room:
-            actions.append(partial(make_room, steps))
-        if decided.unseen:
-            actions.append(partial(prepare_rows, steps, trained.prepared))
-            actions.append(partial(add_rows, steps))
-        if due:
-            actions.append(lambda _: trained.note_looked(due))
-        run_to_end(*actions)
-    except BaseException:
-        for number, old in expired.items():
-            tables[number].id_map.put(old.ids, old.rows, old.num_ids, again=True)
+        touch = _touch(trained, batch, decided, counted.steps, added)
+        check_need(tables, decided.unseen, decided.distinct)
+        steps = [
+            TableStep(number, tables[number], expired.get(number), decided.unseen.get(number))
+            for number in sorted({*trained.watched, *due, *decided.unseen})
+        ]
+        prepare(steps, written)
+        evicts = any(step.surplus > 0 for step in steps)
+        if evicts:
+            written.on_error(_scores_before(trained, batch, decided.scored))
+            touch()
+        make_room(steps, written)
+        taken = _rows_of_step(trained, batch, decided, steps, evicts)
+        additions = prepare_rows(steps, trained.prepared)
+        written.commit()
+        shared.counted = counted
+        trained.watched = {step.number for step in steps if step.acts}
+        if not evicts:
+            touch()
         for step in steps:
-            step.restore_waiting()
-        raise
-    if decided.unseen:
-        new_rows = added_rows(steps, decided.new_ids, decided.ranges)
-        ops.fill_new_(rows, decided.new_index, new_rows)
-    new_index = decided.new_index if decided.ranges else None
-    if frees_room and scored is not rows:
-        return found, _found_again(trained, batch, rows, new_index)
-    missing = decided.absent_of_frozen + sum(step.refused for step in steps)
-    return found, TakenStep(rows, missing, new_index)
+            step.commit()
+        additions.commit()
+        trained.note_looked(due)
+    new = decided.new_ids, decided.new_index, decided.ranges
+    fill_new_rows(taken.rows, steps, additions, *new)
+    return found, taken
 
 
-def _found_again(
-    trained: TrainedTables, batch: Batch, rows: Tensor, new_index: Tensor | None
+def _expire(
+    tables: Mapping[int, TableShard], due: Sequence[int], written: change
+) -> dict[int, Expired]:
+    """Removes the expired ids and counters of the tables that are `due`, before the commit."""
+    of_due = read_together([expired_of(tables[number]) for number in due])
+    expired = dict(zip(due, of_due, strict=True))
+    for number, old in expired.items():
+        remove_expired(tables[number], old, written)
+    return expired
+
+
+def _touch(
+    trained: TrainedTables, batch: Batch, decided: _Decided, steps: int, added: Tensor | None
+) -> Callable[[], None]:
+    """Returns a call that scores the rows found, in step `steps` of the shared counters."""
+    if not trained.with_life:
+        return lambda: None
+    if trained.has_changes:
+        note_changed(trained.logs(), batch.ids, decided.rows, batch.table_offsets)
+    decayed = _seen(trained, batch, decided, added)
+    at_steps = trained.first_steps + steps
+
+    def touch() -> None:
+        listed = trained.scores.get()
+        ops.touch_scores_(
+            decided.scored, batch.table_offsets, listed.weights, listed.layout, at_steps, added
+        )
+        for write in decayed:
+            write()
+
+    return touch
+
+
+def _scores_before(trained: TrainedTables, batch: Batch, rows: Tensor) -> Callable[[], None]:
+    """Returns a call that brings the present scores of rows [N] int64 of a batch back."""
+    ends, before = batch.table_offsets.tolist(), []
+    for number in trained.with_life:
+        life, own = trained.tables[number].life, rows[ends[number] : ends[number + 1]]
+        assert life is not None
+        before.append((life.scores, own, *life.scores.read(own)))
+
+    def restore() -> None:
+        for scores, own, last_seen, counts in before:
+            places = (own >= 0).nonzero().flatten()
+            scores.write(own[places], last_seen[places], counts[places])
+
+    return restore
+
+
+def _rows_of_step(
+    trained: TrainedTables,
+    batch: Batch,
+    decided: _Decided,
+    steps: Sequence[TableStep],
+    evicts: bool,
 ) -> TakenStep:
-    """Returns the step of a batch of which ids that do not count may have lost their rows in it.
-
-    rows [N] int64 and new_index [N] int64 are those of the step without this.
-    """
-    left, absent = find_rows(trained.prepared.maps, batch.ids, batch.table_offsets)
-    is_same = left == rows
+    """Returns the rows of all ids, but for those that get new rows."""
+    new_index = decided.new_index if decided.ranges else None
+    if not evicts or decided.scored is decided.rows:
+        refused = any(step.unseen.refused_occurrences for step in steps)
+        return TakenStep(decided.rows, decided.absent_of_frozen > 0 or refused, new_index)
+    # Ids that do not count may have lost their rows.
+    maps = trained.prepared.maps.arrays()
+    rows, _ = ops.lookup(batch.ids, batch.table_offsets, *maps)
     new_index = torch.full_like(rows, -1) if new_index is None else new_index
-    return TakenStep(left, sum(absent.tolist()), torch.where(is_same, new_index, 0))
+    return TakenStep(rows, True, torch.where(rows == decided.rows, new_index, 0))
 
 
 def occurrences_of(trained: TrainedTables, batch: Batch) -> HostRead[Tensor]:
@@ -270,110 +275,137 @@ def _added(trained: TrainedTables, batch: Batch) -> Tensor | None:
 
 
 class _Decided(NamedTuple):
-    """A batch after lookup and admission. So far only expired ids were removed.
+    """A batch after lookup and admission. So far only expired ids and counters were removed.
 
     Attributes:
+        rows: [N] int64, the rows found.
         scored: [N] int64, the rows to score: -1 for an id that does not count; the same tensor as `rows` if
             all count.
-        absent: [T] int64, number of ids without a row, repeats counted; None if every id of a trained table
-            has a row.
-        absent_of_frozen: number of such ids of frozen tables.
-        unseen: the distinct ids without a row of each trained table that has some, by number of the table.
+        num_known: number of ids with a row, repeats counted, of each table whose counts decay.
         distinct: number of distinct rows of the batch, for tables that may be too small.
+        absent_of_frozen: number of ids of frozen tables without a row, repeats counted.
+        absent: [T] int64, number of such ids of all tables; None if every id of a trained table has a row.
+        unseen: the distinct ids without a row of each trained table that has some, by number of the table.
         new_ids: [M] int64, the distinct ids without a row of all tables; [0] if every id of a trained table
             has a row.
         new_index: [N] int64, the place of an id without a row in `new_ids`, -1 for other ids; [0] without
             `new_ids`.
         ranges: where the ids of each table are among `new_ids`.
-        num_known: number of ids with a row, repeats counted, of each table whose counts decay.
     """
 
+    rows: Tensor
     scored: Tensor
-    absent: Tensor | None
-    absent_of_frozen: int
-    unseen: dict[int, Decision]
+    num_known: dict[int, int]
     distinct: dict[int, int]
+    absent_of_frozen: int
+    absent: Tensor | None
+    unseen: dict[int, Decision]
     new_ids: Tensor
     new_index: Tensor
     ranges: dict[int, slice]
-    num_known: dict[int, int]
 
 
 def _decide(trained: TrainedTables, batch: Batch, found: Found, added: Tensor | None) -> _Decided:
     """Decides the admission of the absent ids. `added` is what each id adds to the count of its row."""
-    tables, ids, times, table_offsets = trained.tables, batch.ids, batch.times, batch.table_offsets
-    rows, absent = found.rows, found.absent
+    rows, absent, offsets = found.rows, found.absent, batch.table_offsets
     scored = rows if batch.uses is None else masked(rows, batch.uses.counts)
-    new_ids = new_index = ids[:0]
-    asked: Asked | None = None
-    ranges: dict[int, slice] = {}
-    # Annotated, not subscripted calls: a step would make the types of the host reads anew, which takes 10 us.
-    decisions: dict[int, HostRead[Decision]] = {}
-    counted: dict[int, HostRead[int]] = {}
-    sums: dict[int, HostRead[int]] = {}
     num_unseen, of_frozen = trained.num_absent(absent)
-    if num_unseen:
-        new_ids, sent, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-        counts = sent
-        if times is not None:
-            counts = _summed(new_ids, new_index, times)
-        if batch.uses is not None:
-            asked = _asked(batch.uses, times, new_ids, new_index)
-        ranges = ranges_of(new_offsets)
-        for number, of_table in ranges.items():
-            if number not in tables:
-                continue
-            asked_of_table = None if asked is None else asked.slice(of_table)
-            # A table without a life counts each sent id once.
-            occurrences = (sent if tables[number].life is None else counts)[of_table]
-            decisions[number] = admission(
-                tables[number], new_ids[of_table], occurrences, asked_of_table
-            )
-            # A table with a life counts the occurrences of absent ids.
-            if times is not None and tables[number].life is not None:
-                sums[number] = _sum(counts[of_table])
-    # Distinct rows of the tables that may be too small. A step has at most as many distinct rows as ids, so
-    # for most batches they need not be counted.
-    earlier = trained.shared.earlier
-    if earlier is not None or ids.numel() > trained.least_limit:
-        sizes = table_offsets[1:] - table_offsets[:-1]  # a fifth of the time of `diff`
-        if earlier is not None:
-            sizes = sizes + earlier
-        ends = table_offsets.tolist()
-        for number in (sizes > trained.row_limits).nonzero().flatten().tolist():
-            own = scored[ends[number] : ends[number + 1]]
-            if earlier is None:
-                counted[number] = _num_distinct(own)
-            else:
-                counted[number] = _num_seen(tables[number], own)
-    parts: list[HostRead[Any]] = [*decisions.values(), *counted.values(), *sums.values()]
+    num_known = _num_known(trained, offsets, absent)
+    counting = _counting(trained, batch, scored)
+    if not num_unseen:
+        distinct = dict(zip(counting, read_together([*counting.values()]), strict=True))
+        nothing = batch.ids[:0]
+        return _Decided(
+            rows, scored, num_known, distinct, of_frozen, None, {}, nothing, nothing, {}
+        )
+    new_ids, sent, new_offsets, new_index = ops.collect_new(batch.ids, rows, offsets)
+    ranges = ranges_of(new_offsets)
+    own = {number: range_of for number, range_of in ranges.items() if number in trained.tables}
+    counts = sent if batch.times is None else _summed(new_ids, new_index, batch.times)
+    deciding = _deciding(trained, batch, (new_ids, new_index), (sent, counts), own)
+    # A table with a life counts the occurrences of absent ids, another each sent id once.
+    timed = [number for number in own if batch.times is not None and trained.has_life(number)]
+    parts: list[HostRead[Any]] = [*deciding, *counting.values()]
+    parts += [_sum(counts[own[number]]) for number in timed]
     results = iter(read_together(parts))
-    unseen = {number: next(results) for number in decisions}
-    if added is not None and not unseen.keys().isdisjoint(trained.units):
-        scores = _summed(new_ids, new_index, _given(batch.uses, added))
-        for number in unseen.keys() & trained.units.keys():
-            unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
-    distinct = {number: next(results) for number in counted}
-    occurred = {number: next(results) for number in sums}
-    num_known = {
+    unseen: dict[int, Decision] = dict(zip(own, results, strict=False))
+    distinct = dict(zip(counting, results, strict=False))
+    if timed:
+        absent = absent.clone()
+        absent[timed] = torch.tensor([*results], device="cpu")
+    if trained.units and added is not None:
+        _add_scores(trained, unseen, own, _summed(new_ids, new_index, _given(batch.uses, added)))
+    return _Decided(
+        rows, scored, num_known, distinct, of_frozen, absent, unseen, new_ids, new_index, ranges
+    )  # fmt: skip
+
+
+def _num_known(trained: TrainedTables, table_offsets: Tensor, absent: Tensor) -> dict[int, int]:
+    """Returns the number of ids with a row, repeats counted, of each table whose counts decay."""
+    return {
         number: int(table_offsets[number + 1] - table_offsets[number] - absent[number])
         for number in trained.decaying
     }
-    if occurred:
-        absent = absent.clone()
-        absent[list(occurred)] = torch.tensor(list(occurred.values()), device="cpu")
-    absent_of_trained = absent if unseen else None
-    return _Decided(
-        scored,
-        absent_of_trained,
-        of_frozen,
-        unseen,
-        distinct,
-        new_ids,
-        new_index,
-        ranges,
-        num_known,
-    )
+
+
+def _add_scores(
+    trained: TrainedTables,
+    unseen: dict[int, Decision],
+    ranges: Mapping[int, slice],
+    scores: Tensor,
+) -> None:
+    """Notes in the decisions what rows of tables that count weights begin with: scores [M] of new ids."""
+    for number in unseen.keys() & trained.units.keys():
+        unseen[number] = unseen[number]._replace(scores=scores[ranges[number]])
+
+
+def _deciding(
+    trained: TrainedTables,
+    batch: Batch,
+    new: tuple[Tensor, Tensor],
+    occurrences: tuple[Tensor, Tensor],
+    ranges: dict[int, slice],
+) -> list[HostRead[Decision]]:
+    """Returns the host reads that decide the admission of each table's new ids.
+
+    `new`: new ids and index of `ops.collect_new`. `occurrences` [M] int64 of the new ids as they were sent,
+    which a table without a life counts, and with the times of each.
+    """
+    new_ids, new_index = new
+    sent, counts = occurrences
+    asked = None
+    if batch.uses is not None:
+        asked = _asked(batch.uses, batch.times, new_ids, new_index)
+    return [
+        admission(
+            trained.tables[number],
+            new_ids[own],
+            (counts if trained.has_life(number) else sent)[own],
+            None if asked is None else asked.slice(own),
+        )
+        for number, own in ranges.items()
+    ]
+
+
+def _counting(trained: TrainedTables, batch: Batch, scored: Tensor) -> dict[int, HostRead[int]]:
+    """Returns the host reads that count the distinct rows of the tables that may be too small.
+
+    A step has at most as many distinct rows as ids, so for most batches they need not be counted.
+    """
+    earlier, offsets = trained.shared.earlier, batch.table_offsets
+    if earlier is None and batch.ids.numel() <= trained.least_limit:
+        return {}
+    sizes = offsets[1:] - offsets[:-1]  # a fifth of the time of `diff`
+    if earlier is not None:
+        sizes = sizes + earlier
+    ends, counting = offsets.tolist(), {}
+    for number in (sizes > trained.row_limits).nonzero().flatten().tolist():
+        own = scored[ends[number] : ends[number + 1]]
+        if earlier is None:
+            counting[number] = _num_distinct(own)
+        else:
+            counting[number] = _num_seen(trained.tables[number], own)
+    return counting
 
 
 def _asked(uses: Uses, times: Tensor | None, new_ids: Tensor, new_index: Tensor) -> Asked | None:
@@ -399,14 +431,14 @@ def _given(uses: Uses | None, numbers: Tensor) -> Tensor:
 
 
 def _seen(
-    trained: TrainedTables, batch: Batch, all_rows: Tensor, decided: _Decided, added: Tensor | None
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Returns `touched_of` each table whose counts decay, by number of the table; writes nothing."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    trained: TrainedTables, batch: Batch, decided: _Decided, added: Tensor | None
+) -> list[Callable[[], None]]:
+    """Returns calls that write the counts of the tables whose counts decay."""
+    calls: list[Callable[[], None]] = []
     for number, known in decided.num_known.items():
         begin, end = batch.table_offsets[number : number + 2].tolist()
         rows, times = decided.scored[begin:end], None
-        if decided.scored is not all_rows:
+        if decided.scored is not decided.rows:
             known = int((rows >= 0).sum())  # a GPU's host waits
         if added is not None:
             times = added[begin:end]
@@ -414,8 +446,8 @@ def _seen(
             places = places_of(rows >= 0, known)
             rows = rows.index_select(0, places)
             times = None if times is None else times.index_select(0, places)
-        seen[number] = touched_of(trained.tables[number], rows, times)
-    return seen
+        calls.append(prepare_touch(trained.tables[number], rows, times))
+    return calls
 
 
 def _summed(new_ids: Tensor, new_index: Tensor, numbers: Tensor) -> Tensor:
@@ -453,32 +485,3 @@ def _num_seen(table: TableShard, rows: Tensor) -> HostRead[int]:
     seen[rows] = True  # -1 is the last place
     [count] = yield [seen[:-1].count_nonzero()]
     return count
-
-
-def _counts(trained: TrainedTables, rows: Tensor, table_offsets: Tensor) -> Tensor:
-    """Returns the sum of the counts of the rows of each table with a life, [tables with a life] int64."""
-    ends, sums = table_offsets.tolist(), []
-    for number in trained.with_life:
-        life = trained.tables[number].life
-        assert life is not None
-        sums.append(life.scores.read(rows[ends[number] : ends[number + 1]])[1].sum())
-    return torch.stack(sums)
-
-
-def _are_touched(
-    trained: TrainedTables, rows: Tensor, table_offsets: Tensor, known: Tensor | None
-) -> bool:
-    """Returns True if rows of this forward are scored: then they were seen at the present step of a table.
-
-    `known`: `_counts` of the rows before, if the step has had other forwards; else None.
-    """
-    if known is not None:
-        return not torch.equal(known, _counts(trained, rows, table_offsets))
-    ends = table_offsets.tolist()
-    for number in trained.with_life:
-        table = trained.tables[number]
-        assert table.life is not None
-        last_seen, counts = table.life.scores.read(rows[ends[number] : ends[number + 1]])
-        if bool(((last_seen == table.step) & (counts > 0)).any()):
-            return True
-    return False

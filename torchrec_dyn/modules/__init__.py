@@ -18,16 +18,13 @@ from torchrec_dyn.modules.feature_ids import (
 )
 from torchrec_dyn.modules.fused_optimizer import (
     DynamicOptimizer,
-    LearningRateGroup,
+    TablesOptimizer,
     saved_states,
-    write_updates,
 )
 from torchrec_dyn.modules.optimizer_choice import (
-    DEFAULT_FUSED_PARAMS,
     check_fused_params,
     chosen_fused_params,
     chosen_optimizer,
-    chosen_output_dtype,
     matching_optimizer,
     merged_fused_params,
     placement_options,

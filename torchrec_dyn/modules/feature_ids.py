@@ -41,16 +41,33 @@ class FeatureIds:
 
     @property
     def counts(self) -> list[int]:
-        """The number of ids of each feature, [F]. A GPU's host waits for them.
-
-        Raises:
-            ValueError: lengths or offsets are wrong.
-        """
+        """The number of ids of each feature, [F], after checks of lengths and offsets. A GPU's host waits."""
         if self._counts is None:
-            self._counts = _checked_counts(
-                self.lengths, self.stated, self.batch_sizes, self.ids.numel(), self.where
-            )
+            self._counts = self._checked_counts()
         return self._counts
+
+    def _checked_counts(self) -> list[int]:
+        sizes, ids = self.batch_sizes, self.ids.numel()
+        if len(set(sizes)) > 1:
+            sums = torch.stack([part.sum() for part in torch.split(self.lengths, sizes)])
+        else:
+            sums = self.lengths.reshape(len(sizes), -1).sum(1)
+        read = [sums]
+        if self.lengths.numel():
+            read += torch.aminmax(self.lengths)
+            if self.stated is not None:
+                read.append((self.stated != complete_cumsum(self.lengths)).any())
+        numbers = torch.hstack(read).tolist()  # a GPU's host waits once
+        counts, (least, most, *differ) = numbers[: len(sizes)], numbers[len(sizes) :] or (0, 0)
+        # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
+        if least < 0 or most > ids or sum(counts) != ids:
+            raise ValueError(
+                f"{self.where}: expected lengths that are not negative and add up to the {ids} ids, "
+                f"got a minimum of {least} and a sum of {sum(counts)}."
+            )
+        if any(differ):
+            raise _offsets_that_differ(self.where)
+        return counts
 
     def note_begins(self, begins: Tensor) -> None:
         """Notes where the ids of each feature begin, [F + 1] int64 on the CPU, which a lookup has read."""
@@ -90,20 +107,16 @@ def _picked(values: Tensor, sizes: list[int], positions: Sequence[int]) -> Tenso
     return torch.cat([parts[i] for i in positions])
 
 
+@dataclass(eq=False)
 class FeatureReader:
     """Reads the features of a collection's tables, in table order; a feature may belong to several tables."""
 
-    def __init__(
-        self,
-        configs: Sequence[BaseEmbeddingConfig],
-        weighted: bool,
-        where: str,
-        scored: bool = False,
-    ) -> None:
-        self._features = {config.name: list(config.feature_names) for config in configs}
-        self._weighted = weighted
-        self._scored = scored
-        self._where = where
+    configs: Sequence[BaseEmbeddingConfig]
+    weighted: bool
+    where: str
+    scored: bool = False
+
+    def __post_init__(self) -> None:
         # Keys of the last batch and positions of our features among them; None: all features, in the order of
         # the batch. One attribute, because several threads may read batches.
         self._last: tuple[list[str] | None, list[int] | None] = (None, None)
@@ -113,25 +126,25 @@ class FeatureReader:
         if not isinstance(features, KeyedJaggedTensor):
             if isinstance(features, LazyAwaitable):  # of a module that sends the batch
                 features = features.wait()
-            check_keyed(features, self._where)
+            check_keyed(features, self.where)
         keys = features.keys()
         known, positions = self._last
         if keys != known:
             positions = self._find(keys)
             self._last = (list(keys), positions)
-        read = _read_features(features, self._weighted, self._where, self._scored)
+        read = _read_features(features, self.weighted, self.where, self.scored)
         return read if positions is None else read.select(positions)
 
     def _find(self, keys: Sequence[str]) -> list[int] | None:
         index = {key: position for position, key in enumerate(keys)}
-        for table, names in self._features.items():
-            for name in names:
-                if name not in index:
-                    raise ValueError(
-                        f"{self._where}(table='{table}'): expected feature '{name}', got features {keys}."
-                    )
-        read = [name for names in self._features.values() for name in names]
-        check_keys_once(keys, read, self._where)
+        pairs = [(config.name, name) for config in self.configs for name in config.feature_names]
+        for table, name in pairs:
+            if name not in index:
+                raise ValueError(
+                    f"{self.where}(table='{table}'): expected feature '{name}', got features {keys}."
+                )
+        read = [name for _, name in pairs]
+        check_keys_once(keys, read, self.where)
         positions = [index[name] for name in read]
         return None if positions == list(range(len(keys))) else positions
 
@@ -184,15 +197,6 @@ def _read_features(
     if ids.dim() != 1:
         raise ValueError(f"{where}: expected values [N], got values of shape {list(ids.shape)}.")
     weights, scores = _weights(features, weighted, scored, where)
-    lengths, batch_sizes = _lengths(features, where)
-    stated = features.offsets_or_none() if lengths.numel() else None
-    if stated is not None and stated.numel() != lengths.numel() + 1:
-        raise _offsets_that_differ(where)
-    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
-
-
-def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]]:
-    """Returns the number of ids of each bag, [bags of all features], and of bags of each feature, [F]."""
     lengths, batch_sizes = features.lengths(), _batch_sizes(features, where)
     if lengths.dim() != 1:  # [F, B], which TorchRec's collections take, too
         lengths = lengths.reshape(-1)
@@ -201,39 +205,10 @@ def _lengths(features: KeyedJaggedTensor, where: str) -> tuple[Tensor, list[int]
             f"{where}: expected {sum(batch_sizes)} lengths for {len(batch_sizes)} features "
             f"of {batch_sizes} bags, got {lengths.numel()}."
         )
-    return lengths, batch_sizes
-
-
-def _checked_counts(
-    lengths: Tensor, stated: Tensor | None, batch_sizes: Sequence[int], ids: int, where: str
-) -> list[int]:
-    """Returns the ids of each feature, [F].
-
-    Shapes: lengths [bags of all features], stated [bags + 1] the offsets of the batch, if it has them.
-    """
-    if len(set(batch_sizes)) == 1:
-        sums = lengths.reshape(len(batch_sizes), -1).sum(1)
-    else:
-        sums = torch.stack([part.sum() for part in torch.split(lengths, list(batch_sizes))])
-    read = [sums]
-    if lengths.numel():
-        read += torch.aminmax(lengths)
-        if stated is not None:
-            read.append((stated != complete_cumsum(lengths)).any())
-    numbers = torch.hstack(read).tolist()  # a GPU's host waits once
-    counts, (least, most, *differ) = (
-        numbers[: len(batch_sizes)],
-        numbers[len(batch_sizes) :] or (0, 0),
-    )
-    # No length may exceed the number of ids: so sums do not overflow, and offsets ascend.
-    if least < 0 or most > ids or sum(counts) != ids:
-        raise ValueError(
-            f"{where}: expected lengths that are not negative and add up to the {ids} ids, "
-            f"got a minimum of {least} and a sum of {sum(counts)}."
-        )
-    if any(differ):
+    stated = features.offsets_or_none() if lengths.numel() else None
+    if stated is not None and stated.numel() != lengths.numel() + 1:
         raise _offsets_that_differ(where)
-    return counts
+    return FeatureIds(ids, lengths, stated, weights, batch_sizes, where, scores)
 
 
 def _weights(

@@ -1,6 +1,4 @@
-"""The optimizer that TorchRec sees: its learning rate and its saved state. Backward updates the rows.
-
-Unsharded collections and compute kernels use the same class.
+"""The optimizer that TorchRec sees: its learning rates and its saved state. Backward updates the rows.
 
 KeyedOptimizer calls `state_dict()` or `load_state_dict(...)` of the entries of a table one by one, in the
 same order on all ranks. In a save the first entry exports the tensors of all entries, of a sharded collection
@@ -10,8 +8,9 @@ those of all tables: ranks then agree once, not once a table. In a load the last
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -21,10 +20,7 @@ from torchrec.optim.fused import FusedOptimizer
 from torchrec_dyn.checkpoint_format import OPTIMIZER_CHECKSUM
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules.unsharded_table import UnshardedTable
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.state_dict import load_optimizer_state, save_optimizer_states
-from torchrec_dyn.storage import turn_of
 
 
 class LearningRateGroup(dict[str, Any]):
@@ -32,7 +28,7 @@ class LearningRateGroup(dict[str, Any]):
 
     def __init__(self, params: Sequence[Tensor], learning_rate: float) -> None:
         super().__init__(params=list(params), lr=learning_rate)
-        self.groups: tuple[TableGroup, ...] = ()
+        self.groups: list[TableGroup] = []
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
@@ -43,17 +39,6 @@ class LearningRateGroup(dict[str, Any]):
         # A copy has no tables: only the optimizer of the tables may set their learning rate. A copied
         # optimizer gives its copied group the copied tables.
         return LearningRateGroup, ([], 0.0), None, None, iter(self.items())
-
-    def drive(self, groups: Sequence[TableGroup]) -> None:
-        """Sets `lr` as the learning rate of these table groups, now and after each change of `lr`."""
-        self.groups = tuple(groups)
-        self.push()
-
-    def drop_updates(self) -> None:
-        """Writes `lr` to the tables and forgets their deferred updates."""
-        self.push()
-        for group in self.deferring():
-            group.drop_updates()
 
     def deferring(self) -> list[TableGroup]:
         """Returns the table groups whose updates are deferred."""
@@ -66,64 +51,83 @@ class LearningRateGroup(dict[str, Any]):
             group.learning_rate = float(self["lr"])
 
 
-def write_updates(rates: Iterable[LearningRateGroup]) -> None:
-    """Writes learning rates and deferred updates to all tables."""
-    faults: list[Exception] = []
-    for rate_group in rates:
-        rate_group.push()
-        for group in rate_group.deferring():
-            try:
-                group.write_updates()
-            except Exception as fault:
-                faults.append(fault)
-    if faults:
-        raise faults[0]
+class TablesOptimizer(FusedOptimizer):
+    """The learning rates of tables, with a parameter group for each distinct row optimizer, and their state.
 
-
-class DynamicOptimizer(FusedOptimizer):
-    """Sets the learning rate of dynamic tables from `param_groups[0]["lr"]`, from the next backward on.
-
-    A copy is the optimizer of the tables that are copied with it. `params` are placeholders by
-    "{table}.weight", and `lookup` is the `UnshardedLookup`; None if the tables are sharded.
+    `tables` has placeholder, row optimizer and entries of state of each table, by the key of the placeholder.
+    `rates` are learning rates that schedulers have set before. `lookup` is the `UnshardedLookup` of the
+    tables; None if they are sharded.
     """
 
     def __init__(
         self,
-        groups: Sequence[TableGroup],
-        params: Mapping[str, Tensor],
-        learning_rate: float,
+        tables: Mapping[str, tuple[Tensor, RowOptimizer, Mapping[str, SavedState]]],
+        rates: Mapping[RowOptimizer, float] | None = None,
         lookup: Any = None,
     ) -> None:
-        group = LearningRateGroup(list(params.values()), learning_rate)
-        super().__init__(dict(params), {param: {} for param in params.values()}, [group])
-        self.rates = group
         # The lookup holds this optimizer: a cycle would keep the rows of a deleted collection.
         self._lookup = None if lookup is None else weakref.ref(lookup)
-        group.drive(groups)
+        members: dict[RowOptimizer, list[Tensor]] = {}
+        for param, optimizer, _ in tables.values():
+            members.setdefault(optimizer, []).append(param)
+        self.rates = {
+            optimizer: LearningRateGroup(
+                params, (rates or {}).get(optimizer, optimizer.learning_rate)
+            )
+            for optimizer, params in members.items()
+        }
+        params = {key: param for key, (param, _, _) in tables.items()}
+        state = {param: dict(states) for param, _, states in tables.values()}
+        super().__init__(params, state, list(self.rates.values()))
+
+    def drive(self, groups: Sequence[TableGroup]) -> None:
+        """Sets `lr` of each parameter group as the learning rate of its tables, now and after each change."""
+        for optimizer, rates in self.rates.items():
+            rates.groups = [group for group in groups if group.tables[0].optimizer == optimizer]
+            rates.push()
 
     def step(self, closure: Any = None) -> None:
-        """Writes the learning rate and the deferred updates; other rows were updated in backward.
+        """Writes the learning rates and the deferred updates; other rows were updated in backward.
 
         Raises:
             RuntimeError: the tables were loaded, converted, moved or given another optimizer since a
                 deferred update.
             Exception: any error of a rule in Python. The other tables are written, whatever the error.
         """
-        write_updates([self.rates])
+        faults: list[Exception] = []
+        for rates in self.rates.values():
+            rates.push()
+            for group in rates.deferring():
+                try:
+                    group.write_updates()
+                except Exception as fault:
+                    faults.append(fault)
+        if faults:
+            raise faults[0]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Writes the learning rate to the tables, and drops deferred updates."""
-        self.rates.drop_updates()
+        """Writes the learning rates to the tables, and drops deferred updates."""
+        for rates in self.rates.values():
+            rates.push()
+            for group in rates.deferring():
+                group.drop_updates()
         for param in self.params.values():
             param.grad = None  # of `init_state`: on the meta device, where no norm can be read
 
-    # Copies.
+    @abstractmethod
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies the optimizer with its tables, or raises ValueError."""
+
+
+class DynamicOptimizer(TablesOptimizer):
+    """The optimizer of an unsharded collection, or of a kernel.
+
+    A copy is the optimizer of the tables that are copied with it.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         lookup = None if self._lookup is None else self._lookup()
-        present = [] if lookup is None else lookup.optimizers()
-        number = next((i for i, other in enumerate(present) if other is self), None)
-        if number is None:
+        if lookup is None or lookup.fused_optimizer is not self:
             raise ValueError(
                 f"{type(self).__name__}: expected the present optimizer of an unsharded collection in a copy "
                 "or a pickle, got one of before the tables were given another optimizer. Read "
@@ -132,19 +136,21 @@ class DynamicOptimizer(FusedOptimizer):
         # These very objects, because TorchRec's wrappers hold them, too, and add to them: then the wrapper's
         # copy holds those of the copied optimizer.
         names = ("defaults", "params", "state", "param_groups", "rates")
-        return _optimizer_of, (lookup, number), {key: getattr(self, key) for key in names}
+        return _optimizer_of, (lookup,), {key: getattr(self, key) for key in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        groups = self.rates.groups
+        groups = [group for rates in self.rates.values() for group in rates.groups]
         self.__dict__.update(state)
-        self.rates.drive(groups)
+        self.drive(groups)
 
 
-def _optimizer_of(lookup: Any, number: int) -> DynamicOptimizer:
-    """Returns an optimizer of a copied lookup, by its number."""
-    return lookup.optimizers()[number]
+def _optimizer_of(lookup: Any) -> DynamicOptimizer:
+    """Returns the optimizer of a copied lookup."""
+    optimizer: DynamicOptimizer = lookup.fused_optimizer
+    return optimizer
 
 
+@dataclass(eq=False)
 class SavedState:
     """A state tensor of a table, in the canonical order of its rows. Collective if it is sharded.
 
@@ -152,40 +158,29 @@ class SavedState:
     `given` hold the tensors that the other entries were not asked for yet.
     """
 
-    def __init__(
-        self,
-        table: str,
-        name: str,
-        save: Callable[[], Mapping[str, Tensor]],
-        load: Callable[[dict[str, Tensor]], None],
-        exported: dict[tuple[int, str], Tensor],
-        given: dict[str, Tensor | None],
-    ) -> None:
-        self._name = name
-        self._key = f"{table}.{name}"
-        self._save = save
-        self._load = load
-        self._exported = exported
-        self._given = given
+    table: str
+    name: str
+    save: Callable[[], Mapping[str, Tensor]]
+    load: Callable[[dict[str, Tensor]], None]
+    exported: dict[tuple[int, str], Tensor]
+    given: dict[str, Tensor | None]
 
     @not_compiled
     def state_dict(self) -> Tensor:
         """Returns the tensor."""
         thread = get_ident()
-        saved = self._exported.pop((thread, self._key), None)
-        if saved is None:
-            others = {(thread, key): tensor for key, tensor in self._save().items()}
-            saved = others.pop((thread, self._key))
-            self._exported.update(others)
-        return saved
+        own = thread, f"{self.table}.{self.name}"
+        if own not in self.exported:
+            self.exported.update({(thread, key): saved for key, saved in self.save().items()})
+        return self.exported.pop(own)
 
     def load_state_dict(self, saved: Tensor) -> None:
         """Stores the tensor; the call for the last tensor of the table loads all."""
-        self._given[self._name] = saved
-        given = {name: tensor for name, tensor in self._given.items() if tensor is not None}
-        if len(given) == len(self._given):
-            self._given.update(dict.fromkeys(given))
-            self._load(given)
+        self.given[self.name] = saved
+        given = {name: tensor for name, tensor in self.given.items() if tensor is not None}
+        if len(given) == len(self.given):
+            self.given.update(dict.fromkeys(given))
+            self.load(given)
 
 
 def saved_states(
@@ -201,21 +196,3 @@ def saved_states(
     return {
         f"{table}.{name}": SavedState(table, name, save, load, exported, given) for name in names
     }
-
-
-def unsharded_states(table: UnshardedTable) -> dict[str, SavedState]:
-    """Returns the entries of an unsharded table."""
-    # No closures: wrappers of TorchRec pickle the entries with their tables.
-    save, load = partial(_save, table), partial(_load, table)
-    return saved_states(table.config.name, table.rows().optimizer, save, load, {})
-
-
-def _save(unsharded: UnshardedTable) -> Mapping[str, Tensor]:
-    with turn_of(unsharded, also_torn=True):  # all tensors at one moment, or the places of a load
-        table = unsharded.as_table()
-        return save_optimizer_states([table], f"{table.where}.state_dict")
-
-
-def _load(table: UnshardedTable, saved: dict[str, Tensor]) -> None:
-    with turn_of(table):
-        load_optimizer_state(table.as_table(), saved)

@@ -18,11 +18,6 @@ from torchrec.distributed.utils import (
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import PLACEMENT_KEYS, OptimizerKind, RowOptimizer, output_dtype_of
 
-# FBGEMM's default if no optimizer is chosen: EXACT_SGD, learning rate 0.01.
-# Source: SplitTableBatchedEmbeddingBagsCodegen.__init__ in
-# fbgemm_gpu/split_table_batched_embeddings_ops_training.py.
-DEFAULT_FUSED_PARAMS: Mapping[str, Any] = {"learning_rate": 0.01}
-
 # Options of torch's Adam and AdamW that row optimizers do not have.
 _UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 # Options that change only how torch computes, not the result.
@@ -113,21 +108,14 @@ def chosen_optimizer(
 ) -> RowOptimizer:
     """Returns the row optimizer of the table with a placeholder: chosen, or FBGEMM's default."""
     chosen = chosen_fused_params(weight, fused_params, where)
-    if chosen is None:
-        chosen = dict(DEFAULT_FUSED_PARAMS)
-    return RowOptimizer.from_fused_params(chosen, where)
-
-
-def chosen_output_dtype(fused_params: Mapping[str, Any] | None, where: str) -> torch.dtype:
-    """Returns the dtype of the outputs: `output_dtype`, else float32."""
-    return output_dtype_of((fused_params or {}).get("output_dtype"), where)
+    return RowOptimizer.from_fused_params(chosen or {}, where)
 
 
 def with_fbgemm_dtype(fused_params: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns a copy of `fused_params` with `output_dtype`, if set, as TorchRec's SparseType."""
     copied = dict(fused_params)
     if copied.get("output_dtype") is not None:
-        copied["output_dtype"] = SparseType.from_dtype(chosen_output_dtype(copied, where))
+        copied["output_dtype"] = SparseType.from_dtype(output_dtype_of(copied, where))
     return copied
 
 

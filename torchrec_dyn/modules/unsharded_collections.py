@@ -5,8 +5,8 @@ Legend: F features, B bags per feature, D columns of all features together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ from torchrec_dyn.ranks import TableHandle
 from torchrec_dyn.storage import host_numbers
 from torchrec_dyn.table import TableShard, set_clocks
 
+_Collection = TypeVar("_Collection", bound="UnshardedCollection")
+
 
 class UnshardedCollection(FusedOptimizerModule):
     """Mixin for TorchRec's interfaces of collections: methods that both unsharded collections share."""
@@ -52,7 +54,6 @@ class UnshardedCollection(FusedOptimizerModule):
     def _make_tables(
         self,
         configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-        poolings: Sequence[str],
         holder: str,
         is_weighted: bool,
         device: torch.device | str | None,
@@ -70,7 +71,11 @@ class UnshardedCollection(FusedOptimizerModule):
             for config in configs
         ]
         setattr(self, holder, nn.ModuleDict({table.config.name: table for table in tables}))
-        self.unsharded_lookup = UnshardedLookup(tables, poolings, holder)
+        poolings = [getattr(config, "pooling", None) for config in configs]
+        names = [
+            "none" if pooling is None else pooling_type_to_str(pooling) for pooling in poolings
+        ]
+        self.unsharded_lookup = UnshardedLookup(tables, names, holder)
         is_scored = any(table.dynamic.scores_weights for table in tables)
         self._read = FeatureReader(configs, is_weighted, where, is_scored)
 
@@ -132,18 +137,18 @@ class UnshardedCollection(FusedOptimizerModule):
 
     def table_configs(self) -> list[Any]:
         """Returns the configs of the tables; TorchRec's sharded collections read them in the constructor."""
-        check_not_made_static(self._where(), self)
+        names = [table.config.name for table in self.unsharded_lookup.tables]
+        check_not_made_static(f"{type(self).__name__}(tables={listed(names)})", self)
         return [table.config for table in self.unsharded_lookup.tables]
 
-    def _where(self) -> str:
-        names = [table.config.name for table in self.unsharded_lookup.tables]
-        return f"{type(self).__name__}(tables={listed(names)})"
-
-    def _copy_marks(self, other: UnshardedCollection) -> None:
-        """Copies optimizer marks and `requires_grad` from the tables of another collection."""
-        sources = other.unsharded_lookup.tables
-        for table, source in zip(self.unsharded_lookup.tables, sources, strict=True):
+    def _without_rows(self, kind: Callable[..., _Collection], **options: bool) -> _Collection:
+        """Returns a collection with the configs, options and marks of this one, on the meta device."""
+        options_of_rows = {"dynamic": self.dynamic_configs(), "fused_params": self.fused_params}
+        collection = kind(self.table_configs(), device="meta", **options_of_rows, **options)
+        copies = collection.unsharded_lookup.tables
+        for table, source in zip(copies, self.unsharded_lookup.tables, strict=True):
             table.copy_marks(source.weight)
+        return collection
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # The rows of all tables are verified before any table is loaded. Each table then finds its load in
@@ -194,11 +199,9 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingConfig, where, dynamic)
+        configs = checked_configs(tables, EmbeddingConfig, type(self).__name__, dynamic)
         self._need_indices = need_indices
-        poolings = ["none"] * len(configs)
-        self._make_tables(configs, poolings, "embeddings", False, device, dynamic, fused_params)
+        self._make_tables(configs, "embeddings", False, device, dynamic, fused_params)
         self._embedding_names_by_table = get_embedding_names_by_table(configs)
         self._output_names = [name for names in self._embedding_names_by_table for name in names]
 
@@ -264,15 +267,7 @@ class DynamicEmbeddingCollection(UnshardedCollection, EmbeddingCollectionInterfa
 
     def without_rows(self) -> DynamicEmbeddingCollection:
         """Returns the same collection without rows, on the meta device."""
-        collection = DynamicEmbeddingCollection(
-            self.embedding_configs(),
-            "meta",
-            self._need_indices,
-            self.dynamic_configs(),
-            self.fused_params,
-        )
-        collection._copy_marks(self)
-        return collection
+        return self._without_rows(DynamicEmbeddingCollection, need_indices=self._need_indices)
 
 
 class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionInterface):
@@ -305,13 +300,9 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
         fused_params: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        where = type(self).__name__
-        configs = checked_configs(tables, EmbeddingBagConfig, where, dynamic)
+        configs = checked_configs(tables, EmbeddingBagConfig, type(self).__name__, dynamic)
         self._is_weighted = is_weighted
-        poolings = [pooling_type_to_str(config.pooling) for config in configs]
-        self._make_tables(
-            configs, poolings, "embedding_bags", is_weighted, device, dynamic, fused_params
-        )
+        self._make_tables(configs, "embedding_bags", is_weighted, device, dynamic, fused_params)
         self._embedding_names, self._columns, self._features = pooled_outputs(configs)
 
     @forward_of_tables
@@ -361,15 +352,7 @@ class DynamicEmbeddingBagCollection(UnshardedCollection, EmbeddingBagCollectionI
 
     def without_rows(self) -> DynamicEmbeddingBagCollection:
         """Returns the same collection without rows, on the meta device."""
-        collection = DynamicEmbeddingBagCollection(
-            self.embedding_bag_configs(),
-            self._is_weighted,
-            "meta",
-            self.dynamic_configs(),
-            self.fused_params,
-        )
-        collection._copy_marks(self)
-        return collection
+        return self._without_rows(DynamicEmbeddingBagCollection, is_weighted=self._is_weighted)
 
 
 def outputs_by_sample(

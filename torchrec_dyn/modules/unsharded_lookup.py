@@ -8,27 +8,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from torchrec_dyn.lookup import Batch, TableGroup, uses_of
 from torchrec_dyn.modules.feature_ids import FeatureIds
-from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, unsharded_states, write_updates
+from torchrec_dyn.modules.fused_optimizer import DynamicOptimizer, saved_states
 from torchrec_dyn.modules.optimizer_choice import (
     chosen_fused_params,
-    chosen_output_dtype,
     placement_options,
     placement_warning,
 )
 from torchrec_dyn.modules.unsharded_table import CHOICES, UnshardedTable
 from torchrec_dyn.modules.wrapper_checks import check_not_wrapped, check_runs_once
 from torchrec_dyn.name_lists import listed
-from torchrec_dyn.optimizers import RowOptimizer
+from torchrec_dyn.optimizers import RowOptimizer, output_dtype_of
 from torchrec_dyn.state_dict import check_taken
 from torchrec_dyn.storage import TABLES, TableLock, locked
 from torchrec_dyn.table import TableShard
@@ -60,11 +58,10 @@ class _Group:
         return [part.view(-1, width) for part, width in flat]
 
 
-def _batch(
-    features: FeatureIds, training: bool, batch_sizes: Sequence[Sequence[int]] | None
-) -> Batch:
+def _batch(features: FeatureIds, training: bool, varies: bool) -> Batch:
+    sizes = [[size] for size in features.batch_sizes] if varies else None
     return Batch(
-        features.ids, features.lengths, features.stated, features.weights, training, batch_sizes,
+        features.ids, features.lengths, features.stated, features.weights, training, sizes,
         scores=features.scores, where=features.where,
     )  # fmt: skip
 
@@ -96,8 +93,7 @@ class UnshardedLookup:
         self._grouped_marks: list[Any] = []  # what was chosen by the marks of their weights then
         self._groups: list[_Group] = []
         self._optimized_for: list[RowOptimizer] = []
-        self._optimizers: dict[RowOptimizer, DynamicOptimizer] = {}
-        self._combined: KeyedOptimizer | None = None
+        self._optimizer: DynamicOptimizer | None = None
 
     @property
     def lock(self) -> TableLock:
@@ -113,8 +109,7 @@ class UnshardedLookup:
         varies = features.varies
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            sizes = [[size] for size in chosen.batch_sizes] if varies else None
-            output = group.tables(_batch(chosen, training, sizes))
+            output = group.tables(_batch(chosen, training, varies))
             if group.positions is None and not varies:
                 return [output]
             return group.split(output, chosen.batch_sizes if varies else None)
@@ -125,8 +120,7 @@ class UnshardedLookup:
         """Looks up without pooling; returns one tensor [ids of the feature, D] per feature."""
 
         def look_up(group: _Group, chosen: FeatureIds) -> list[Tensor]:
-            sizes = [[size] for size in chosen.batch_sizes] if chosen.varies else None
-            batch = _batch(chosen, training, sizes)
+            batch = _batch(chosen, training, chosen.varies)
             output = group.tables(batch)
             chosen.note_begins(batch.begins)
             return list(torch.split(output, chosen.counts))
@@ -153,18 +147,12 @@ class UnshardedLookup:
         return [group.tables for group in self._current_groups()]
 
     @property
-    def fused_optimizer(self) -> KeyedOptimizer:
+    def fused_optimizer(self) -> DynamicOptimizer:
         """The optimizer of the rows; its state dict has the optimizer state in canonical order."""
-        optimizers = self.optimizers()
-        if self._combined is None:
-            self._combined = optimizers[0] if len(optimizers) == 1 else _AllOptimizers(optimizers)
-        return self._combined
-
-    def optimizers(self) -> list[DynamicOptimizer]:
-        """Returns the optimizers of the tables, one for each distinct row optimizer."""
         with self.lock:  # not `locked`: torn tables are loaded with their optimizer
             self._current_groups()
-            return list(self._optimizers.values())
+            assert self._optimizer is not None
+            return self._optimizer
 
     def note_training(self) -> None:
         """Checks the callers of a training forward. The first one warns of options without effect."""
@@ -224,92 +212,46 @@ class UnshardedLookup:
         for number, ((_, *kind), pooling) in enumerate(zip(state, self.poolings, strict=True)):
             members.setdefault((*kind, pooling), []).append(number)
         groups: list[_Group] = []
-        driven: dict[RowOptimizer, list[TableGroup]] = {}
-        for (_, optimizer, pooling), numbers in members.items():
-            group = self._new_group([state[number][0] for number in numbers], numbers, pooling)
-            groups.append(group if len(members) > 1 else replace(group, positions=None))
-            driven.setdefault(optimizer, []).append(group.tables)
+        for (_, _, pooling), numbers in members.items():
+            shards = [state[number][0] for number in numbers]
+            groups.append(self._new_group(shards, numbers, pooling, len(members) == 1))
         optimizers = [optimizer for _, _, optimizer in state]
-        if optimizers != self._optimized_for:
-            self._make_optimizers(optimizers)
-        for optimizer, tables in driven.items():
-            self._optimizers[optimizer].rates.drive(tables)
+        if self._optimizer is None or optimizers != self._optimized_for:
+            self._kept_rates.update(self._current_rates())
+            by_key = {}
+            for table, optimizer in zip(self.tables, optimizers, strict=True):
+                name, save, load = table.config.name, table.save_state, table.load_state
+                states = saved_states(name, optimizer, save, load, {})
+                by_key[f"{self.prefix}.{name}.weight"] = table.weight, optimizer, states
+            self._optimizer = DynamicOptimizer(by_key, self._kept_rates, self)
+            self._optimized_for = optimizers
+        self._optimizer.drive([group.tables for group in groups])
         return groups
 
     def _new_group(
-        self, rows: Sequence[TableShard], numbers: Sequence[int], pooling: Any
+        self, shards: Sequence[TableShard], numbers: Sequence[int], pooling: Any, has_all: bool
     ) -> _Group:
-        """Returns the group of the tables of some numbers; `rows` are theirs."""
         configs = [self.tables[number].config for number in numbers]
         counts = [len(table.config.feature_names) for table in self.tables]
         begins = list(accumulate(counts, initial=0))
-        tables = TableGroup(
-            rows,
-            [counts[number] for number in numbers],
-            pooling,
-            chosen_output_dtype(self.tables[0].fused_params, self.tables[0].where),
-            uses_of(
-                [
-                    (shard.config, config.feature_names)
-                    for shard, config in zip(rows, configs, strict=True)
-                ]
-            ),
-        )
+        dtype = output_dtype_of(self.tables[0].fused_params, self.where)
+        pairs = zip(shards, configs, strict=True)
+        uses = uses_of([(shard.config, config.feature_names) for shard, config in pairs])
+        tables = TableGroup(shards, [counts[number] for number in numbers], pooling, dtype, uses)
         positions = [i for number in numbers for i in range(begins[number], begins[number + 1])]
         columns = [config.embedding_dim for config in configs for _ in config.feature_names]
-        return _Group(tables, positions, columns)
-
-    def _make_optimizers(self, optimizers: list[RowOptimizer]) -> None:
-        self._kept_rates.update(self._current_rates())
-        built: dict[RowOptimizer, DynamicOptimizer] = {}
-        for kind in dict.fromkeys(optimizers):
-            tables = [
-                table for table, other in zip(self.tables, optimizers, strict=True) if other == kind
-            ]
-            built[kind] = DynamicOptimizer(
-                [],
-                {f"{self.prefix}.{table.config.name}.weight": table.weight for table in tables},
-                self._kept_rates.get(kind, kind.learning_rate),
-                self,
-            )
-            for table in tables:
-                built[kind].state[table.weight].update(unsharded_states(table))
-        self._optimizers, self._combined, self._optimized_for = built, None, optimizers
+        return _Group(tables, None if has_all else positions, columns)
 
     def _current_rates(self) -> dict[RowOptimizer, float]:
-        return {kind: float(optimizer.rates["lr"]) for kind, optimizer in self._optimizers.items()}
+        rates = {} if self._optimizer is None else self._optimizer.rates
+        return {optimizer: float(group["lr"]) for optimizer, group in rates.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         # Groups and optimizer belong to these rows: a copy builds its own, with the same learning rates.
-        return {
-            "tables": self.tables,
-            "poolings": self.poolings,
-            "prefix": self.prefix,
-            "where": self.where,
-            "_kept_rates": {**self._kept_rates, **self._current_rates()},
-            "_has_warned": self._has_warned,
-        }
+        names = ("tables", "poolings", "prefix", "where", "_has_warned")
+        rates = {**self._kept_rates, **self._current_rates()}
+        return {name: getattr(self, name) for name in names} | {"_kept_rates": rates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._drop_groups()
-
-
-class _AllOptimizers(CombinedOptimizer):
-    """TorchRec's CombinedOptimizer of a collection; it steps all optimizers even if one fails."""
-
-    def step(self, closure: Any = None) -> None:
-        """Writes learning rates and deferred updates; raises as `DynamicOptimizer.step`."""
-        optimizers: list[tuple[str, Any]] = self.optimizers
-        write_updates(optimizer.rates for _, optimizer in optimizers)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The parts are copied with their tables. What schedulers put over `step` is not copied, as by torch.
-        return _all_of, ([optimizer for _, optimizer in self.optimizers], self.defaults)
-
-
-def _all_of(optimizers: list[DynamicOptimizer], defaults: dict[str, Any]) -> _AllOptimizers:
-    """Returns the copy that has these parts."""
-    combined = _AllOptimizers(list(optimizers))
-    combined.defaults.update(defaults)
-    return combined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torchrec_dyn.modules.wrapper_checks import (
     skipped_by_fully_shard,
 )
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks import Piece, Table, TableLayout
+from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import (
     TableLoad,
     are_rows_left_out,
     check_is_not_static,
+    load_optimizer_state,
+    save_optimizer_states,
     save_tables,
     stage_table,
 )
@@ -149,10 +152,9 @@ class UnshardedTable(nn.Module):
 
     def copy_marks(self, weight: nn.Parameter) -> None:
         """Copies optimizer marks and `requires_grad` from the placeholder of another table."""
-        marked: Any = weight
         self.weight.requires_grad_(weight.requires_grad)
-        if hasattr(weight, "_optimizer_classes"):
-            self.mark_optimizer(marked._optimizer_classes, marked._optimizer_kwargs)
+        if hasattr(weight, CHOICES[0]):
+            _mark(self.weight, *(getattr(weight, name) for name in CHOICES))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -189,10 +191,6 @@ class UnshardedTable(nn.Module):
             raise ValueError(
                 f"{self.where}: expected rows of float32, float16 or bfloat16, got {dtype}."
             )
-        placeholder: Tensor | None = None
-        if dtype != self.weight.dtype:
-            # Before the rows are converted.
-            placeholder = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
         if self.shard is not None:
             if device == _META and self.shard.num_rows:
                 raise ValueError(
@@ -206,8 +204,8 @@ class UnshardedTable(nn.Module):
                 with self.lock.streams.turn(device):  # later calls wait until the rows are there
                     self.shard.convert(dtype=dtype, device=device)
         self.device = device
-        if placeholder is not None:
-            self.weight.data = placeholder
+        if dtype != self.weight.dtype:
+            self.weight.data = _placeholder(tuple(self.weight.shape), dtype, False, [], []).data
             self.config = with_row_dtype(self.config, dtype)
         return self
 
@@ -225,20 +223,17 @@ class UnshardedTable(nn.Module):
         """Returns the present table as a `Table` of one rank; creates the rows."""
         return Table.of_one(self.rows(), self.where, self.saved_config())
 
+    def _as_saved(self) -> Table:
+        """Returns the table as it is: without rows if nothing has used it, even on the meta device."""
+        rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
+        return Table.of_one(rows, self.where, self.saved_config())
+
     def handle(self) -> Table:
         """Returns the handle for users: it creates rows at first use, and always reads the present ones."""
-        layout = TableLayout((Piece(0, self.config.embedding_dim, (0,)),), False)
-        return Table(
-            name=self.config.name,
-            where=self.where,
-            layout=layout,
+        return replace(
+            self._as_saved(),
             shards=_PresentRows(self),
-            rank=0,
-            group=None,
-            lock=self.lock,
             device=self.device,
-            config=self.saved_config(),
-            options=self.dynamic,
             optimizer=chosen_optimizer(self.weight, self.fused_params, self.where),
             features=tuple(self.config.feature_names),
             placeholder=self.weight,
@@ -249,14 +244,21 @@ class UnshardedTable(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         with turn_of(self, also_torn=True):
-            # A table that nothing has used is saved without rows, even on the meta device.
-            rows = self.shard or self._new_rows(RowOptimizer(), torch.device("cpu"))
-            table = Table.of_one(rows, self.where, self.saved_config())
-            save_tables(destination, {prefix: table}, self.where)
+            save_tables(destination, {prefix: self._as_saved()}, self.where)
             checksum = destination.get(f"{prefix}{MODEL_CHECKSUM}")  # none within a restore
             if self.config.name in self.lock.torn and checksum is not None:
                 # Places of a load. What saves these tensors saves rows that no load takes.
                 checksum.fill_(-1)
+
+    def save_state(self) -> Mapping[str, Tensor]:
+        """Returns the optimizer state by key."""
+        with turn_of(self, also_torn=True):  # all tensors at one moment, or the places of a load
+            return save_optimizer_states([self.as_table()], f"{self.where}.state_dict")
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Loads the optimizer state by name."""
+        with turn_of(self):
+            load_optimizer_state(self.as_table(), saved)
 
     def staged(self, state_dict: Mapping[str, Any], prefix: str) -> TableLoad | None:
         """Returns the verified load of the saved rows, or None if the state dict has no rows."""
@@ -274,10 +276,9 @@ class UnshardedTable(nn.Module):
         prefix: str,
         local_metadata: Mapping[str, Any],
         strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        *lists: list[str],
     ) -> None:
+        missing_keys, unexpected_keys, error_msgs = lists
         if are_rows_left_out():
             return
         if strict:
@@ -342,10 +343,8 @@ class _Placeholder(nn.Parameter):
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        marks = vars(self)
-        classes = list(marks.get("_optimizer_classes", _NO_CHOICE))
-        kwargs = [dict(options) for options in marks.get("_optimizer_kwargs", _NO_CHOICE)]
-        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, classes, kwargs)
+        choice = [vars(self).get(name, _NO_CHOICE) for name in CHOICES]
+        return _placeholder, (tuple(self.shape), self.dtype, self.requires_grad, *choice)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Placeholder:
         make, arguments = self.__reduce_ex__(4)

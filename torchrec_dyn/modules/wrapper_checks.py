@@ -31,18 +31,6 @@ from torchrec.distributed.shard import shard_modules
 
 from torchrec_dyn.name_lists import listed
 
-
-def _codes(*functions: Callable[..., Any]) -> set[int]:
-    return {id(inspect.unwrap(function).__code__) for function in functions}
-
-
-_DDP_BUILT = _codes(DistributedDataParallel.__init__)
-_WRAPPED = _codes(DistributedDataParallel.forward, DistributedModelParallel.forward)
-_STATIC_BUILT = _codes(ShardedEmbeddingBagCollection.__init__, ShardedEmbeddingCollection.__init__)
-_FULLY_SHARD = _codes(fully_shard)
-_DMP_BUILT = _codes(DistributedModelParallel.__init__)
-_MODULES_SHARDED = _codes(shard_modules)
-_SAVED = _codes(dcp_state_dict._get_model_state_dict)
 _WHAT_TO_DO = (
     "Pass sharders=torchrec_dyn.default_sharders() to DistributedModelParallel, and the same sharders to "
     "the planner if you call it"
@@ -51,7 +39,7 @@ _WHAT_TO_DO = (
 
 def check_not_wrapped(where: str) -> None:
     """Raises ValueError in a forward of a DDP or DMP of several ranks: no sharder got the collection."""
-    wrapper = _running("self", _WRAPPED)
+    wrapper = _running("self", DistributedDataParallel.forward, DistributedModelParallel.forward)
     if isinstance(wrapper, DistributedDataParallel):
         _check_one_rank(where, "DistributedDataParallel", wrapper.process_group.size())
     elif wrapper is not None:
@@ -66,7 +54,7 @@ def check_is_no_dmp(where: str, model: nn.Module) -> None:
 
 def skip_in_ddp(where: str, name: str, placeholder: nn.Parameter) -> None:
     """Makes the DDP that is being built, if any, skip a placeholder; ValueError if it has several ranks."""
-    ddp = _running("self", _DDP_BUILT)
+    ddp = _running("self", DistributedDataParallel.__init__)
     if ddp is None:
         return
     _check_one_rank(where, "DistributedDataParallel", ddp.process_group.size())
@@ -80,7 +68,7 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
     """Makes `fully_shard` skip a class, as modules with "replicate"; on several ranks it is a ValueError."""
 
     def registry(self: Any) -> dict[str, None] | None:
-        mesh = _running("mesh", _FULLY_SHARD)
+        mesh = _running("mesh", fully_shard)
         if mesh is None:
             return None
         _check_one_rank(self.where, "fully_shard", mesh.size())
@@ -92,7 +80,8 @@ def skipped_by_fully_shard(kind: type[nn.Module]) -> type[nn.Module]:
 
 def check_not_made_static(where: str, collection: nn.Module) -> None:
     """Raises ValueError while TorchRec builds a static sharded collection from an unsharded one."""
-    if _running("module", _STATIC_BUILT) is collection:
+    static = ShardedEmbeddingBagCollection.__init__, ShardedEmbeddingCollection.__init__
+    if _running("module", *static) is collection:
         raise ValueError(
             f"{where}: expected a sharder of torchrec_dyn, got TorchRec's, which makes static tables. "
             f"{_WHAT_TO_DO}. A managed-collision module cannot contain dynamic tables."
@@ -101,13 +90,13 @@ def check_not_made_static(where: str, collection: nn.Module) -> None:
 
 def model_being_sharded() -> nn.Module | None:
     """Returns the DMP, or the model of `shard_modules`, around a collection; None: it is sharded alone."""
-    dmp: nn.Module | None = _running("self", _DMP_BUILT)
-    return _running("module", _MODULES_SHARDED) if dmp is None else dmp
+    dmp: nn.Module | None = _running("self", DistributedModelParallel.__init__)
+    return _running("module", shard_modules) if dmp is None else dmp
 
 
 def check_not_gathered(where: str) -> None:
     """Raises ValueError if torch makes a state dict of a sharded collection with `full_state_dict=True`."""
-    options = _running("info", _SAVED)
+    options = _running("info", dcp_state_dict._get_model_state_dict)
     if options is not None and options.full_state_dict:
         raise ValueError(
             f"{where}.state_dict: expected full_state_dict=False, got True: the rows stay on their ranks. "
@@ -138,11 +127,12 @@ def _runs_again() -> bool:
     )
 
 
-def _running(name: str, codes: set[int]) -> Any:
+def _running(name: str, *functions: Callable[..., Any]) -> Any:
     """Returns a local variable of the innermost running call of some functions; None if none is running."""
     # Without a process group nothing is wrapped or sharded. A compiler cannot trace frames.
     if torch.compiler.is_compiling() or not dist.is_initialized():
         return None
+    codes = {id(inspect.unwrap(function).__code__) for function in functions}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame.f_code) not in codes:
         frame = frame.f_back

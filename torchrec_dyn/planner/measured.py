@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PerfModel, ShardingOption, hash_sha256_to_int
@@ -21,8 +22,9 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec_dyn.modules import UnshardedCollection
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import Stats
-from torchrec_dyn.whole_model import Collection, collections_of, read_stats, table_names
+from torchrec_dyn.whole_model import collections_of, table_names
 
+_PASS_STATS = "Pass stats=read_model_stats(model)."
 _NEEDED = ("rows", "waiting", "ids_seen", "forwards", "features", "ranks")
 
 
@@ -69,14 +71,16 @@ def read_model_stats(model: nn.Module) -> dict[str, Stats]:
     """
     stats_by_table: dict[str, Stats] = {}
     for _, module in collections_of(model, "read_model_stats"):
-        features, ranks = _features_and_ranks(module)
-        for name, count in features.items():
+        for name in table_names(module):
             if name in stats_by_table:
                 raise ValueError(
                     f"read_model_stats: expected tables of different names, got two named '{name}'. "
                     "Pass each collection separately."
                 )
-            stats_by_table[name] = read_stats(module, name) | {"features": count, "ranks": ranks}
+            table = module.table(name)
+            ranks = 1 if table.group is None else dist.get_world_size(table.group)
+            more = {"features": len(table.features), "ranks": ranks}
+            stats_by_table[name] = table.read_stats() | more
     return stats_by_table
 
 
@@ -119,30 +123,26 @@ def lookups_per_forward(stats: Mapping[str, int | float]) -> float:
 
 
 def check_stats(where: str, by_table: Mapping[str, Mapping[str, int | float]]) -> None:
-    """Raises ValueError unless the stats are those of tables, by table name."""
-    given: dict[str, object] = {"": by_table}
-    if isinstance(by_table, Mapping):
-        given = {f"['{name}']": stats for name, stats in by_table.items()}
-    for place, stats in given.items():
+    """Raises ValueError unless the stats of each table are complete and count a training forward."""
+    if not isinstance(by_table, Mapping):
+        raise ValueError(
+            f"{where}.stats: expected the stats of read_model_stats, got {by_table!r}. {_PASS_STATS}"
+        )
+    for name, stats in by_table.items():
+        place = f"{where}.stats['{name}']"
         if not isinstance(stats, Mapping):
             raise ValueError(
-                f"{where}.stats{place}: expected the stats of read_model_stats, got {stats!r}. Pass "
-                "stats=read_model_stats(model)."
+                f"{place}: expected the stats of read_model_stats, got {stats!r}. {_PASS_STATS}"
             )
-
-
-def check_stats_of_table(where: str, name: str, stats: Mapping[str, int | float]) -> None:
-    """Raises ValueError unless a table's stats are complete and count at least one training forward."""
-    if missing := [name for name in _NEEDED if name not in stats]:
-        raise ValueError(
-            f"{where}.stats['{name}']: expected the stats of read_model_stats, got none named {missing}. "
-            "Pass stats=read_model_stats(model)."
-        )
-    if stats["forwards"] < 1:
-        raise ValueError(
-            f"{where}.stats['{name}']: expected a table that was trained since its creation, got "
-            "0 forwards. Train some batches first; leave out a table that is frozen or unused."
-        )
+        if missing := [needed for needed in _NEEDED if needed not in stats]:
+            raise ValueError(
+                f"{place}: expected the stats of read_model_stats, got none named {missing}. {_PASS_STATS}"
+            )
+        if stats["forwards"] < 1:
+            raise ValueError(
+                f"{place}: expected a table that was trained since its creation, got 0 forwards. Train some "
+                "batches first; leave out a table that is frozen or unused."
+            )
 
 
 def _measured(
@@ -152,15 +152,11 @@ def _measured(
     growth: float,
     given: ParameterConstraints | None,
 ) -> MeasuredConstraints:
-    check_stats_of_table("constraints_from", name, stats)
     features = int(stats["features"])
-    kept = (
-        {field.name: getattr(given, field.name) for field in fields(ParameterConstraints)}
-        if given
-        else {}
-    )
-    poolings = kept.get("num_poolings") or [1.0] * features
-    batch_sizes = kept.get("batch_sizes") or [batch_size] * features
+    given = given or ParameterConstraints()
+    kept = {field.name: getattr(given, field.name) for field in fields(ParameterConstraints)}
+    poolings = given.num_poolings or [1.0] * features
+    batch_sizes = given.batch_sizes or [batch_size] * features
     if not len(poolings) == len(batch_sizes) == features:
         raise ValueError(
             f"constraints_from.constraints['{name}']: expected num_poolings and batch_sizes for each of "
@@ -179,15 +175,6 @@ def _measured(
         expected_rows=max(1, math.ceil(stats["rows"] * growth)),
         expected_counters=math.ceil(stats["waiting"] * growth),
     )
-
-
-def _features_and_ranks(collection: Collection) -> tuple[dict[str, int], int]:
-    """Returns the number of features of each table, and the number of ranks with batches."""
-    if isinstance(collection, UnshardedCollection):
-        configs = [table.config for table in collection.unsharded_lookup.tables]
-        return {config.name: len(config.feature_names) for config in configs}, 1
-    features = {name: len(collection.table(name).features) for name in table_names(collection)}
-    return features, collection._env.world_size
 
 
 def checked_count(value: object, where: str, least: int, remedy: str) -> int:
@@ -347,7 +334,6 @@ def load_by_rank(
         for name, sharding in module_plan.items() if isinstance(module_plan, Mapping) else ():
             if name not in stats:
                 continue
-            check_stats_of_table("load_by_rank", name, stats[name])
             for rank, share in _shares(sharding):
                 if not 0 <= rank < ranks:
                     raise ValueError(
@@ -398,9 +384,6 @@ class EvenLoad(PerfModel):
         milliseconds, held = [0.0] * self._ranks, [0.0] * self._ranks
         for option in plan:
             for shard in option.shards:
-                assert (
-                    shard.rank is not None and shard.perf is not None and shard.storage is not None
-                )
                 milliseconds[shard.rank] += shard.perf.total
                 held[shard.rank] += shard.storage.hbm + shard.storage.ddr
         return max(milliseconds) * imbalance(held) ** self._memory_weight

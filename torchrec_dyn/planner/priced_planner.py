@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -43,19 +43,7 @@ _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONST
 class _PricedPlanner(EmbeddingShardingPlanner):
     """TorchRec's planner. If no plan fits the memory, its error lists the largest tables."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        enumerator: EmbeddingEnumerator,
-        constraints: dict[str, ParameterConstraints] | None,
-        expected_rows: Mapping[str, int],
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            topology=topology, enumerator=enumerator, constraints=constraints, **options
-        )
-        self._priced_by = topology, enumerator
-        self._by_table = constraints or {}, list(expected_rows)
+    expected_rows: Sequence[str] = ()  # the tables that have them
 
     def collective_plan(
         self,
@@ -81,15 +69,14 @@ class _PricedPlanner(EmbeddingShardingPlanner):
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Returns a plan of a model."""
-        constraints, rows = self._by_table
-        check_tables(module, sharders, constraints, rows, self._priced_by[0].compute_device)
+        topology, given = self._topology, self._constraints or {}
+        check_tables(module, sharders, given, self.expected_rows, topology.compute_device)
         try:
             return super().plan(module, sharders)
         except PlannerError as error:
             if error.error_type not in _NO_ROOM:
                 raise
-            topology, enumerator = self._priced_by
-            tables = _largest_tables(enumerator.enumerate(module, sharders), topology)
+            tables = _largest_tables(self._enumerator.enumerate(module, sharders), topology)
             raise PlannerError(f"{error}\n{tables}", error.error_type) from error
 
 
@@ -194,14 +181,15 @@ def make_planner(
         EmbeddingPerfEstimator(topology, by_table),
         DynamicStorageEstimator(topology, by_table, expected_rows=expected_rows, deltas=deltas),
     ]
-    return _PricedPlanner(
+    planner = _PricedPlanner(
         topology=topology,
         batch_size=batch_size,
         enumerator=EmbeddingEnumerator(topology, batch_size, by_table, estimators),
         constraints=by_table,
-        expected_rows=expected_rows or {},
         **options,
     )
+    planner.expected_rows = list(expected_rows or ())
+    return planner
 
 
 _THEIRS = "torchrec.distributed.planner.provider"

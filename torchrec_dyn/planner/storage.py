@@ -6,9 +6,10 @@ without optimizer state unless `apply_optimizer_in_backward` set the optimizer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -27,10 +28,9 @@ from torchrec_dyn.life import SCORE_BYTES, most_counters
 from torchrec_dyn.modules import (
     UnshardedCollection,
     chosen_optimizer,
-    chosen_output_dtype,
     merged_fused_params,
 )
-from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer
+from torchrec_dyn.optimizers import STATE_DTYPE, RowOptimizer, output_dtype_of
 from torchrec_dyn.planner.measured import (
     MeasuredConstraints,
     checked_constraints,
@@ -182,28 +182,22 @@ class DynamicStorageEstimator(ShardEstimator):
         sharder_data_map: SharderDataMap,
     ) -> list[Storage]:
         """Returns TorchRec's estimate for the input and output of a step, for each shard."""
-        stand_in = ShardingOption(
-            name=option.name,
-            # A tensor without optimizer, so that both estimates count the same table.
-            tensor=torch.empty(option.tensor.shape, dtype=option.tensor.dtype, device="meta"),
-            module=option.module,
-            input_lengths=option.input_lengths,
-            batch_size=option.batch_size,
-            sharding_type=option.sharding_type,
-            partition_by=option.partition_by,
-            compute_kernel=option.compute_kernel,
-            # One row, because TorchRec assumes no batch for a shard without rows, but this shard gets ids.
-            shards=[Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards],
-            is_pooled=option.is_pooled,
-            output_dtype=option.output_dtype
-            or dtype_to_data_type(chosen_output_dtype(fused_params, f"table '{option.name}'")),
-            num_poolings=option.num_poolings,
+        stand_in = copy.copy(option)
+        # A tensor without optimizer, so that both estimates count the same table.
+        stand_in._tensor = torch.empty(
+            option.tensor.shape, dtype=option.tensor.dtype, device="meta"
         )
+        # One row, because TorchRec assumes no batch for a shard without rows, but this shard gets ids.
+        stand_in.shards = [
+            Shard(size=[1, shard.size[1]], offset=shard.offset) for shard in option.shards
+        ]
+        if stand_in.output_dtype is None:
+            dtype = output_dtype_of(fused_params, f"table '{option.name}'")
+            stand_in.output_dtype = dtype_to_data_type(dtype)
         self._whole.estimate([stand_in], sharder_data_map)
-        whole = [cast(Storage, shard.storage) for shard in stand_in.shards]
+        whole = [shard.storage for shard in stand_in.shards]
         self._table_only.estimate([stand_in], sharder_data_map)
-        tables = [cast(Storage, shard.storage) for shard in stand_in.shards]
-        return [both - table for both, table in zip(whole, tables, strict=True)]
+        return [both - shard.storage for both, shard in zip(whole, stand_in.shards, strict=True)]
 
 
 def _collection(option: ShardingOption) -> Any:
@@ -273,37 +267,6 @@ def table_size(
     Raises:
         ValueError: if an argument is not valid.
     """
-    _check_kinds(dtype, optimizer)
-    device_type = _checked_device_type(device_type)
-    rows = checked_count(rows, "table_size.rows", 0, "Pass the ids with a row in this shard.")
-    columns = checked_count(columns, "table_size.columns", 1, "Pass the columns of this shard.")
-    remedy = f"Pass the table's row limit, at least its rows={rows}, or None for as many as these."
-    limit = rows if limit is None else checked_count(limit, "table_size.limit", rows, remedy)
-    remedy = "Pass the most ids that wait in this shard; 0 without AdmitAfter."
-    counters = checked_count(counters, "table_size.counters", 0, remedy)
-    shift = block_shift(limit, columns * dtype.itemsize, device_type)
-
-    def store(row_bytes: int) -> int:
-        return most_store_bytes(rows, row_bytes, shift, device_type)
-
-    states = optimizer.state_columns(columns)
-    waiting = 0
-    if counters:
-        # The counters of a table have at most its limit, or the number that the user chose.
-        shift_of_counters = block_shift(max(counters, limit), SCORE_BYTES, device_type)
-        waiting = most_slots(counters, device_type) * SLOT_BYTES
-        waiting += most_store_bytes(counters, SCORE_BYTES, shift_of_counters, device_type)
-    return TableSize(
-        weights=store(columns * dtype.itemsize),
-        optimizer_state=sum(store(width * STATE_DTYPE.itemsize) for width in states),
-        id_map=most_slots(rows, device_type) * SLOT_BYTES,
-        scores=store(SCORE_BYTES) if has_life else 0,
-        counters=waiting,
-        marks=most_log_bytes(rows, limit, device_type) if deltas else 0,
-    )
-
-
-def _check_kinds(dtype: object, optimizer: object) -> None:
     if dtype not in ROW_DTYPES:
         raise ValueError(
             f"table_size.dtype: expected torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}."
@@ -313,16 +276,38 @@ def _check_kinds(dtype: object, optimizer: object) -> None:
             f"table_size.optimizer: expected a RowOptimizer, got {optimizer!r}. Write "
             "RowOptimizer.from_fused_params(fused_params, 'my table')."
         )
-
-
-def _checked_device_type(device_type: object) -> str:
     kind = device_type.type if isinstance(device_type, torch.device) else device_type
-    if not isinstance(kind, str) or kind not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda"):
         raise ValueError(
             f"table_size.device_type: expected 'cpu' or 'cuda', got {device_type!r}. Pass the type of the "
             "device that has the rows."
         )
-    return kind
+    rows = checked_count(rows, "table_size.rows", 0, "Pass the ids with a row in this shard.")
+    columns = checked_count(columns, "table_size.columns", 1, "Pass the columns of this shard.")
+    remedy = f"Pass the table's row limit, at least its rows={rows}, or None for as many as these."
+    limit = rows if limit is None else checked_count(limit, "table_size.limit", rows, remedy)
+    remedy = "Pass the most ids that wait in this shard; 0 without AdmitAfter."
+    counters = checked_count(counters, "table_size.counters", 0, remedy)
+    shift = block_shift(limit, columns * dtype.itemsize, kind)
+
+    def store(row_bytes: int) -> int:
+        return most_store_bytes(rows, row_bytes, shift, kind)
+
+    states = optimizer.state_columns(columns)
+    waiting = 0
+    if counters:
+        # The counters of a table have at most its limit, or the number that the user chose.
+        shift_of_counters = block_shift(max(counters, limit), SCORE_BYTES, kind)
+        waiting = most_slots(counters, kind) * SLOT_BYTES
+        waiting += most_store_bytes(counters, SCORE_BYTES, shift_of_counters, kind)
+    return TableSize(
+        weights=store(columns * dtype.itemsize),
+        optimizer_state=sum(store(width * STATE_DTYPE.itemsize) for width in states),
+        id_map=most_slots(rows, kind) * SLOT_BYTES,
+        scores=store(SCORE_BYTES) if has_life else 0,
+        counters=waiting,
+        marks=most_log_bytes(rows, limit, kind) if deltas else 0,
+    )
 
 
 def table_bytes(*arguments: Any, **named: Any) -> int:
@@ -355,23 +340,20 @@ def print_size(
     Raises:
         ValueError: if there are more column shards than columns, or an argument is not valid.
     """
-    rows = checked_count(rows, "print_size.rows", 0, "Pass the ids with a row, over all ranks.")
-    columns = checked_count(columns, "print_size.columns", 1, "Pass the table's embedding_dim.")
-    row_ranks = checked_count(
-        row_ranks, "print_size.row_ranks", 1, "Pass 1 if each column shard is on one rank."
-    )
-    column_shards = checked_count(
-        column_shards, "print_size.column_shards", 1, "Pass 1 if the columns are not split."
-    )
-    counters = checked_count(counters, "print_size.counters", 0, "Pass 0 without AdmitAfter.")
+    for name, number, least, remedy in (
+        ("rows", rows, 0, "Pass the ids with a row, over all ranks."),
+        ("columns", columns, 1, "Pass the table's embedding_dim."),
+        ("row_ranks", row_ranks, 1, "Pass 1 if each column shard is on one rank."),
+        ("column_shards", column_shards, 1, "Pass 1 if the columns are not split."),
+        ("counters", counters, 0, "Pass 0 without AdmitAfter."),
+    ):
+        checked_count(number, f"print_size.{name}", least, remedy)
     if column_shards > columns:
         raise ValueError(
             f"size: expected at most {columns} column shards, one per column, got {column_shards}."
         )
-    widths = [
-        columns // column_shards + (shard < columns % column_shards)
-        for shard in range(column_shards)
-    ]
+    width, wider = divmod(columns, column_shards)
+    widths = [width + (shard < wider) for shard in range(column_shards)]
     # The limit of a rank is also what it holds at most of the expected rows: ids do not split evenly.
     here, waiting = row_limit(rows, row_ranks), row_limit(counters, row_ranks) if counters else 0
 

@@ -80,11 +80,10 @@ class FairCuts:
         ends = [0, *accumulate(self.rows)]
         # The pieces of a feature are on ranks in order.
         begins = [iter((0, *cuts)) for cuts in self.cuts]
+        by_rank = zip(self.features, self.offsets, strict=True)
         pieces = [
             (feature, next(begins[feature]), rank, offset)
-            for rank, (features, offsets) in enumerate(
-                zip(self.features, self.offsets, strict=True)
-            )
+            for rank, (features, offsets) in enumerate(by_rank)
             for feature, offset in zip(features, offsets, strict=True)
         ]
         return [

@@ -4,18 +4,13 @@ A collective call meets twice, beside its exchange of data: where the ranks comp
 each of them has prepared its change, before any of them commits. An error between two meetings is an error of
 its rank alone: the others end by the time-out of their group (docs/failures.md).
 
-A meeting sends 24 bytes a rank: a number of the call, whether the rank has an error, and the size of its
-value. Values and errors follow only where there are any.
-
 In all functions `group` has the ranks, or is None for one process, and `call` names table and method, the
 same on every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -27,6 +22,8 @@ from torch import Tensor
 from torchrec_dyn.storage import lacks_memory
 
 T = TypeVar("T")
+# What a rank sends: the call, its error as a type with arguments, if it has one, and its result, pickled.
+_Report = tuple[str, tuple[Any, ...], bytes]
 
 _HOST = torch.device("cpu")
 _host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -42,37 +39,28 @@ def gather_results(group: dist.ProcessGroup | None, call: str, work: Callable[[]
     if group is None:
         return [work()]
     try:
-        result = work()
-        sent = b"" if result is None else pickle.dumps(result)
+        sent = pickle.dumps(work())
     except Exception as error:
         if getattr(error, "agreed_by", None) is group:
             raise  # `work` met, too: all ranks have the error already
-        _gather_numbers(group, [_number_of(call), 1, 0])
-        raise _error_of_ranks(group, call, error) from error
-    calls, errors, sizes = zip(
-        *_gather_numbers(group, [_number_of(call), 0, len(sent)]), strict=True
-    )
-    if any(errors) or len(set(calls)) > 1:
-        raise _error_of_ranks(group, call, None)
-    words = _gather_bytes(group, sent, sizes) if any(sizes) else [b""] * len(sizes)
-    return [cast(T, pickle.loads(sent) if sent else None) for sent in words]
+        where = f"{call}(rank={dist.get_rank(group)})"
+        reports = _gather(group, (call, _raised_by_all(where, error), b""))
+        raise _error_of(group, reports) from error
+    reports = _gather(group, (call, (), sent))
+    if any(other != call or error for other, error, _ in reports):
+        raise _error_of(group, reports)
+    return [pickle.loads(result) for _, _, result in reports]
 
 
 def run_together(group: dist.ProcessGroup | None, call: str, work: Callable[[], T]) -> T:
-    """Runs this rank's part of a call, then meets: returns its own result, which is not sent. Collective.
-
-    `work` may be collective itself. Errors are those of `gather_results`.
-    """
+    """Runs this rank's part of a call, which may meet, too, then meets: returns its own result."""
     done: list[T] = []
     gather_results(group, call, lambda: done.append(work()))
     return done[0]
 
 
 def exchange(
-    group: dist.ProcessGroup,
-    sent: Tensor,
-    send_sizes: Sequence[int],
-    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
 ) -> Tensor:
     """Sends numbers to all ranks, without a meeting; returns those received, by sender. Collective.
 
@@ -92,73 +80,40 @@ def exchange(
     return received
 
 
-def _report_of(call: str, error: Exception | None) -> tuple[Any, ...]:
-    """Returns the call of a rank, and the kind, text, number and file of the error that all ranks raise."""
-    if error is None:
-        return call, None, "", 0, None
+def _gather(group: dist.ProcessGroup, report: _Report) -> list[_Report]:
+    """Returns the reports of all ranks, by rank. Collective."""
+    reports = [report] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, host_group(group))
+    return reports
+
+
+def _raised_by_all(where: str, error: Exception) -> tuple[Any, ...]:
+    """Returns the type and the arguments of the error that all ranks raise for one of this rank."""
     if isinstance(error, OSError) and error.errno is not None:
         # A full disk must look so on all ranks: who saves tries again.
-        return call, OSError, str(error.strerror), error.errno, error.filename
+        return OSError, error.errno, f"{where}: {error.strerror}", error.filename
     kind: type[Exception] = ValueError if isinstance(error, ValueError) else RuntimeError
     if lacks_memory(error):
         kind = torch.OutOfMemoryError
-    return call, kind, str(error) or type(error).__name__, 0, None
+    return kind, f"{where}: {str(error) or type(error).__name__}"
 
 
-def _error_of_ranks(group: dist.ProcessGroup, call: str, error: Exception | None) -> Exception:
-    """Returns the error that all ranks raise, some with an error or in another call. Collective."""
-    sent = pickle.dumps(_report_of(call, error))
-    sizes = [size for (size,) in _gather_numbers(group, [len(sent)])]
-    reports = [pickle.loads(words) for words in _gather_bytes(group, sent, sizes)]
-    for rank, (other, kind, text, number, file) in enumerate(reports):
-        if kind is not None:
-            text = f"{other}(rank={rank}): {text}"
-            agreed: Any = OSError(number, text, file) if kind is OSError else kind(text)
+def _error_of(group: dist.ProcessGroup, reports: Sequence[_Report]) -> Exception:
+    """Returns the error of the lowest faulty rank; without one, that of ranks in different calls."""
+    for _, error, _ in reports:
+        if error:
+            agreed: Any = error[0](*error[1:])
             agreed.agreed_by = group
             return cast(Exception, agreed)
-    calls = [report[0] for report in reports]
+    calls = [call for call, _, _ in reports]
     rank = next(rank for rank, other in enumerate(calls) if other != calls[0])
     return ValueError(
         f"{calls[0]}: expected the same call on every rank, got {calls[rank]} on rank {rank}."
     )
 
 
-def _number_of(call: str) -> int:
-    """Returns a number of 63 bits for a call, the same on every rank."""
-    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _gather_numbers(group: dist.ProcessGroup, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the numbers of all ranks, by rank; each rank gives as many. Collective."""
-    layout = struct.Struct(f"{len(numbers)}q")
-    return [layout.unpack(words) for words in _gather(group, layout.pack(*numbers))]
-
-
-def _gather_bytes(group: dist.ProcessGroup, sent: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """Returns the bytes of all ranks, by rank. Collective. `sizes` are their numbers of bytes."""
-    received = _gather(group, sent.ljust(max(sizes), b"\0"))
-    return [words[:size] for words, size in zip(received, sizes, strict=True)]
-
-
-def _gather(group: dist.ProcessGroup, sent: bytes) -> list[bytes]:
-    """Returns the bytes of all ranks, by rank; each rank gives as many. Collective."""
-    size, ranks = len(sent), dist.get_world_size(group)
-    received = bytearray(size * ranks)
-    parts = [
-        torch.frombuffer(received, dtype=torch.uint8, count=size, offset=size * rank)
-        for rank in range(ranks)
-    ]
-    own = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    dist.all_gather(parts, own, group=host_group(group))
-    return [bytes(received[begin : begin + size]) for begin in range(0, len(received), size)]
-
-
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a group of the same ranks that can send tensors of the CPU. Collective at its first call.
-
-    It is `group` itself if that has a backend for the CPU, as groups of "gloo" and of "cpu:gloo,cuda:nccl"
-    have; else a group of gloo with the same time-out.
-    """
+    """Returns `group`, or one of gloo if it sends no tensors of the CPU; the first call is collective."""
     if _HOST in group._device_types:
         return group
     return _group_of_gloo(

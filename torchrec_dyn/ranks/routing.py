@@ -73,8 +73,7 @@ class IdExchange:
     The constructor is a meeting: `ids` checks the arguments of this rank, and returns its ids [M] int64 on
     the CPU. The other methods only send. Results are on `device`.
 
-    `arrived` [K] int64 are the ids sent to this rank: by sender, then in the sender's order. `pieces` are the
-    chosen ones, in column order; None: all.
+    `arrived` [K] int64 are the ids sent to this rank: by sender, then in the sender's order.
     """
 
     def __init__(
@@ -84,15 +83,13 @@ class IdExchange:
         layout: TableLayout,
         group: dist.ProcessGroup,
         device: torch.device,
-        pieces: Sequence[Piece] | None = None,
     ) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._layout = group, device, layout
         self._rank = dist.get_rank(group)
-        self._chosen = layout.pieces if pieces is None else pieces
         # All pieces on a rank have the same range of mixed ids: one part of the ids serves all of them.
         parts: list[int | None] = [None] * dist.get_world_size(group)
         self._pieces: list[list[Piece]] = [[] for _ in parts]
-        for piece in self._chosen:
+        for piece in layout.pieces:
             for part, rank in enumerate(piece.ranks):
                 parts[rank] = part
                 self._pieces[rank].append(piece)
@@ -112,14 +109,15 @@ class IdExchange:
         self.arrived = exchange(group, by_rank, self._sent, self._received)
 
     def send(self, by_piece: Sequence[Tensor]) -> list[Tensor]:
-        """Sends numbers of this rank's ids, [M, C] for each chosen piece, to the ranks of the pieces.
+        """Sends numbers of this rank's ids, [M, C] for each piece, to the ranks of the pieces.
 
         Returns those of `arrived`, [K, C] for each piece of this rank.
         """
         widths = {
-            piece: values.shape[1] for piece, values in zip(self._chosen, by_piece, strict=True)
+            piece: values.shape[1]
+            for piece, values in zip(self._layout.pieces, by_piece, strict=True)
         }
-        rows = dict(zip(self._chosen, by_piece, strict=True))
+        rows = dict(zip(self._layout.pieces, by_piece, strict=True))
         by_rank = [[widths[piece] for piece in held] for held in self._pieces]
         messages = torch.cat(
             [
@@ -140,7 +138,7 @@ class IdExchange:
         sizes = [m * columns for m, columns in zip(self._sent, self._widths, strict=True)]
         send_sizes = [k * width for k in self._received]
         received = exchange(self._group, rows.flatten(), send_sizes, sizes)
-        columns = sum(piece.columns for piece in self._chosen)
+        columns = sum(piece.columns for piece in self._layout.pieces)
         stitched = received.new_zeros(self._ids.numel(), columns)
         for rank, answer in enumerate(received.split(sizes)):
             positions, held = self._positions[rank], self._pieces[rank]
@@ -152,11 +150,8 @@ class IdExchange:
         return stitched.to(self._device)
 
     def return_numbers(self, numbers: Tensor) -> Tensor:
-        """Sends a number for each of `arrived`, [K] on the CPU, back to the senders; returns theirs, [M].
-
-        Only ranks of the first piece send: others pass any tensor of the same dtype.
-        """
-        first = set(self._chosen[0].ranks)
+        """Sends numbers of `arrived`, [K], from the first piece back to the senders; returns theirs, [M]."""
+        first = set(self._layout.pieces[0].ranks)
         send_sizes = self._received if self._rank in first else [0] * len(self._received)
         receive_sizes = [m if rank in first else 0 for rank, m in enumerate(self._sent)]
         sent = numbers[: sum(send_sizes)]

@@ -25,7 +25,7 @@ from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.initializers import Initializer
 from torchrec_dyn.optimizers import RowOptimizer
-from torchrec_dyn.ranks.agreement import exchange, gather_results
+from torchrec_dyn.ranks.agreement import gather_results
 from torchrec_dyn.ranks.layout import Piece, TableLayout
 from torchrec_dyn.ranks.routing import IdExchange, ids_per_rank, owners
 from torchrec_dyn.storage import (
@@ -228,9 +228,7 @@ class Table:
                 self.shards[0].assign(ids, rows)
             return
         exchange = self._send(
-            "assign",
-            ids,
-            lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim)),
+            "assign", ids, lambda: check_rows("rows", rows, (ids.numel(), self.embedding_dim))
         )
         whole = to_host(rows.detach().to(self.dtype))
         parts = exchange.send([whole[:, piece.span] for piece in self.layout.pieces])
@@ -361,7 +359,7 @@ class Table:
         """Draws ids with a row, the same on every rank. As `torchrec_dyn.sample_ids`."""
         if self.group is None:
             return self.shards[0].sample_ids(n, seed)
-        first = self._first.ranks
+        first = self.layout.pieces[0].ranks
         asked, counts, after = zip(
             *self._gather("sample_ids", lambda: ((n, seed), *self._counted_for_draws())),
             strict=True,
@@ -378,20 +376,13 @@ class Table:
         check_draw(f"{self.where}.sample_ids", n, seed, rows)
         places = draw_places(rows, n, seed)
         part_of = torch.bucketize(places, torch.tensor(begins[1:], device="cpu"), right=True)
-        drawn = torch.bincount(part_of, minlength=len(first))[: len(first)].tolist()
-        sizes = [0] * len(asked)
-        for rank, count in zip(first, drawn, strict=True):
-            sizes[rank] = count
-        sent = places[:0]
+        ids = torch.zeros_like(places)
         if self.has_first_column:
             part = first.index(self.rank)
+            own = part_of == part
             with turn_of(self):
-                sent = to_host(ids_at(self.shards[0], places[part_of == part] - begins[part]))
-            sent = sent.repeat(len(sizes))
-        received = exchange(self.group, sent, [sizes[self.rank]] * len(sizes), sizes).split(sizes)
-        ids = torch.empty_like(places)
-        for part, rank in enumerate(first):
-            ids[part_of == part] = received[rank]
+                ids[own] = to_host(ids_at(self.shards[0], places[own] - begins[part]))
+        dist.all_reduce(ids, group=self.group)
         is_last = part_of == len(first)
         ids[is_last] = last[canonical_order(last)][places[is_last] - begins[-1]]
         return ids.to(self.device)
@@ -417,11 +408,9 @@ class Table:
         if self.group is None:
             return self.stats()
         stats = self._gather("stats", lambda: [shard.stats() for shard in self.shards])
-        return _whole_stats([stats[rank][0] for rank in self._first.ranks], [*chain(*stats)])
-
-    @property
-    def _first(self) -> Piece:
-        return self.layout.pieces[0]
+        return _whole_stats(
+            [stats[rank][0] for rank in self.layout.pieces[0].ranks], [*chain(*stats)]
+        )
 
     @property
     def _first_shards(self) -> Sequence[TableShard]:
@@ -438,11 +427,7 @@ class Table:
         return shard.num_rows - len(after), after
 
     def _send(
-        self,
-        verb: str,
-        ids: Tensor,
-        check: Callable[[], object] = lambda: None,
-        pieces: Sequence[Piece] | None = None,
+        self, verb: str, ids: Tensor, check: Callable[[], object] = lambda: None
     ) -> IdExchange:
         """Meets with checked arguments, then sends the ids to the ranks that hold them."""
 
@@ -453,8 +438,7 @@ class Table:
             return to_host(own)
 
         assert self.group is not None
-        call = f"{self.where}.{verb}"
-        return IdExchange(call, checked, self.layout, self.group, self.device, pieces)
+        return IdExchange(f"{self.where}.{verb}", checked, self.layout, self.group, self.device)
 
     def _first_numbers(self, verb: str, ids: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns one number for each id, read from the shards with the first columns."""
@@ -465,7 +449,7 @@ class Table:
             for shard in self.shards:
                 shard.life_for(verb)
 
-        exchange = self._send(verb, ids, check, [self._first])
+        exchange = self._send(verb, ids, check)
         return exchange.return_numbers(to_host(read(exchange.arrived)))
 
     def _gather(self, verb: str, work: Callable[[], _T]) -> list[_T]:

@@ -1,10 +1,10 @@
 """The sharding types: how ids are sent to their rows, and how outputs are sent back.
 
 Imports `modules`, `lookup`, `table`, `storage` and the ground. Start with `shardings`, which has a class for
-each sharding type of TorchRec, composed of `dists` and `grouped_lookups`. A new sharding type also needs a
+each sharding type of TorchRec, composed of `dists` and `lookups`. A new sharding type also needs a
 line in `SHARDING_TRAITS` of `ranks`; all other code reads that table.
 
-All-to-alls, awaitables and contexts are TorchRec's, but those of a world of one rank: `one_rank`.
+All-to-alls, awaitables and contexts are TorchRec's, but those of a world of one rank.
 """
 
 from torchrec_dyn.sharding.batches import (
@@ -16,18 +16,20 @@ from torchrec_dyn.sharding.batches import (
     with_an_example,
     without_examples,
 )
-from torchrec_dyn.sharding.compute_kernel import OPTIONS_KEY, TableOptions
 from torchrec_dyn.sharding.dists import (
+    ArrivedIds,
+    StayingOutput,
     divide,
     mean_divisor,
     outputs_by_column,
     remove_stale_forwards,
 )
-from torchrec_dyn.sharding.grouped_lookups import (
+from torchrec_dyn.sharding.lookups import (
+    OPTIONS_KEY,
     PrefetchedSteps,
+    TableOptions,
     kernels_of,
     prefetch,
 )
-from torchrec_dyn.sharding.one_rank import ArrivedIds, staying
-from torchrec_dyn.sharding.sent_modes import check_modes, expect_modes, with_mode
+from torchrec_dyn.sharding.sent_modes import check_modes, with_mode
 from torchrec_dyn.sharding.shardings import POOLED_SHARDINGS, SEQUENCE_SHARDINGS

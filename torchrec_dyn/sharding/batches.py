@@ -23,11 +23,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -79,12 +80,8 @@ class BatchCheck:
         if not is_usual:
             self._check_names(keys)
         has_weights = features.weights_or_none() is not None
-        read = checked_features(
-            features,
-            self._weighted and (self.needs_weights or has_weights),
-            self.where,
-            self._scored,
-        )
+        reads_weights = self._weighted and (self.needs_weights or has_weights)
+        read = checked_features(features, reads_weights, self.where, self._scored)
         inverse = self._inverse_indices(features)
         features = _sendable(features, read, self._sent_weights(features, training), inverse)
         if is_usual:
@@ -149,11 +146,9 @@ def _sendable(
     weights: Tensor | None,
     inverse: _InverseIndices | None,
 ) -> KeyedJaggedTensor:
-    """Returns a batch with what was read of the user's, in the form that all ranks send.
-
-    Tensors are contiguous: some backends cannot send e.g. a column of a matrix. Offsets and other numbers
-    that a batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
-    """
+    """Returns a batch with what was read of the user's, in the form that all ranks send."""
+    # Contiguous, since some backends cannot send e.g. a column of a matrix. Offsets and other numbers that a
+    # batch may keep beside its lengths are left behind: TorchRec would read them in some plans.
     varies, bags = features.variable_stride_per_key(), [[size] for size in read.batch_sizes]
     batch = KeyedJaggedTensor.__new__(KeyedJaggedTensor)  # its constructor takes half of the time
     batch.__dict__.update(
@@ -217,60 +212,45 @@ def _positions(lengths: Tensor, bags: Tensor) -> Tensor:
 def pad_batch(
     features: KeyedJaggedTensor, feature_names: Mapping[str, str]
 ) -> tuple[KeyedJaggedTensor, Restoration | None]:
-    """Pads every feature of a checked batch to the number of bags of the largest feature, at least one.
-
-    Returns it with the `Restoration` of its outputs; `features` and None if no padding is needed.
-    """
+    """Pads every feature to the bags of the largest, at least one; None: no padding was needed."""
     bags = features.stride_per_key()
     if not features.variable_stride_per_key() and min(bags, default=0) > 0:
         return features, None
     even = max([1, *bags])
-    lengths = [
-        torch.nn.functional.pad(feature_lengths, (0, even - feature_lengths.numel()))
-        for feature_lengths in features.lengths().split(bags)
-    ]
-    inverse = features.inverse_indices_or_none()
-    restoration = Restoration(
-        dict(zip(features.keys(), bags, strict=True)),
-        None if inverse is None else inverse[1],
-        [] if inverse is None else inverse[0],
-        feature_names,
-    )
-    padded = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        weights=features.weights_or_none(),
-        lengths=torch.cat(lengths),
-        stride=even,
-        length_per_key=features.length_per_key(),
-    )
-    return padded, restoration
+    names, inverse = features.inverse_indices_or_none() or ([], None)
+    by_feature = dict(zip(features.keys(), bags, strict=True))
+    restoration = Restoration(by_feature, inverse, names, feature_names)
+    return _padded(features, [even] * len(bags), stride=even), restoration
 
 
-def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Adds one example to a batch with a size per feature and no examples: the first bag of each feature."""
-    bags = features.stride_per_key()
-    lengths = [
-        torch.nn.functional.pad(feature_lengths, (0, int(not feature_lengths.numel())))
-        for feature_lengths in features.lengths().split(bags)
-    ]
-    names, inverse = features.inverse_indices()
+def _padded(features: KeyedJaggedTensor, bags: Sequence[int], **sizes: Any) -> KeyedJaggedTensor:
+    """Returns a batch with empty bags behind those of each feature, to `bags` [F] in all."""
+    lengths = features.lengths().split(features.stride_per_key())
+    padded = [pad(part, (0, n - part.numel())) for part, n in zip(lengths, bags, strict=True)]
     return KeyedJaggedTensor(
         keys=features.keys(),
         values=features.values(),
         weights=features.weights_or_none(),
-        lengths=torch.cat(lengths),
-        stride_per_key_per_rank=[[max(1, number)] for number in bags],
+        lengths=torch.cat(padded),
         length_per_key=features.length_per_key(),
+        **sizes,
+    )
+
+
+def with_an_example(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Adds one example to a batch with a size per feature and no examples: the first bag of each feature."""
+    bags = [max(1, number) for number in features.stride_per_key()]
+    names, inverse = features.inverse_indices()
+    return _padded(
+        features,
+        bags,
+        stride_per_key_per_rank=[[number] for number in bags],
         inverse_indices=(names, inverse.new_zeros(len(names), 1)),
     )
 
 
 def without_examples(pooled: KeyedTensor) -> KeyedTensor:
-    """Cuts the example of `with_an_example` from the outputs: [0, D].
-
-    Their backward has no effect on rows, and takes part in that of the other ranks.
-    """
+    """Cuts the example of `with_an_example` from the outputs, [0, D]: their backward stays collective."""
     return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:0])
 
 

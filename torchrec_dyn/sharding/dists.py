@@ -9,6 +9,10 @@ The output dists sum partial bags over ranks. They fill two gaps of TorchRec's:
    rank sends its partial bags to the rank of their batch, which adds them up.
 2. TorchRec's grid does not support a batch size per feature.
 
+In a world of one rank ids and outputs stay where they are: TorchRec's dists would hand them to themselves, by
+exchanges of a rank with itself. What the stages return are still awaitables: pipelines wait for them at their
+own times, and join the exchanges of several collections.
+
 Legend: B bags of a rank's batch, D columns of all features, F features.
 """
 
@@ -18,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from inspect import ismethod
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,86 +34,46 @@ from torchrec.distributed.dist_data import (
     PooledEmbeddingsReduceScatter,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
-from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingDist, RwSparseFeaturesDist
-from torchrec.distributed.sharding.twrw_sharding import (
-    TwRwPooledEmbeddingDist,
-    TwRwSparseFeaturesDist,
-)
-from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.modules import bags_of_samples
-from torchrec_dyn.sharding.grouped_lookups import values_per_rank
-from torchrec_dyn.sharding.sent_modes import with_mode_of
+from torchrec_dyn.sharding.lookups import values_per_rank
+from torchrec_dyn.sharding.sent_modes import SentBatch, with_mode
 from torchrec_dyn.storage import host_numbers
 
 
-class RowWiseInputDist(RwSparseFeaturesDist):
-    """Sends ids to their owners among all ranks; `device` is that of TorchRec's block sizes."""
+class OwnerInputDist(nn.Module):
+    """Sends ids to their owners: among all ranks, or within the node that holds the table.
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        num_features: int,
-        device: torch.device | None,
-        is_sequence: bool,
-    ) -> None:
-        super().__init__(
-            pg=pg,
-            num_features=num_features,
-            feature_hash_sizes=[0] * num_features,
-            device=device,
-            is_sequence=is_sequence,
-        )
+    `stock` is TorchRec's dist of the sharding type: what it sends by, and its order of ranks, are used.
+    """
 
-    def forward(
-        self, sparse_features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+    def __init__(self, stock: Any, is_sequence: bool) -> None:
+        super().__init__()
+        self._ranks = getattr(stock, "_local_size", stock._world_size)
+        self._places = getattr(stock, "_sf_staggered_shuffle", None)
+        self._places_tensor = getattr(stock, "_sf_staggered_shuffle_tensor", None)
+        self._is_sequence = is_sequence
+        self._dist = stock._dist
+
+    def forward(self, features: SentBatch) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Sorts the ids by owner and sends them."""
-        by_owner, where = sorted_by_owner(sparse_features, self._world_size, self._is_sequence)
+        by_owner, where = sorted_by_owner(features, self._ranks, self._is_sequence)
         self.unbucketize_permute_tensor = where if self._is_sequence else None
+        if self._places is not None:
+            by_owner = by_owner.permute(self._places, self._places_tensor)
         # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(with_mode_of(by_owner, sparse_features))
-
-
-class NodeRowWiseInputDist(TwRwSparseFeaturesDist):
-    """Sends ids to their owners within the node that holds the table; `pg` has all ranks."""
-
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        local_size: int,
-        features_per_rank: list[int],
-        device: torch.device | None,
-    ) -> None:
-        super().__init__(
-            pg=pg,
-            local_size=local_size,
-            features_per_rank=features_per_rank,
-            feature_hash_sizes=[0] * sum(features_per_rank[::local_size]),
-            device=device,
-        )
-
-    def forward(
-        self, sparse_features: KeyedJaggedTensor
-    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Sorts the ids by owner within the node and sends them."""
-        by_owner, _ = sorted_by_owner(sparse_features, self._local_size)
-        by_place = by_owner.permute(self._sf_staggered_shuffle, self._sf_staggered_shuffle_tensor)
-        # The pipelines replace the forward of `_dist`: nothing may follow it.
-        return self._dist(with_mode_of(by_place, sparse_features))
+        return self._dist(with_mode(by_owner, features.trains, features.is_torn))
 
 
 def sorted_by_owner(
     features: KeyedJaggedTensor, ranks: int, positions: bool = False
 ) -> tuple[KeyedJaggedTensor, Tensor]:
-    """Sorts a batch of N ids in F features by the owners of its ids; every owner gets a part of each bag.
-
-    Returns the batch of ranks * F features, and with `positions` the position of each id there, [N] int64.
-    """
+    """Sorts N ids by owner: a batch of ranks * F features, and the position of each id there, [N] int64."""
     weights, varies = features.weights_or_none(), features.variable_stride_per_key()
     ids, lengths, sorted_weights, where = ops.sort_by_owner(
         features.values(), features.lengths(), weights, ranks, positions
@@ -179,56 +143,6 @@ def _added_up(arrived: Tensor, ranks: int, width: int) -> Tensor:
     return arrived.view(arrived.shape[0], ranks, width).sum(1)
 
 
-class RowWiseOutputDist(RwPooledEmbeddingDist):
-    """The output dist of row-wise tables."""
-
-    def _create_output_dist_module(
-        self, sharding_ctx: EmbeddingShardingContext | None = None
-    ) -> None:
-        self._dist: Any = SumOverRanks(self._pg, self._codecs)
-
-
-class NodeRowWiseOutputDist(TwRwPooledEmbeddingDist):
-    """The output dist of table-row-wise tables."""
-
-    def _create_output_dist_modules(
-        self, sharding_ctx: EmbeddingShardingContext | None = None
-    ) -> None:
-        # Creates modules for both kinds of batch, with and without a batch size per feature.
-        super()._create_output_dist_modules(
-            EmbeddingShardingContext(variable_batch_per_feature=True)
-        )
-        self._intra_dist: Any = SumOverRanks(self._intra_pg, self._intra_codecs)
-        self._variable_intra_dist: Any = self._intra_dist
-
-
-class GridOutputDist(GridPooledEmbeddingDist):
-    """The output dist of grid tables.
-
-    Before stitching, a grid is a set of column shards, each table-row-wise: so is its output dist with a
-    batch size per feature.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        by_feature = {name: value for name, value in options.items() if name != "callbacks"}
-        self._by_feature = NodeRowWiseOutputDist(**by_feature)
-
-    def forward(
-        self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
-    ) -> Awaitable[Tensor]:
-        """Sums partial bags within the node and sends the sums to the ranks of their batches."""
-        if sharding_ctx is not None and sharding_ctx.variable_batch_per_feature:
-            return self._by_feature(local_embs, sharding_ctx)
-        return super().forward(local_embs, sharding_ctx)
-
-    def _create_output_dist_modules(
-        self, sharding_ctx: EmbeddingShardingContext | None = None
-    ) -> None:
-        super()._create_output_dist_modules(sharding_ctx)
-        self._intra_dist: Any = SumOverRanks(self._intra_pg, self._intra_codecs)
-
-
 def outputs_by_column(
     names: Sequence[str], shards: Sequence[ShardMetadata | None]
 ) -> dict[str, list[int]]:
@@ -282,8 +196,49 @@ def divide(pooled: KeyedTensor, divisor: Tensor) -> KeyedTensor:
         repeats = _sent(widths, values.device)
         means = values / divisor.repeat_interleave(repeats, dim=1, output_size=sum(widths))
     return KeyedTensor(
-        keys=pooled.keys(),
-        length_per_key=widths,
-        values=means.to(values.dtype),
-        key_dim=1,
+        keys=pooled.keys(), length_per_key=widths, values=means.to(values.dtype), key_dim=1
     )
+
+
+# A world of one rank.
+
+_Value = TypeVar("_Value")
+
+
+class Here(NoWait[_Value]):
+    """An awaitable of a value that is here already."""
+
+    def wait(self) -> _Value:
+        """Returns the value after the callbacks, without TorchRec's entry in a profile."""
+        value = self._obj
+        for callback in self._callbacks:
+            value = callback(value)
+        return value
+
+
+class ArrivedIds(KJTListSplitsAwaitable[Any]):
+    """The ids of each sharding type, as if they had been sent. Pipelines take its `awaitables`."""
+
+    def __init__(self, parts: Sequence[KeyedJaggedTensor], ctx: Any) -> None:
+        super().__init__([Here(Here(part)) for part in parts], ctx)
+        self._parts = list(parts)
+
+    def _wait_impl(self) -> Any:
+        return Here(KJTList(self._parts))
+
+
+class StayingOutput(nn.Module):
+    """The output dist of one rank, in place of TorchRec's `stock`, which puts column shards in order."""
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self._stitch = list(getattr(stock, "_callbacks", None) or [])
+
+    def forward(
+        self, output: Tensor, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Here[Tensor]:
+        """Returns the output; TorchRec stitches that of a batch with a size per feature."""
+        if sharding_ctx is None or not sharding_ctx.variable_batch_per_feature:
+            for callback in self._stitch:
+                output = callback(output)
+        return Here(output)

@@ -92,13 +92,7 @@ class SentBatch(KeyedJaggedTensor):
         if sent is None:  # `check_modes` raises
             return KeyedJaggedTensor(keys, ids[:0], lengths=lengths[:0], stride=0)
         return KeyedJaggedTensor.dist_init(
-            keys,
-            sent,
-            variable_stride_per_key,
-            num_workers,
-            recat,
-            stride_per_rank,
-            stagger,
+            keys, sent, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
         )
 
 
@@ -126,19 +120,6 @@ def with_mode(features: KeyedJaggedTensor, trains: bool, is_torn: bool) -> SentB
     batch.__dict__.update(features.__dict__)
     batch.trains, batch.is_torn = trains, is_torn
     return batch
-
-
-def with_mode_of(features: KeyedJaggedTensor, other: KeyedJaggedTensor) -> SentBatch:
-    """Returns a batch that is sent with the mode of another."""
-    assert isinstance(other, SentBatch)
-    return with_mode(features, other.trains, other.is_torn)
-
-
-def expect_modes(contexts: Iterable[Any]) -> None:
-    """Makes TorchRec write the received modes into its contexts of a batch, which is being sent."""
-    for context in contexts:
-        if not hasattr(context, "output_splits"):  # of pooled batches
-            context.output_splits = []
 
 
 def check_modes(contexts: Iterable[Any], where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
@@ -20,31 +20,8 @@ from torchrec.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingShard
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
 from torchrec.distributed.types import ShardingType
 
-from torchrec_dyn.sharding.dists import (
-    GridOutputDist,
-    NodeRowWiseInputDist,
-    NodeRowWiseOutputDist,
-    RowWiseInputDist,
-    RowWiseOutputDist,
-    outputs_by_column,
-)
-from torchrec_dyn.sharding.grouped_lookups import (
-    CreatesLookup,
-    SequenceLookup,
-    device_of,
-)
-
-
-def _node_output_options(sharding: Any, device: torch.device | None) -> dict[str, Any]:
-    return {
-        "rank": sharding._rank,
-        "cross_pg": sharding._cross_pg,
-        "intra_pg": sharding._intra_pg,
-        "dim_sum_per_node": sharding._dim_sum_per_node(),
-        "emb_dim_per_node_per_feature": sharding._emb_dim_per_node_per_feature(),
-        "device": device_of(sharding, device),
-        "qcomm_codecs_registry": sharding.qcomm_codecs_registry,
-    }
+from torchrec_dyn.sharding.dists import OwnerInputDist, SumOverRanks, outputs_by_column
+from torchrec_dyn.sharding.lookups import CreatesLookup, SequenceLookup
 
 
 def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingConfig]]) -> None:
@@ -63,53 +40,46 @@ def _combine_columns(sharding: Any, groups: Sequence[Sequence[GroupedEmbeddingCo
     ]
 
 
-# Methods of TorchRec's shardings, by how the rows are spread.
+class SpreadsRows(CreatesLookup):
+    """Mixin for TorchRec's shardings that spread rows: creates the input dist that routes by owner."""
+
+    def create_input_dist(self, device: torch.device | None = None) -> OwnerInputDist:
+        """Creates the input dist."""
+        stock = super().create_input_dist(device)
+        return OwnerInputDist(stock, self.lookup_class is SequenceLookup)
+
+    def _get_feature_hash_sizes(self) -> list[int]:
+        # Of TorchRec's blocks of ids, some of which are int32. Ours are ranges of mixed ids.
+        return [0] * len(super()._get_feature_hash_sizes())
 
 
-def _input_dist_over_ranks(sharding: Any, device: torch.device | None = None) -> RowWiseInputDist:
-    """Creates the input dist that routes by range of the mixed id."""
-    return RowWiseInputDist(
-        pg=sharding._pg,
-        num_features=sharding._get_num_features(),
-        device=device_of(sharding, device),
-        is_sequence=sharding.lookup_class is SequenceLookup,
-    )
+_ANY_BATCH = EmbeddingShardingContext(variable_batch_per_feature=True)
 
 
-def _input_dist_within_node(
-    sharding: Any, device: torch.device | None = None
-) -> NodeRowWiseInputDist:
-    """Creates the input dist that routes by range of the mixed id within the node."""
-    return NodeRowWiseInputDist(
-        pg=sharding._pg,
-        local_size=sharding._intra_pg.size(),
-        features_per_rank=sharding._features_per_rank(sharding._grouped_embedding_configs_per_rank),
-        device=device_of(sharding, device),
-    )
-
-
-def _for_any_batch(output_dist: Any) -> Any:
-    """Makes an output dist ready for both kinds of batch: TorchRec's has what the first batch needs."""
-    output_dist._create_output_dist_module(
-        EmbeddingShardingContext(variable_batch_per_feature=True)
-    )
-    return output_dist
-
-
-class TableWisePooled(CreatesLookup, TwPooledEmbeddingSharding):
-    """Whole tables on one rank each."""
+class TakesAnyBatch(CreatesLookup):
+    """Mixin for TorchRec's shardings: creates the output dist for both kinds of batch, not for the first."""
 
     def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist."""
-        return _for_any_batch(super().create_output_dist(device))
+        output_dist: Any = super().create_output_dist(device)
+        output_dist._create_output_dist_module(_ANY_BATCH)
+        return output_dist
 
 
-class ColumnWisePooled(CreatesLookup, CwPooledEmbeddingSharding):
+def _summing_within_nodes(output_dist: Any) -> Any:
+    """Makes an output dist of table-row-wise tables ready for both kinds of batch, with our sums."""
+    output_dist._create_output_dist_modules(_ANY_BATCH)
+    sums = SumOverRanks(output_dist._intra_pg, output_dist._intra_codecs)
+    output_dist._intra_dist = output_dist._variable_intra_dist = sums
+    return output_dist
+
+
+class TableWisePooled(TakesAnyBatch, TwPooledEmbeddingSharding):
+    """Whole tables on one rank each."""
+
+
+class ColumnWisePooled(TakesAnyBatch, CwPooledEmbeddingSharding):
     """Column ranges of tables on any ranks."""
-
-    def create_output_dist(self, device: torch.device | None = None) -> Any:
-        """Creates the output dist, which stitches column shards."""
-        return _for_any_batch(super().create_output_dist(device))
 
     def _init_combined_embeddings(self) -> None:
         _combine_columns(self, self._grouped_embedding_configs_per_rank)
@@ -119,39 +89,39 @@ class TableColumnWisePooled(ColumnWisePooled, TwCwPooledEmbeddingSharding):
     """Column ranges of tables on the ranks of one node."""
 
 
-class RowWisePooled(CreatesLookup, RwPooledEmbeddingSharding):
+class RowWisePooled(SpreadsRows, RwPooledEmbeddingSharding):
     """Rows spread over all ranks."""
-
-    create_input_dist = _input_dist_over_ranks
 
     def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist, which sums over all ranks."""
-        return RowWiseOutputDist(
-            self._pg,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            embedding_dims=self.embedding_dims(),
-        )
+        output_dist: Any = super().create_output_dist(device)
+        output_dist._dist = SumOverRanks(output_dist._pg, output_dist._codecs)
+        return output_dist
 
 
-class TableRowWisePooled(CreatesLookup, TwRwPooledEmbeddingSharding):
+class TableRowWisePooled(SpreadsRows, TwRwPooledEmbeddingSharding):
     """Rows spread over the ranks of one node."""
-
-    create_input_dist = _input_dist_within_node
 
     def create_output_dist(self, device: torch.device | None = None) -> Any:
         """Creates the output dist, which sums within the node and sends sums to the ranks of the batches."""
-        return NodeRowWiseOutputDist(**_node_output_options(self, device))
+        return _summing_within_nodes(super().create_output_dist(device))
 
 
-class GridPooled(CreatesLookup, GridPooledEmbeddingSharding):
+class GridPooled(SpreadsRows, GridPooledEmbeddingSharding):
     """Column ranges of tables on nodes; the rows of a range are spread over the ranks of its node."""
 
-    create_input_dist = _input_dist_within_node
-
     def create_output_dist(self, device: torch.device | None = None) -> Any:
-        """Creates the output dist, which sums within each node and sends sums to the ranks of the batches."""
-        stock = super().create_output_dist(device)
-        return GridOutputDist(callbacks=stock._callbacks, **_node_output_options(self, device))
+        """Creates the output dist: that of table-row-wise tables, which then stitches column shards.
+
+        Before stitching, a grid is a set of column shards, each table-row-wise. TorchRec's dist of a grid
+        does not support a batch size per feature.
+        """
+        grid: Any = super().create_output_dist(device)
+        grid._create_output_dist_modules()
+        by_node = TwRwPooledEmbeddingSharding.create_output_dist(cast(Any, self), device)
+        output_dist = _summing_within_nodes(by_node)
+        output_dist._cross_dist, output_dist._callbacks = grid._cross_dist, grid._callbacks
+        return output_dist
 
     def uncombined_embedding_names(self) -> list[str]:
         """Returns the output names before stitching, one per column shard and feature."""
@@ -187,11 +157,10 @@ class ColumnWiseSequence(CreatesLookup, CwSequenceEmbeddingSharding):
     lookup_class = SequenceLookup
 
 
-class RowWiseSequence(CreatesLookup, RwSequenceEmbeddingSharding):
+class RowWiseSequence(SpreadsRows, RwSequenceEmbeddingSharding):
     """Rows spread over all ranks."""
 
     lookup_class = SequenceLookup
-    create_input_dist = _input_dist_over_ranks
 
 
 SEQUENCE_SHARDINGS = {

@@ -45,11 +45,11 @@ from torchrec_dyn.storage.id_map import (
     MapList,
     canonical_keys,
     canonical_order,
+    insert_all,
     most_slots,
     new_key,
-    put_all,
 )
-from torchrec_dyn.storage.interrupts import check_stack, commit, run_to_end, torn_error
+from torchrec_dyn.storage.interrupts import change, commit, torn_error
 from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (
     InitialRows,

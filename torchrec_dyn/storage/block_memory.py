@@ -12,6 +12,7 @@ another machine (NFS), this does not hold.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -51,71 +52,42 @@ def _ahead(used: int) -> int:
 
 
 def longer_block(block: Tensor, rows: int, limit: int) -> Tensor:
-    """Returns block [R, D] with at least `rows` rows, and a few more, so that growth is rare.
-
-    A whole block has `limit` rows. A block of this function keeps its address; new rows are not initialised.
-    """
+    """Returns block [R, D] of up to `limit` rows with at least `rows`, at the address of one made here."""
+    # With a few more rows, so that growth is rare. New rows are not initialised.
     row_bytes = block.shape[1] * block.itemsize
     if not in_range(limit, row_bytes) and len(block) == 0:
         return block.new_empty(limit, block.shape[1])
-    needed, device = rows * row_bytes, block.device
-    ahead, longer = block.nbytes + _ahead(block.nbytes), None
-    if needed < ahead:
-        longer = _grown(block, ahead, limit)
-    if longer is None:
-        longer = _grown(block, needed, limit)
-    if longer is None:
-        # Memory that torch keeps would serve. It is taken last, since torch then has to allocate it again.
-        torch.cuda.empty_cache()  # does nothing before CUDA is used
-        longer = _grown(block, needed, limit)
-    if longer is None:
-        raise MemoryError(
-            f"RowStore: expected {needed - block.nbytes} more bytes of memory on {device}, got none; "
-            "no row has changed. Free memory, or use smaller tables."
-        )
-    return longer
-
-
-def _grown(block: Tensor, wanted: int, limit: int) -> Tensor | None:
-    """Returns the block with at least `wanted` bytes, in whole pages; None if there is no memory."""
-    pages = -(-wanted // knobs.PAGE_BYTES)
-    rows = pages * knobs.PAGE_BYTES // (block.shape[1] * block.itemsize)
-    try:
-        return ops.grow_block(block, min(limit, rows), limit)
-    except MemoryError:
-        return None
+    needed, ahead = rows * row_bytes, block.nbytes + _ahead(block.nbytes)
+    for wanted in ([ahead] if needed < ahead else []) + [needed, needed]:
+        pages = -(-wanted // knobs.PAGE_BYTES)
+        longest = min(limit, pages * knobs.PAGE_BYTES // row_bytes)
+        with contextlib.suppress(MemoryError):
+            return ops.grow_block(block, longest, limit)
+        if wanted == needed:
+            # Memory that torch keeps would serve. It is taken last: torch then has to allocate it again.
+            torch.cuda.empty_cache()  # does nothing before CUDA is used
+    raise MemoryError(
+        f"RowStore: expected {needed - block.nbytes} more bytes of memory on {block.device}, got none; "
+        "no row has changed. Free memory, or use smaller tables."
+    )
 
 
 # Huge pages of x86-64, and of ARM with pages of 4 KiB.
 HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
-_RANDOM, _SMALL, _HUGE = (
+# Advices of madvise(2): to read one page at a fault, not the megabytes after it; to take small pages; to take
+# huge ones, and to join small ones at once, from Linux 6.1 on (MADV_COLLAPSE). None: the system has none.
+RANDOM, SMALL_PAGES, HUGE_PAGES = (
     getattr(mmap, f"MADV_{name}", None) for name in ("RANDOM", "NOHUGEPAGE", "HUGEPAGE")
 )
-# Python has no name for MADV_COLLAPSE of madvise(2).
-_COLLAPSE = 25 if sys.platform == "linux" else None
+JOIN_PAGES = 25 if sys.platform == "linux" else None
 
 
-def _advise(memory: Tensor, size: int, *advices: int | None) -> None:
-    """Gives advices for the first `size` bytes; None: one that this system does not have."""
+def advise(memory: Tensor, size: int, *advices: int | None) -> None:
+    """Gives advices for the first `size` bytes of memory [rows, columns]."""
     for advice in advices:
         if advice is not None:
             _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), advice)
-
-
-def advise_random(memory: Tensor) -> None:
-    """Advises to read one page at a fault in memory [rows, columns] of a file, not the megabytes after it."""
-    _advise(memory, memory.nbytes, _RANDOM)
-
-
-def advise_small_pages(memory: Tensor) -> None:
-    """Advises to take small pages for the first 2 MiB of memory [rows, columns]."""
-    _advise(memory, HUGE_PAGE_BYTES, _SMALL)
-
-
-def advise_huge_pages(memory: Tensor) -> None:
-    """Advises to join small pages of the first 2 MiB of memory [rows, columns]: at once from Linux 6.1 on."""
-    _advise(memory, HUGE_PAGE_BYTES, _HUGE, _COLLAPSE)
 
 
 # By the names that /proc/self/mountinfo has for them.
@@ -150,16 +122,13 @@ def _open(directory: str) -> int:
 
 def _file_system(directory: str) -> str:
     """Returns the type of the file system of a directory, "an unknown file system" if it is not listed."""
-    try:
-        device = os.stat(directory).st_dev
-        wanted = f"{os.major(device)}:{os.minor(device)}"
-        with open("/proc/self/mountinfo") as mounts:
-            for mount in mounts:
-                mount_fields, _, source_fields = mount.partition(" - ")
-                if mount_fields.split()[2] == wanted:
-                    return source_fields.split()[0]
-    except OSError:
-        pass
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo") as mounts:
+        for mount in mounts:
+            mount_fields, _, source_fields = mount.partition(" - ")
+            if mount_fields.split()[2] == wanted:
+                return source_fields.split()[0]
     return "an unknown file system"
 
 
@@ -186,7 +155,7 @@ def mapped_block(directory: str, rows: int, columns: int, dtype: torch.dtype) ->
             f"RowStore: expected {size} more bytes for rows in {directory!r}, got: "
             f"{os.strerror(number)}. No row has changed. {advice}",
         ) from error
-    advise_random(block)  # rows of a batch lie anywhere
+    advise(block, block.nbytes, RANDOM)  # rows of a batch lie anywhere
     return block.view(rows, columns)
 
 

@@ -2,7 +2,7 @@
 
 Canonical order is the unsigned order of the mixed ids, and tables are saved in it; rows are numbered in
 the order in which their ids were first seen. To avoid a permutation of the whole table, the map is scanned
-once for each window of mixed ids. What a scan of the slots has found is kept for other readers of the map.
+once for each window of mixed ids. A window is kept for other readers of the map.
 """
 
 from __future__ import annotations
@@ -37,18 +37,12 @@ class _Window(NamedTuple):
     rows: Tensor
 
 
-class _IdsOfRows(NamedTuple):
-    first: int
-    ids: Tensor  # of the rows from `first` on
-    has_id: Tensor
-
-
 class _Scans:
     """What scans of a map have found, shared by the readers of one moment: one scan serves all tensors."""
 
     def __init__(self, id_map: IdMap, stamped: Any) -> None:
         self._map, self.stamped = id_map, stamped
-        self.scans: list[_Window | _IdsOfRows] = []
+        self.windows: list[_Window] = []
 
     @cached_property
     def begins(self) -> list[int]:
@@ -56,29 +50,22 @@ class _Scans:
         counts = ops.count_cells(*self._map.arrays(), _WINDOW_BITS).cpu()
         return [0, *counts.cumsum(0).tolist()]
 
-    def keep(self, scan: _Window | _IdsOfRows) -> None:
-        """Keeps a scan, and drops the oldest scans if those of all maps together have too many rows."""
+    def keep(self, window: _Window) -> None:
+        """Keeps a window, and drops the oldest if those of all maps together have too many rows."""
         with _lock:
-            self.scans = [*self.scans, scan]
+            self.windows = [*self.windows, window]
             held = [(owner, rows) for owner, rows in _kept if owner() is not None]
-            _kept[:] = [*held, (weakref.ref(self), scan.ids.numel())]
+            _kept[:] = [*held, (weakref.ref(self), window.ids.numel())]
             while len(_kept) > 1 and sum(rows for _, rows in _kept) > knobs.KEPT_ROWS:
                 oldest = _kept.pop(0)[0]()
                 if oldest is not None:
-                    oldest.scans = oldest.scans[1:]
+                    oldest.windows = oldest.windows[1:]
 
 
 _lock = threading.RLock()  # a writer may read chunks on all its threads
 _kept: list[tuple[weakref.ref[_Scans], int]] = []  # the owners and rows of all scans, oldest first
 # By the number of the map's object, which the scans keep alive.
 _scans: weakref.WeakValueDictionary[int, _Scans] = weakref.WeakValueDictionary()
-
-
-def _scans_of(id_map: IdMap, stamped: Any) -> _Scans:
-    scans = _scans.get(id(id_map))
-    if scans is None or scans.stamped is None or scans.stamped != stamped:
-        scans = _scans[id(id_map)] = _Scans(id_map, stamped)
-    return scans
 
 
 def signed(word: int) -> int:
@@ -101,7 +88,10 @@ class CanonicalRows:
         self._stamp = stamp
         self._stamped = stamp()
         self.count = id_map.num_ids
-        self._scans = _scans_of(id_map, self._stamped)
+        scans = _scans.get(id(id_map))
+        if scans is None or scans.stamped is None or scans.stamped != self._stamped:
+            scans = _scans[id(id_map)] = _Scans(id_map, self._stamped)
+        self._scans = scans
 
     def from_mixed(self, first: int) -> Tensor:
         """Returns the ids whose mixed id is at least `first`, unsigned, in canonical order, [M] int64."""
@@ -127,20 +117,18 @@ class CanonicalRows:
         return torch.cat([nothing, *ids]), torch.cat([nothing, *rows])
 
     def by_row(self, rows: int, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields all ids and rows, ascending by row, at most `most` at a time, of a table of `rows` rows.
-
-        The next piece overwrites the rows.
-        """
+        """Yields all ids and rows, ascending by row, up to `most`; the next piece overwrites the rows."""
         self.check_unchanged()
         if rows > _SPARSE * max(self.count, _LEAST_SORTED):
             yield from self._few_by_row(most)
             return
-        left, step = self.count, 1 << max(1, most).bit_length() - 1
+        step = 1 << max(1, most).bit_length() - 1
         places = torch.arange(min(rows, step), device=self._map.slots.device)
         numbers = torch.empty_like(places)
         at_once = knobs.ROWS_SCANNED * max(1, -(-rows // (_MOST_SCANS * knobs.ROWS_SCANNED)))
         for first in range(0, rows, at_once):
-            ids, has_id = self._ids_of_rows(first, min(rows, first + at_once))
+            last = min(rows, first + at_once)
+            ids, has_id = ops.ids_of_rows(*self._map.arrays(), first, last)
             is_full = bool(has_id.all())
             for here, used in zip(ids.split(step), has_id.split(step), strict=True):
                 own = numbers[: len(here)]
@@ -148,12 +136,7 @@ class CanonicalRows:
                 first += len(here)
                 if not (is_full or used.all()):
                     here, own = here[used], own[used]
-                left -= len(here)
                 yield here, own
-        if left:
-            raise RuntimeError(
-                f"torchrec_dyn bug: {self._where} has ids of rows that it does not have."
-            )
 
     def _few_by_row(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """`by_row` of a map with the ids of few of the rows: sorts these, and does not list all rows."""
@@ -172,25 +155,12 @@ class CanonicalRows:
                 "copy.deepcopy(state_dict)."
             )
 
-    def _ids_of_rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        for scan in self._scans.scans:
-            if isinstance(scan, _IdsOfRows) and (scan.first, len(scan.ids)) == (
-                first,
-                last - first,
-            ):
-                return scan.ids, scan.has_id
-        scan = _IdsOfRows(first, *ops.ids_of_rows(*self._map.arrays(), first, last))
-        # In a larger map the first rows would be dropped before they are listed again.
-        if self.count <= knobs.KEPT_ROWS:
-            self._scans.keep(scan)
-        return scan.ids, scan.has_id
-
     def _window_at(self, place: int) -> _Window:
         begins = self._scans.begins
         first = bisect_right(begins, place) - 1
-        for scan in self._scans.scans:
-            if isinstance(scan, _Window) and 0 <= place - scan.begin < scan.ids.numel():
-                return scan
+        for window in self._scans.windows:
+            if 0 <= place - window.begin < window.ids.numel():
+                return window
         last = max(first + 1, bisect_right(begins, begins[first] + _WINDOW_ROWS) - 1)
         width = _WORD_BITS - _WINDOW_BITS
         low, high = signed(first << width), signed((last << width) - 1)

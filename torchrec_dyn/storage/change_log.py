@@ -16,6 +16,7 @@ Legend: T tables, N rows in table order, M ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -48,16 +49,16 @@ def most_log_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
     return marks + bits_bytes(rows, row_limit) + _ID_BYTES * rows
 
 
+@dataclass(eq=False)
 class Version:
     """A version of one table. Changes after it are kept as long as this object exists.
 
     They have the mark `number` or a higher mark. If `keeps_erased`, ids that the user erases are kept, too.
     """
 
-    def __init__(self, log: ChangeLog, number: int, keeps_erased: bool = False) -> None:
-        self.log = log
-        self.number = number
-        self.keeps_erased = keeps_erased
+    log: ChangeLog
+    number: int
+    keeps_erased: bool = False
 
 
 class _Removed(NamedTuple):
@@ -124,8 +125,7 @@ class ChangeLog:
     def _still_asked(self) -> list[tuple[int, Tensor]]:
         """Returns the erased ids that a version in use keeps."""
         asking = [version.number for version in self._versions if version.keeps_erased]
-        since = min(asking, default=self.number + 1)
-        return [(at, ids) for at, ids in self.erased if at >= since]
+        return [(at, ids) for at, ids in self.erased if any(at >= number for number in asking)]
 
     def erased_ids(self, since: Version) -> Tensor:
         """Returns the ids [M] int64 that the user erased since a version that keeps them, each once."""
@@ -183,10 +183,6 @@ class ChangeLog:
             for piece in (yield from _sifted(unsifted, versions)):
                 _append(removed, piece)
         return removed
-
-    def replace_all(self, ids: Tensor, rows: Tensor, high: int, device: torch.device) -> None:
-        """Records `replaced`."""
-        vars(self).update(self.replaced(ids, rows, high, device))
 
     def replaced(
         self, ids: Tensor, rows: Tensor, high: int, device: torch.device
@@ -295,10 +291,7 @@ def _on_cpu(logs: Sequence[ChangeLog | None]) -> bool:
 def note_update(
     logs: Sequence[ChangeLog | None], id_maps: Sequence[IdMap], rows: Tensor, table_offsets: Tensor
 ) -> tuple[Sequence[Tensor], Tensor | None]:
-    """As `note_changed`, for an update that comes next; the ids of the forward are not known any more.
-
-    A GPU's update records the rows: returns the arguments of `ops.update_rows_` with which it does.
-    """
+    """As `note_changed`, for an update that comes next; returns the arguments with which a GPU's does it."""
     if _on_cpu(logs):
         note_changed(logs, id_maps, rows, table_offsets)
         return (), None

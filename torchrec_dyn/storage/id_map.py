@@ -184,21 +184,12 @@ class IdMap:
         """Adds ids [M] int64, distinct and absent, with rows [M] int64; room is reserved."""
         most = knobs.IDS_INSERTED_TOGETHER if ids.is_cpu else max(1, ids.numel())
         for part, its_rows in zip(ids.split(most), rows.split(most), strict=True):
-            self.put(part, its_rows, self.num_ids + part.numel())
+            insert_all([self], [part.numel()], part, its_rows)
 
-    def put(self, ids: Tensor, rows: Tensor, num_ids: int, again: bool = False) -> None:
-        """Adds ids [M] int64, distinct and absent, with rows [M] int64, for `run_to_end`; room is reserved.
-
-        The map has `num_ids` ids then. `again`: all of them may be in the map already, and `num_ids` may be
-        wrong.
-        """
-        put_all([self], [ids.numel()], ids, rows, again)
-        self.num_ids = num_ids
-
-    def remove(self, ids: Tensor, num_ids: int) -> None:
-        """Removes ids [M] int64, for `run_to_end`; absent ids are skipped. So `num_ids` ids are left."""
+    def remove(self, ids: Tensor) -> None:
+        """Removes ids [M] int64, distinct and present."""
         ops.erase(ids, *self.arrays())
-        self.num_ids = num_ids
+        self.num_ids -= ids.numel()
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the present ids among ids [M] int64, and their rows."""
@@ -261,15 +252,12 @@ def arrays_of(maps: Sequence[IdMap]) -> tuple[list[Tensor], Tensor]:
     return slots, host_numbers([(id_map.moved, id_map.key) for id_map in maps]).view(-1, 2)
 
 
-def put_all(
-    maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor, again: bool
-) -> None:
-    """As `IdMap.put`, for several maps in turn, `sizes` ids each; their `num_ids` stay."""
-    if not ids.numel():
-        return
-    offsets, arrays = host_numbers([*accumulate(sizes, initial=0)]), arrays_of(maps)
-    if not again or bool((ops.lookup(ids, offsets, *arrays)[0] < 0).any()):
-        ops.insert(ids, rows, offsets, *arrays)
+def insert_all(maps: Sequence[IdMap], sizes: Sequence[int], ids: Tensor, rows: Tensor) -> None:
+    """As `IdMap.insert`, for several maps in turn, `sizes` ids each."""
+    if ids.numel():
+        ops.insert(ids, rows, host_numbers([*accumulate(sizes, initial=0)]), *arrays_of(maps))
+    for id_map, size in zip(maps, sizes, strict=True):
+        id_map.num_ids += size
 
 
 class MapList:

@@ -4,25 +4,22 @@ Ctrl-C raises KeyboardInterrupt between any two calls; a signal handler may rais
 change is prepared first, which changes nothing that a later call reads and takes all memory, and is then
 committed. Python raises nothing inside an op.
 
-Changes outside of training are committed within `commit` (docs/failures.md). A training step still uses
-`run_to_end`.
+A training step writes before its commit, too: only then can it choose the rows to evict. Until its commit an
+exception undoes what it has written (`change`). The rules: docs/failures.md.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enums: 100 microseconds a commit
 import signal
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-# More than the calls inside each other that a change makes, behind its preparation, or what undoes it. A test
-# lets the stack end at every depth.
-_CALLS_OF_A_CHANGE = 64
-
 
 class commit:
-    """Runs the commit of a change of tables, outside of training, with their locks: it allocates no tensor.
+    """Runs the commit of a change of tables, with their locks: it allocates no tensor.
 
     In the main thread signals wait for the end of the outermost commit. After an exception in it the tables
     are torn: their calls raise `torn_error` until they are loaded, a commit that `replaces` all contents.
@@ -44,14 +41,49 @@ class commit:
         trace: TracebackType | None,
     ) -> None:
         try:
-            for table in self._tables:
-                if kind is not None:
-                    table.lock.torn |= {table.name}
-                elif self._replaces:
+            for table in self._tables if kind is not None or self._replaces else ():
+                if kind is None:
                     table.lock.torn -= {table.name}
+                else:
+                    table.lock.torn |= {table.name}
         finally:
             if self._signals is not None:
                 self._signals.deliver()
+
+
+class change(commit):
+    """Runs a change of tables that writes before its commit; signals wait for its end.
+
+    Until `commit` is called an exception undoes what was written; if that fails, too, the tables are torn.
+    """
+
+    def __init__(self, *tables: Any) -> None:
+        super().__init__(*tables)
+        self._undo: list[Callable[[], object]] | None = []
+
+    def __enter__(self) -> change:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def on_error(self, undo: Callable[[], object]) -> None:
+        """Has what is written next undone by a call, if an exception comes before the commit."""
+        assert self._undo is not None
+        self._undo.append(undo)
+
+    def commit(self) -> None:
+        """Begins the commit."""
+        self._undo = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        undone = kind is not None and self._undo is not None
+        try:
+            while undone and self._undo:
+                self._undo.pop()()
+        except BaseException:
+            undone = False
+            raise
+        finally:
+            super().__exit__(None if undone else kind, error, trace)
 
 
 class _Signals:
@@ -64,8 +96,8 @@ class _Signals:
         # Not the system's handlers, nor those that were set outside of Python.
         self._handlers: dict[int, Any] = {
             number: handler
-            for number in signal.valid_signals()
-            if callable(handler := signal.getsignal(number))
+            for number in range(1, signal.NSIG)
+            if callable(handler := _signal.getsignal(number))
         }
 
     def note(self) -> None:
@@ -102,7 +134,7 @@ class _Signals:
 
     def _set(self, handler_of: Callable[[int], Any]) -> None:
         for number in self._handlers:
-            signal.signal(number, handler_of(number))
+            _signal.signal(number, handler_of(number))
 
 
 def torn_error(tables: str) -> RuntimeError:
@@ -111,30 +143,3 @@ def torn_error(tables: str) -> RuntimeError:
         f"torchrec_dyn: expected whole tables, got {tables} torn by an exception within a change. Load a "
         "checkpoint."
     )
-
-
-def run_to_end(*actions: Callable[[bool], object]) -> None:
-    """Runs actions in order. An exception in between is raised after all of them have run.
-
-    Their argument `again` is True if the action may have run up to any of its parts: twice is as once.
-    """
-    coming = iter(actions)
-    action: Callable[[bool], object] = bool  # does nothing
-    try:
-        for action in coming:
-            action(False)
-    except BaseException:
-        # The only place that waits: the exception is raised again below. A second one is not held back.
-        action(True)
-        for action in coming:
-            action(False)
-        raise
-
-
-def check_stack(calls: int = _CALLS_OF_A_CHANGE) -> None:
-    """Raises RecursionError unless so many calls can be made inside each other.
-
-    Called before a change: a stack that ends within the change, or within what undoes it, would end both.
-    """
-    if calls:
-        check_stack(calls - 1)

@@ -23,10 +23,7 @@ _LEAST_SHIFT = 9  # 64 stripes of bits, of whole bytes
 
 def marks_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
     """Returns the bytes of the marks of a table with `rows` rows in use."""
-    blocks = -(-rows >> block_shift_of(row_limit, device_type))
-    return blocks * (4 << block_shift_of(row_limit, device_type)) + bits_bytes(
-        rows, row_limit, device_type
-    )
+    return 33 * bits_bytes(rows, row_limit, device_type)  # 32 bits and one
 
 
 def bits_bytes(rows: int, row_limit: int, device_type: str = "cpu") -> int:
@@ -121,24 +118,26 @@ def write_marks(
 
     None stands for a table without marks.
     """
-    blocks: list[Tensor] = []
-    layout = []
-    for table in tables:
-        count, shift = (0, 0) if table is None else (len(table.blocks), table.shift)
-        layout.append([len(blocks), count, shift, 1])
-        blocks.extend([] if table is None else table.blocks)
-    described = torch.tensor(layout, device="cpu"), torch.tensor(marks, device="cpu")
-    ops.mark_rows_(rows, table_offsets, blocks, *described)
+    listed = _list_blocks(
+        [None if table is None else (table.blocks, table.shift) for table in tables]
+    )
+    ops.mark_rows_(rows, table_offsets, *listed, torch.tensor(marks, device="cpu"))
 
 
 def list_bits(tables: Sequence[tuple[list[Tensor], int] | None]) -> tuple[list[Tensor], Tensor]:
     """Returns bits and shifts of T tables as ops take them: all blocks, and their layout [T, 4]."""
+    return _list_blocks([None if table is None else (table[0], table[1] - 3) for table in tables])
+
+
+def _list_blocks(
+    tables: Sequence[tuple[list[Tensor], int] | None],
+) -> tuple[list[Tensor], Tensor]:
     blocks: list[Tensor] = []
     layout = []
     for table in tables:
-        bits, shift = ([], _LEAST_SHIFT) if table is None else table
-        layout.append([len(blocks), len(bits), shift - 3, 1])
-        blocks.extend(bits)
+        own, shift = ([], _LEAST_SHIFT - 3) if table is None else table
+        layout.append([len(blocks), len(own), shift, 1])
+        blocks.extend(own)
     return blocks, torch.tensor(layout, device="cpu")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ class RowNumbers:
         return Allocation(taken, first, high, whole, rest, num_free)
 
     def commit(self, allocation: Allocation) -> None:
-        """Hands out the rows that were just prepared; a second call directly after changes nothing."""
+        """Hands out the rows that were just prepared."""
         self.high_water_mark, self.num_free = allocation.high_water_mark, allocation.num_free
         self._free[allocation.whole :] = allocation.rest
 
@@ -145,13 +146,18 @@ class RowNumbers:
         return self.high_water_mark + max(0, count - self.num_free)
 
     def free(self, rows: Tensor) -> None:
-        """Takes back rows [M] int64 of removed ids, reused as soon as no open forward can hold them.
-
-        A second call with the same tensor directly after changes nothing.
-        """
-        is_new = not self.withheld_parts or self.withheld_parts[-1][1] is not rows
-        if rows.numel() and is_new:
+        """Takes back rows [M] int64 of removed ids, reused as soon as no open forward can hold them."""
+        if rows.numel():
             self.withheld_parts.append((self.forwards.latest, rows))
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a call that brings the present state back."""
+        state = (self.high_water_mark, self.num_free, [*self._free], [*self.withheld_parts])
+
+        def restore() -> None:
+            self.high_water_mark, self.num_free, self._free, self.withheld_parts = state
+
+        return restore
 
     def withheld(self) -> Tensor:
         """Returns the withheld rows, [M] int64."""

@@ -11,9 +11,9 @@ Legend: M rows.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from torchrec_dyn.initializers import Initializer, table_key
 from torchrec_dyn.storage import block_memory
 from torchrec_dyn.storage.block_memory import (
     HUGE_PAGE_BYTES,
-    advise_huge_pages,
-    advise_small_pages,
+    HUGE_PAGES,
+    JOIN_PAGES,
+    SMALL_PAGES,
     lasting,
     mapped_block,
 )
@@ -34,8 +35,6 @@ from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 _LINE_BYTES = 64
 # Rows beyond so many bytes get a huge page: on small pages steps of 20 tables took 1.2 of the time.
 _SMALL_PAGES_BYTES = 128 << 10
-# A disk or its quota is full, or the process may not write so long a file.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def most_block_bytes(files: str | None) -> int:
@@ -63,28 +62,23 @@ def most_store_bytes(rows: int, row_bytes: int, shift: int, device_type: str = "
     return blocks * block_bytes + block_memory.most_bytes(rest, row_bytes, whole)
 
 
+@dataclass(eq=False)
 class RowStore:
     """A store of rows in blocks [2^shift, columns]; in ranges the last may have fewer rows.
 
     `files` is the directory of the files from which the blocks are mapped; None: they are in memory.
     """
 
-    def __init__(
-        self,
-        columns: int,
-        shift: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        files: str | None = None,
-    ) -> None:
-        self.columns = columns
-        self.shift = shift
-        self.dtype = dtype
-        self.device = device
+    columns: int
+    shift: int
+    dtype: torch.dtype
+    device: torch.device
+    files: str | None = None
+
+    def __post_init__(self) -> None:
         self.blocks: list[Tensor] = []
         self._spare: list[Tensor] = []
-        self.grows_in_place = device.type in knobs.RANGE_DEVICES
-        self.files = files
+        self.grows_in_place = self.device.type in knobs.RANGE_DEVICES
         self._begins_small = False  # True: the first rows are on small pages
         self._process = os.getpid()
 
@@ -129,9 +123,9 @@ class RowStore:
         is_mapped = bool(self.blocks) and self.blocks[0].nbytes >= HUGE_PAGE_BYTES
         is_small = is_mapped and rows * self.row_bytes <= _SMALL_PAGES_BYTES
         if is_small and not self._begins_small:
-            advise_small_pages(self.blocks[0])
+            block_memory.advise(self.blocks[0], HUGE_PAGE_BYTES, SMALL_PAGES)
         elif self._begins_small and not is_small:
-            advise_huge_pages(self.blocks[0])
+            block_memory.advise(self.blocks[0], HUGE_PAGE_BYTES, HUGE_PAGES, JOIN_PAGES)
         self._begins_small = is_small
 
     @lasting
@@ -146,24 +140,13 @@ class RowStore:
         if self.device.type == "cpu":  # elsewhere memory is committed at once
             most = most_block_bytes(self.files) // (block_rows * self.row_bytes)
             count = max(1, min(len(self.blocks), most))
-        if self.files is not None:
-            return self._several_files(self.files, count)
         rows = count * block_rows
-        if self.device.type == "cpu" and rows * self.row_bytes >= HUGE_PAGE_BYTES:
+        if self.files is not None:
+            together = mapped_block(self.files, rows, self.columns, self.dtype)
+        elif self.device.type == "cpu" and rows * self.row_bytes >= HUGE_PAGE_BYTES:
             together = self._zeros(rows)
         else:
             together = torch.empty(rows, self.columns, dtype=self.dtype, device=self.device)
-        return list(together.split(block_rows))[::-1]
-
-    def _several_files(self, directory: str, count: int) -> list[Tensor]:
-        """Returns new blocks in one file: `count` if the disk has room for so many, else one."""
-        block_rows = 1 << self.shift
-        try:
-            together = mapped_block(directory, count * block_rows, self.columns, self.dtype)
-        except OSError as error:
-            if count == 1 or error.errno not in _NO_ROOM:
-                raise
-            together = mapped_block(directory, block_rows, self.columns, self.dtype)
         return list(together.split(block_rows))[::-1]
 
     @lasting
@@ -275,10 +258,7 @@ class RowStore:
         return result
 
     def keep_in_use(self) -> None:
-        """Keeps the blocks, which are dropped next, for present kernels of this stream.
-
-        A range waits for all kernels itself.
-        """
+        """Keeps the blocks, which are dropped next, for present kernels; a range waits for them itself."""
         if not (self.grows_in_place and block_memory.in_range(1 << self.shift, self.row_bytes)):
             keep_in_use(*self.blocks)
 
@@ -313,34 +293,32 @@ class RowStore:
         ops.init_rows_(rows, rows, self.blocks, self.shift, self.columns, 0, 0, constant, 0)
 
 
+@dataclass(eq=False)
 class InitialRows:
     """The initial rows of one table, or of the column shard of it that begins at `first_column`."""
 
-    def __init__(
-        self,
-        initializer: Initializer,
-        seed: int,
-        name: str,
-        first_column: int,
-        initial_states: Sequence[float] = (),
-    ) -> None:
-        self._states = initial_states
-        self._kind, self._parameters = initializer.parameters()
-        self._key = table_key(seed, name, "initial row")
-        self._first_column = first_column
+    initializer: Initializer
+    seed: int
+    name: str
+    first_column: int
+    initial_states: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        self._kind, self._parameters = self.initializer.parameters()
+        self._key = table_key(self.seed, self.name, "initial row")
 
     def numbers(self) -> tuple[tuple[int, int, int], Sequence[float]]:
         """Returns kind, key and first column, and the parameters, as `ops.prepare_tables` takes them."""
-        return (self._kind, self._key, self._first_column), self._parameters
+        return (self._kind, self._key, self.first_column), self._parameters
 
     def write(
         self, ids: Tensor, rows: Tensor, store: RowStore, states: Sequence[RowStore] = ()
     ) -> None:
         """Writes the initial rows of ids [M] int64 to rows [M] int64, and those of `states`."""
         ops.init_rows_(
-            ids, rows, store.blocks, store.shift, store.columns, self._first_column,
+            ids, rows, store.blocks, store.shift, store.columns, self.first_column,
             self._kind, self._parameters, self._key,
         )  # fmt: skip
         if states:
-            for state, number in zip(states, self._states, strict=True):
+            for state, number in zip(states, self.initial_states, strict=True):
                 state.fill(rows, number)

@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torchrec_dyn.storage.host_reads import StreamOrder
-from torchrec_dyn.storage.interrupts import check_stack, torn_error
+from torchrec_dyn.storage.interrupts import torn_error
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -94,7 +94,6 @@ def changes(
     @wraps(method)
     def marked(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         lock = self.lock
-        check_stack()
         try:
             lock.is_changing = True
             return method(self, *args, **kwargs)

@@ -107,12 +107,8 @@ class TouchedRows:
     def add(self, ids: Tensor, rows: Tensor, id_map: IdMap) -> None:
         """Records that rows [M] int64 were given to ids [M] int64, whatever the bits of the rows."""
         self._compact(id_map)
-        try:
-            _set_bits(self.bits, self.shift, rows)
-            self._list(ids)
-        except BaseException:
-            self.doubt()
-            raise
+        _set_bits(self.bits, self.shift, rows)
+        self._list(ids)
 
     def touch(self, ids: Tensor, rows: Tensor) -> None:
         """Touches rows [M] int64 of ids [M] int64."""

@@ -14,16 +14,15 @@ from torchrec_dyn.table.contents import (
     read_tensor,
     stamp_of,
 )
-from torchrec_dyn.table.counters import Counted, on_shared_counters
+from torchrec_dyn.table.counters import Counted, SharedCounters, on_shared_counters
 from torchrec_dyn.table.insertion import (
-    Addition,
+    Additions,
     count_late_grads,
     find_rows,
-    insert_rows,
     insert_unseen,
+    prepare_unseen,
     ranges_of,
     read_absent,
-    rows_of_new,
 )
 from torchrec_dyn.table.prepared_tables import PreparedTables, TableBlocks, blocks_of
 from torchrec_dyn.table.row_writes import (
@@ -41,12 +40,13 @@ from torchrec_dyn.table.shard import TableShard, set_clocks
 from torchrec_dyn.table.table_step import (
     Expired,
     TableStep,
-    add_rows,
-    added_rows,
     admission,
+    check_need,
     expired_of,
+    fill_new_rows,
     make_room,
+    prepare,
     prepare_rows,
-    prepared_steps,
-    touched_of,
+    prepare_touch,
+    remove_expired,
 )

@@ -230,7 +230,8 @@ class TableArrays:
         """Records that the contents of a former id map were replaced. If this fails nothing is recorded."""
         log = self.change_log
         if log is not None:
-            log.replace_all(*id_map.contents(), self.row_numbers.high_water_mark, self.device)
+            high = self.row_numbers.high_water_mark
+            vars(log).update(log.replaced(*id_map.contents(), high, self.device))
 
     # Limits.
 

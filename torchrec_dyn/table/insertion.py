@@ -5,10 +5,10 @@ Legend: T tables, N ids, M distinct unseen ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from torchrec_dyn.storage import (
     Allocation,
     HostRead,
     MapList,
+    change,
     host_numbers,
-    put_all,
+    insert_all,
     read,
-    run_to_end,
 )
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.prepared_tables import PreparedTables
@@ -67,21 +67,40 @@ def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
     return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
 
 
+class Unseen(NamedTuple):
+    """The absent ids of a lookup with their prepared rows.
+
+    Attributes:
+        additions: of the tables that insert.
+        new_ids, new_index: as of `ops.collect_new`.
+        ranges: of each table's new ids.
+    """
+
+    additions: Additions
+    new_ids: Tensor
+    new_index: Tensor
+    ranges: dict[int, slice]
+
+    def fill(self, rows: Tensor) -> None:
+        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions."""
+        if self.additions.of_tables:
+            new_rows = {t: added.rows for t, added in self.additions.of_tables.items()}
+            ops.fill_new_(rows, self.new_index, rows_of_new(self.new_ids, self.ranges, new_rows))
+
+
 def insert_unseen(
     tables: Mapping[int, TableArrays],
     prepared: PreparedTables,
     ids: Tensor,
     rows: Tensor,
     table_offsets: Tensor,
-) -> Tensor:
-    """Inserts the absent ids of a lookup, whatever the policies, and writes their rows into `rows`.
-
-    As `prepare_unseen`, of which it returns the numbers.
-    """
-    added, new_index = prepare_unseen(tables, prepared, ids, rows, table_offsets)
-    if added:
-        insert_rows(added)
-    return new_index
+) -> None:
+    """Inserts the absent ids of a lookup, as `prepare_unseen`, and writes their rows into `rows`."""
+    with change(*tables.values()) as insertion:
+        unseen = prepare_unseen(tables, prepared, ids, rows, table_offsets)
+        insertion.commit()
+        unseen.additions.commit()
+    unseen.fill(rows)
 
 
 def prepare_unseen(
@@ -90,33 +109,23 @@ def prepare_unseen(
     ids: Tensor,
     rows: Tensor,
     table_offsets: Tensor,
-) -> tuple[list[Addition], Tensor]:
-    """Prepares rows for the absent ids of a lookup, whatever the policies, and writes them into `rows`.
+) -> Unseen:
+    """Prepares rows for the absent ids of a lookup, whatever the policies.
 
     `tables` by number in `prepared`; ids of others stay absent. ids [N] int64 in table order; rows [N] int64
-    of `ops.lookup`: -1 becomes the new row, in place; table_offsets [T + 1] int64, where the ids of each
-    table begin.
-
-    Returns:
-        The additions, for `insert_rows`; and [N] int64, -1 for an id that was not absent, else 0 or more.
+    of the lookup; table_offsets [T + 1] int64, where the ids of each table begin.
 
     Raises:
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    if not new_ids.numel():
-        return [], new_index
     ranges = ranges_of(new_offsets)
     fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
     for t, ids_of_table in fresh.items():
         tables[t].check_room(ids_of_table.numel())
     for t, ids_of_table in fresh.items():
         tables[t].reserve(ids_of_table.numel())
-    added = prepare_additions(tables, prepared, fresh)
-    if added:
-        new_rows = {t: of_table.rows for t, of_table in added.items()}
-        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
-    return list(added.values()), new_index
+    return Unseen(prepare_additions(tables, prepared, fresh), new_ids, new_index, ranges)
 
 
 def rows_of_new(
@@ -140,47 +149,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def prepare_additions(
-    tables: Mapping[int, TableArrays],
-    prepared: PreparedTables,
-    ids: Mapping[int, Tensor],
-    counts: Mapping[int, Tensor] = MappingProxyType({}),
-) -> dict[int, Addition]:
-    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
-
-    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
-    training. Preparing writes free rows only.
-    """
-    if not ids:
-        return {}
-    numbers, number = sorted(ids), len(prepared.tables)
-    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
-    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
-    for t, allocation in taken.items():
-        sizes[t], firsts[t] = ids[t].numel(), allocation.first
-        reused[t] = allocation.reused.numel()
-    all_reused = _joined([taken[t].reused for t in numbers])
-    new_rows = ops.init_new_rows(
-        _joined([ids[t] for t in numbers]),
-        *(_offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused), prepared.get()),
-    )
-    own = new_rows.split([sizes[t] for t in numbers])
-    return {
-        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
-        for t, rows in zip(numbers, own, strict=True)
-    }
-
-
-def _offsets(sizes: Sequence[int]) -> Tensor:
-    return host_numbers([*accumulate(sizes, initial=0)])
-
-
 class Addition:
-    """Prepared fresh rows of new ids of one table.
+    """Fresh rows of new ids of one table; its parts are those of all tables, which `Additions` writes.
 
-    ids [M] int64 are distinct and absent, rows [M] int64 theirs, which `allocation` hands out. counts [M]
-    int64 are their occurrences, None outside training. In training the ids have no admission counters any
-    more.
+    ids [M] int64 are distinct and absent, rows [M] int64 theirs after the commit. counts [M] int64 are their
+    occurrences, None outside training. In training the ids have no admission counters any more.
     """
 
     def __init__(
@@ -194,44 +167,88 @@ class Addition:
         self.table = table
         self.ids = ids
         self.rows = rows
-        self._num_ids = table.id_map.num_ids + ids.numel()
-        self._own = table.own._replace(edits=table.own.edits + 1)
-        self._inserted = table.counters["inserted"] + ids.numel()
         self._allocation = allocation
-        if table.optimizer.own is not None:  # whose states the op does not know
-            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
-                store.fill(rows, number)
         self._add_scores = None
         if table.life is not None:
-            self._add_scores = table.life.prepare_rows(ids, rows, table.step, counts)
+            step = table.step if counts is None else table.next_step
+            self._add_scores = table.life.prepare_rows(ids, rows, step, counts)
 
     def commit(self) -> None:
-        """Gives the rows to the ids, but for the slots of the map; a second call changes nothing."""
+        """Gives the rows to the ids, but for the slots of the map."""
         table = self.table
         table.row_numbers.commit(self._allocation)
+        if table.optimizer.own is not None:  # whose states the op does not know
+            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
+                store.fill(self.rows, number)
         if self._add_scores is not None:
             self._add_scores()
         log = table.change_log
         if log is not None:
             log.add(self.ids, self.rows, table.id_map)
-        table.own, table.id_map.num_ids = self._own, self._num_ids
-        table.counters["inserted"] = self._inserted
+        table.own = table.own._replace(edits=table.own.edits + 1)
+        table.counters["inserted"] += self.ids.numel()
 
 
-def insert_rows(added: Sequence[Addition]) -> None:
-    """Gives prepared rows to their ids: in all tables or in none."""
-    run_to_end(partial(commit_rows, added))
+class Additions:
+    """Prepared fresh rows of the new ids of several tables, by number of the table.
+
+    Nothing is written before the commit: the rows may be those of ids that are removed in the same change,
+    which an exception brings back.
+    """
+
+    def __init__(self, of_tables: Mapping[int, Addition], *init: Tensor) -> None:
+        self.of_tables = of_tables
+        self._init = init  # the arguments of `ops.init_new_rows_`
+
+    def commit(self) -> None:
+        """Writes the rows and gives them to their ids, in a commit of the tables."""
+        if not self.of_tables:
+            return
+        rows, ids, *_ = self._init
+        ops.init_new_rows_(*self._init)
+        added = self.of_tables.values()
+        for of_table in added:
+            of_table.commit()
+        maps = [of_table.table.id_map for of_table in added]
+        insert_all(maps, [of_table.ids.numel() for of_table in added], ids, rows)
 
 
-def commit_rows(added: Sequence[Addition], again: bool) -> None:
-    """`insert_rows` as an action of `run_to_end`."""
-    maps = [of_table.table.id_map for of_table in added]
-    sizes = [of_table.ids.numel() for of_table in added]
-    ids = _joined([of_table.ids for of_table in added])
-    rows = _joined([of_table.rows for of_table in added])
-    for of_table in added:
-        of_table.commit()
-    put_all(maps, sizes, ids, rows, again)
+def prepare_additions(
+    tables: Mapping[int, TableArrays],
+    prepared: PreparedTables,
+    ids: Mapping[int, Tensor],
+    counts: Mapping[int, Tensor] = MappingProxyType({}),
+) -> Additions:
+    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
+
+    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
+    training.
+    """
+    if not ids:
+        return Additions({})
+    numbers, number = sorted(ids), len(prepared.tables)
+    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
+    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
+    for t, allocation in taken.items():
+        sizes[t], firsts[t] = ids[t].numel(), allocation.first
+        reused[t] = allocation.reused.numel()
+    all_reused = _joined([taken[t].reused for t in numbers])
+    new_ids = _joined([ids[t] for t in numbers])
+    new_rows = torch.empty_like(new_ids)
+    own = new_rows.split([sizes[t] for t in numbers])
+    of_tables = {
+        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
+        for t, rows in zip(numbers, own, strict=True)
+    }
+    return Additions(
+        of_tables,
+        *(new_rows, new_ids, _offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused)),
+        prepared.get(),
+    )
+
+
+def _offsets(sizes: Sequence[int]) -> Tensor:
+    return host_numbers([*accumulate(sizes, initial=0)])
 
 
 class Removal:
@@ -241,8 +258,7 @@ class Removal:
         self._table = table
         self._ids = ids
         self._rows = rows
-        self.left = table.id_map.num_ids - ids.numel()
-        self._counted = {cause: table.counters[cause] + rows.numel()}
+        self._cause = cause
         if table.life is not None:
             self._blank = table.life.scores.blank(rows)
         self._log = table.change_log
@@ -264,20 +280,36 @@ class Removal:
         return removal
 
     def commit(self) -> None:
-        """Removes the ids and frees their rows: of all ids or of none."""
-        run_to_end(lambda _: self._table.id_map.remove(self._ids, self.left), self.free_rows)
-
-    def free_rows(self, _: bool = False) -> None:
-        """Frees the rows of ids that are not in the map; a second call directly after changes nothing.
-
-        The rows are reused as soon as no open forward can hold them.
-        """
+        """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
+        table = self._table
+        table.id_map.remove(self._ids)
         if self._log is not None and self._logged is not None:
             self._log.removed = self._logged
-        if self._table.life is not None:
-            self._table.life.forget_rows(self._rows, self._blank)
-        self._table.row_numbers.free(self._rows)
-        self._table.counters.update(self._counted)
+        if table.life is not None:
+            table.life.forget_rows(self._rows, self._blank)
+        table.row_numbers.free(self._rows)
+        table.counters[self._cause] += self._rows.numel()
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a call that undoes a commit that comes next, or a part of it."""
+        table, log = self._table, self._log
+        life, renumber = table.life, table.row_numbers.undo()
+        removed = None if log is None else log.removed
+        scores = None if life is None else life.scores.read(self._rows)
+        counted = table.counters[self._cause]
+
+        def restore() -> None:
+            missing = (table.id_map.lookup(self._ids) < 0).nonzero().flatten()
+            table.id_map.insert(self._ids[missing], self._rows[missing])
+            if log is not None and removed is not None:
+                log.removed = removed
+            if life is not None and scores is not None:
+                life.scores.write(self._rows, *scores)
+                life.forget_listed()
+            renumber()
+            table.counters[self._cause] = counted
+
+        return restore
 
 
 def count_late_grads(

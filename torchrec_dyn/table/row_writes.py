@@ -20,7 +20,7 @@ from torchrec_dyn.life import Clock, RowLife, last_step
 from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
-from torchrec_dyn.table.insertion import Removal, insert_rows, prepare_additions
+from torchrec_dyn.table.insertion import Removal, prepare_additions
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
 Commit = Callable[[], None]
@@ -162,12 +162,10 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
     table.reserve(new.numel())
     removal = read(Removal.prepare(table, *table.id_map.find(removed.to(device)), "erased"))
     fresh = {0: new} if new.numel() else {}
-    additions = [*prepare_additions({0: table}, PreparedTables([table]), fresh).values()]
-    num_ids = removal.left + new.numel()
+    additions = prepare_additions({0: table}, PreparedTables([table]), fresh)
     offsets = torch.tensor([0, known.numel()], device="cpu")
     note_changed([log], known, targets[~is_new], offsets)
-    for addition in additions:
-        targets[is_new] = addition.rows
+    new_places = is_new.nonzero().flatten()
     high = table.row_numbers.highest_after(new.numel())
     life, scores = _life_after(table, rows, targets, high)
     stamp, step = stamp_of(table), rows.step
@@ -179,10 +177,10 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
                 "have changed. Merge between two steps, in the thread that trains."
             )
         table.life = life
-        for addition in additions:
-            insert_rows([addition])
+        additions.commit()
+        for addition in additions.of_tables.values():
+            targets.index_copy_(0, new_places, addition.rows)
         removal.commit()
-        table.id_map.num_ids = num_ids
         for store, new_rows in zip(table.stores, rows.stores, strict=True):
             blocks = zip(targets.split(1 << new_rows.shift), new_rows.blocks, strict=False)
             for some, block in blocks:

@@ -47,7 +47,6 @@ from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import (
     Removal,
     find_rows,
-    insert_rows,
     insert_unseen,
     prepare_unseen,
 )
@@ -130,12 +129,12 @@ class TableShard(TableArrays):
         rows = rows.detach().to(self.device, self.dtype).contiguous()
         offsets = torch.tensor([0, ids.numel()], device="cpu")
         places, _ = find_rows(MapList([self.id_map]), ids, offsets)
-        added, _ = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
+        unseen = prepare_unseen({0: self}, PreparedTables([self]), ids, places, offsets)
 
         def write() -> None:
             self.count_edit()
-            if added:
-                insert_rows(added)
+            unseen.additions.commit()
+            unseen.fill(places)
             note_changed([self.change_log], ids, places, offsets)
             self.weights.write(places, rows)
 

@@ -118,11 +118,9 @@ def _tables_at(chain: SavedChain, last: Entry) -> dict[str, MergedTable]:
 
 
 def _tables_that_differ(first: Entry, second: Entry) -> list[str]:
-    """Returns a text for each table with other contents.
-
-    Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
-    numbers, too.
-    """
+    """Returns a text for each table with other contents."""
+    # Optimizer state is not compared where the optimizer has another config: other cuts of columns have other
+    # numbers, too.
     differing = []
     sums = first.sums_by_tensor(), second.sums_by_tensor()
     for table in sorted({*sums[0]} | {*sums[1]}):
@@ -170,6 +168,17 @@ def _lines(first: MergedTable | None, second: MergedTable | None) -> Iterator[st
             yield titled(name, f"{_in_words(ours)} | {_in_words(theirs)}")
     if (first.embedding_dim, first.dtype) == (second.embedding_dim, second.dtype):
         yield from _rows_that_differ(first, second)
+
+
+def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
+    differences = _Differences()
+    names = [name for name in first.names if name in second.names]
+    for rows in _in_same_ranges((first, second), names):
+        differences.add(*rows)
+    if first.last.num_rows and second.last.num_rows:
+        for name in sorted({*first.names} ^ {*second.names}):
+            yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
+    yield from differences.lines()
 
 
 def _configs_that_differ(
@@ -245,17 +254,6 @@ class _Differences:
             if self.negative:
                 yield f"    negative  {self.negative:,}"
             yield from (f"    {line}" for line in self.by_range.lines())
-
-
-def _rows_that_differ(first: MergedTable, second: MergedTable) -> Iterator[str]:
-    differences = _Differences()
-    names = [name for name in first.names if name in second.names]
-    for rows in _in_same_ranges((first, second), names):
-        differences.add(*rows)
-    if first.last.num_rows and second.last.num_rows:
-        for name in sorted({*first.names} ^ {*second.names}):
-            yield titled(name, f"only in the {'first' if name in first.names else 'second'}")
-    yield from differences.lines()
 
 
 def _differ(first: Tensor, second: Tensor) -> Tensor:

@@ -127,12 +127,8 @@ def _moments(is_delta: bool) -> Sequence[str]:
 
 
 def total_fingerprint(parts: Iterable[tuple[str, int]]) -> int:
-    """Returns the fingerprint of all tables, 64 bits, from the name and the fingerprint of each table.
-
-    Keys have no part in it, so the place of the model in the checkpoint has no effect.
-
-    Source: BLAKE2b with an 8 byte digest (RFC 7693).
-    """
+    """Returns the fingerprint of all tables, 64 bits, from the name and the fingerprint of each table."""
+    # Keys have no part in it, so the place of the model in the checkpoint has no effect.
     text = "\0".join(f"{name} {fingerprint:016x}" for name, fingerprint in sorted(parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -156,7 +152,7 @@ def _read_rows(table: SavedTable, verify: bool) -> tuple[list[Histogram], int]:
     scores = [name for name in SCORES if name in table.row_names]
     now = _last_step(table)
     for chunk in table.chunks(table.row_names if verify else ("weight", *scores)):
-        lengths = _norms(chunk["weight"])
+        lengths = torch.linalg.vector_norm(chunk["weight"], dim=1, dtype=torch.float64)
         finite = lengths.isfinite()
         norms.add(lengths[finite])
         not_finite += int((~finite).sum())
@@ -174,13 +170,6 @@ def _last_step(table: SavedTable) -> int:
         return 0
     chunks = table.chunks(("last_seen",))
     return max((int(chunk["last_seen"].max()) for chunk in chunks), default=0)
-
-
-def _norms(weight: Tensor) -> Tensor:
-    norms = torch.linalg.vector_norm(weight.float(), dim=1).double()
-    large = ~norms.isfinite()  # NaN, infinite, or too large to be squared in float32
-    norms[large] = torch.linalg.vector_norm(weight[large].double(), dim=1)
-    return norms
 
 
 class Histogram:
@@ -284,11 +273,9 @@ def plot(rows: Mapping[str, Sequence[Histogram]], path: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> str:
-    """Reads all files of a checkpoint or a delta, checks them, and returns a line that says what was checked.
-
-    Rows of dynamic tables are checked against their content sums, and all else against the CRCs that
-    torch.save writes into its archives, unless torch.serialization.set_crc32_options(False) left them out.
-    """
+    """Reads and checks all files of a checkpoint or a delta; returns a line that says what was checked."""
+    # Rows by their content sums, all else by the CRCs that torch.save writes into its archives, unless
+    # torch.serialization.set_crc32_options(False) left them out.
     checkpoint = open_checkpoint(folder)
     for table in checkpoint.tables.values():
         table.verify()
@@ -334,15 +321,12 @@ def _is_checked(where: str, file: IO[bytes]) -> bool:
 def verify_rows_file(path: Path) -> str:
     """Reads a file of `export_rows`, checks it, and returns a line that says what was checked."""
     rows = FileRows(path)
-    try:
-        if not rows.sums:
-            raise ValueError(
-                f"{path}: expected a file with content sums, got one without: only its header and "
-                "lengths were checked. Export it with checksum=True."
-            )
-        for _ in rows.chunks():
-            pass
-    finally:
-        rows.close()
+    if not rows.sums:
+        raise ValueError(
+            f"{path}: expected a file with content sums, got one without: only its header and "
+            "lengths were checked. Export it with checksum=True."
+        )
+    for _ in rows.chunks():
+        pass
     size = readable(path.stat().st_size)
     return f"file {path}: {rows.count:,} rows, {size} read and checked: no damage"

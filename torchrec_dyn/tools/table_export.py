@@ -1,15 +1,19 @@
 """Exports a table, saved or live, to Parquet and Arrow, with a part of its rows in memory at a time.
 
-Legend: D columns of the table.
+Numbers are not copied, but bfloat16: Arrow has none, so such rows become float32, which is exact.
+
+Legend: M rows of a batch, D columns of the table.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +23,24 @@ from torch import Tensor, nn
 from torchrec_dyn.checkpoint_format import (
     MergedTable,
     RowSource,
+    naming,
     open_table,
     read_chain,
     sync_to_disk,
+    write_beside,
 )
+from torchrec_dyn.life import Clock
+from torchrec_dyn.optimizers import STATE_NAMES
 from torchrec_dyn.ranks import gather_results, run_together
 from torchrec_dyn.state_dict import LiveRows, for_each_chunk
-from torchrec_dyn.tools.arrow_file import FORMATS, ArrowColumns, ArrowFile, pyarrow
 from torchrec_dyn.whole_model import table_in
 
 BATCH_BYTES = 32 << 20
+FORMATS = ("parquet", "arrow")
+_FORMAT = "torchrec_dyn_table_1"
+_TENSORS = {"id": "ids", "row": "weight", "last_seen_time": "last_seen"}  # by column
+WAITING = ("id", "last_seen", "count")
+_DEFAULT = ("id", "row", "last_seen", "count")
 _Source = str | os.PathLike[str] | nn.Module
 
 
@@ -125,32 +137,41 @@ def export_table(
     folder = _new_folder(target, rows) if rows.group is not None else None
     if folder is not None and rows.share is not None:
         place = folder / f"{'part-{:05}-of-{:05}'.format(*rows.share)}.{kind}"
-    file: ArrowFile | None = None
-
-    def begin() -> ArrowFile | None:
-        return None if rows.share is None else ArrowFile(pyarrow(call), place, arrow.schema, kind)
-
-    def write(batch: dict[str, Tensor]) -> None:
-        if file is not None:
-            file.add(arrow.batch(batch))
-
-    def finish() -> int:
-        if file is None:
-            return 0
-        file.finish()
-        return file.rows
-
     try:
-        file = run_together(rows.group, rows.where, begin)
-        for_each_chunk(rows, _joined(chunks, batch_bytes), write)
-        count = sum(gather_results(rows.group, rows.where, finish))
+        counts = write_share(
+            rows,
+            _joined(chunks, batch_bytes),
+            lambda: ArrowFile(pyarrow(call), place, arrow.schema, kind),
+            lambda file, chunk: file.add(arrow.batch(chunk)),
+            ArrowFile.finish,
+        )
         if folder is not None:  # no reader sees the folder before all files are in it
             run_together(rows.group, rows.where, lambda: _publish(folder, target, rows))
-        return count
     except BaseException:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    return sum(counts)
+
+
+def write_share(
+    rows: RowSource,
+    chunks: Iterable[dict[str, Tensor]],
+    begin: Callable[[], Any],
+    write: Callable[[Any, dict[str, Tensor]], None],
+    finish: Callable[[Any], int],
+) -> list[int]:
+    """Writes a file of this rank's chunks, if it has a share; returns `finish` of all ranks. Collective."""
+    file: Any = None
+
+    def write_chunk(chunk: dict[str, Tensor]) -> None:
+        if file is not None:
+            write(file, chunk)
+
+    try:
+        file = run_together(rows.group, rows.where, lambda: begin() if rows.share else None)
+        for_each_chunk(rows, chunks, write_chunk)
+        return gather_results(rows.group, rows.where, lambda: 0 if file is None else finish(file))
     finally:
         if file is not None:
             file.drop()
@@ -267,11 +288,8 @@ def _kind_of(kind: str | None, path: Path, rows: RowSource) -> str:
 
 def _new_folder(path: Path, rows: RowSource) -> Path:
     """Makes the folder in which all ranks write, and returns it. Collective."""
-
-    def new_name() -> str:
-        return f".{path.name}.{uuid.uuid4().hex}"
-
-    folder = path.with_name(gather_results(rows.group, rows.where, new_name)[0])
+    names = gather_results(rows.group, rows.where, lambda: f".{path.name}.{uuid.uuid4().hex}")
+    folder = path.with_name(names[0])
     run_together(rows.group, rows.where, lambda: folder.mkdir(exist_ok=True))
     return folder
 
@@ -287,3 +305,129 @@ def _publish(folder: Path, path: Path, rows: RowSource) -> None:
         )
     os.rename(folder, path)
     sync_to_disk(path.parent)
+
+
+def pyarrow(call: str) -> Any:
+    """Returns the package pyarrow."""
+    try:
+        import pyarrow  # type: ignore[import-untyped]
+        import pyarrow.parquet  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            f"{call}: expected the package pyarrow, got none. Run `pip install 'pyarrow>=15'`."
+        ) from error
+    return pyarrow
+
+
+class ArrowColumns:
+    """The columns that are read of one table: their `schema`, and the `tensors` by row that they need."""
+
+    def __init__(
+        self, source: RowSource, columns: Sequence[str] | None, waiting: bool, call: str
+    ) -> None:
+        arrow = self._arrow = pyarrow(call)
+        known = WAITING if waiting else _known(source)
+        if columns is None:
+            columns = [name for name in _DEFAULT if name in known]
+        if not columns or not {*columns} <= {*known} or len({*columns}) < len(columns):
+            raise ValueError(
+                f"{source.where}: expected distinct columns among {', '.join(known)}, got "
+                f"{', '.join(columns) or 'none'}."
+            )
+        self.tensors = tuple(dict.fromkeys(_TENSORS.get(name, name) for name in columns))
+        self._clock = Clock.load(source.clock)
+        fields = [arrow.field(name, self._type_of(source, name), False) for name in columns]
+        facts = {"format": _FORMAT, "table": source.name, "seed": source.seed, "step": source.step}
+        self.schema = arrow.schema(fields, metadata={"torchrec_dyn": json.dumps(facts)})
+
+    def _type_of(self, source: RowSource, name: str) -> Any:
+        values = source.nothing(_TENSORS.get(name, name))
+        number = self._arrow.from_numpy_dtype(_as_numpy(values).dtype)
+        if values.dim() == 1 or (values.shape[1] == 1 and name in STATE_NAMES):
+            return number
+        return self._arrow.list_(self._arrow.field("item", number, False), values.shape[1])
+
+    def batch(self, rows: Mapping[str, Tensor]) -> Any:
+        """Returns a RecordBatch of Arrow of the rows of each tensor by name, rows [M, columns] or [M]."""
+        arrays = []
+        for field in self.schema:
+            values = rows[_TENSORS.get(field.name, field.name)]
+            if field.name == "last_seen_time":
+                values = self._clock.times_of(values)
+            arrays.append(self._array(values, field.type))
+        return self._arrow.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _array(self, values: Tensor, kind: Any) -> Any:
+        flat = self._arrow.array(_as_numpy(values).ravel())
+        is_list = self._arrow.types.is_fixed_size_list(kind)
+        return self._arrow.FixedSizeListArray.from_arrays(flat, type=kind) if is_list else flat
+
+
+def _as_numpy(values: Tensor) -> Any:
+    """Returns numbers as Arrow takes them, without a copy, but of bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).contiguous().numpy()
+
+
+def _known(source: RowSource) -> tuple[str, ...]:
+    """Returns the names of the columns that a table has."""
+    by_tensor = {tensor: column for column, tensor in _TENSORS.items() if column in _DEFAULT}
+    names = [by_tensor.get(name, name) for name in source.names]
+    return tuple(names + ["last_seen_time"] * ("last_seen" in names and source.clock.numel() > 0))
+
+
+class ArrowFile:
+    """A file that is written batch by batch, each a row group.
+
+    `schema` is that of its batches, and `kind` is "parquet" or "arrow" (the IPC file format, also named
+    Feather 2). It is written beside `path`.
+    """
+
+    def __init__(self, arrow: Any, path: Path, schema: Any, kind: str) -> None:
+        self._path, self.rows = path, 0
+        self._file = write_beside(path)
+        self._stream = open(self._file.fileno(), "wb", closefd=False)  # noqa: SIM115
+        self._writer = _writer(arrow, self._stream, schema, kind)
+
+    def add(self, batch: Any) -> None:
+        """Writes a batch."""
+        with naming(self._file.path):
+            self._writer.write_batch(batch)
+        self.rows += batch.num_rows
+
+    def finish(self) -> int:
+        """Writes the end of the file, puts it on the disk under its path, and returns its rows."""
+        with naming(self._file.path):
+            self._writer.close()
+            self._stream.close()
+        self._file.publish(self._path)
+        return self.rows
+
+    def drop(self) -> None:
+        """Removes the unfinished file; does nothing after `finish`."""
+        for end in (
+            self._writer.close,
+            self._stream.close,
+        ):  # else they write when they are collected
+            with suppress(Exception):
+                end()
+        self._file.drop()
+
+
+def _writer(arrow: Any, file: Any, schema: Any, kind: str) -> Any:
+    if kind == "arrow":
+        return arrow.ipc.new_file(file, schema)
+    integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
+    # A dictionary of rows would hold all of them; bytes of floats compress better side by side.
+    floats = [
+        f"{field.name}.list.element" if arrow.types.is_nested(field.type) else field.name
+        for field in schema
+        if field.name not in integers
+    ]
+    return arrow.parquet.ParquetWriter(
+        file,
+        schema,
+        compression="zstd",
+        use_dictionary=[name for name in integers if name != "id"],
+        use_byte_stream_split=floats,
+        write_statistics=integers,
+    )

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from torchrec_dyn import ops
 from torchrec_dyn.compilers import not_compiled
-from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import owners
 from torchrec_dyn.table import check_ids
-from torchrec_dyn.whole_model.tables import table_in, tables_in
+from torchrec_dyn.whole_model.tables import checked_collection, table_in
 
 
 @not_compiled
@@ -250,12 +249,7 @@ def owner_ranks(collection: nn.Module, table: str, ids: Tensor) -> Tensor:
         ValueError: if there is no such table, or `ids` are not [M] int64.
     """
     ids = check_ids("owner_ranks", ids)
-    tables = tables_in(collection, call="owner_ranks")
-    if table not in tables:
-        raise ValueError(
-            f"owner_ranks.table: expected a table of the collection, {listed(sorted(tables))}, got '{table}'."
-        )
-    layout = tables[table].layout
+    layout = checked_collection(collection, "owner_ranks").table(table).layout
     # [P, ranks that share the rows]
     ranks = torch.tensor([piece.ranks for piece in layout.pieces], device=ids.device)
     if not layout.rows_are_spread:

@@ -15,11 +15,7 @@ from torchrec_dyn.distributed import (
     ShardedDynamicEmbeddingCollection,
 )
 from torchrec_dyn.lookup import TableGroup
-from torchrec_dyn.modules import (
-    DynamicEmbeddingBagCollection,
-    UnshardedCollection,
-    check_is_no_dmp,
-)
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, UnshardedCollection, check_is_no_dmp
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.optimizers import RowOptimizer
 from torchrec_dyn.ranks import Table, run_together
@@ -71,11 +67,9 @@ def sharding_types(model: nn.Module, call: str) -> dict[str, str]:
     """Returns by name the sharding type of each dynamic table of a model, or "unsharded"."""
     types: dict[str, str] = {}
     for _, collection in collections_of(model, call):
-        if isinstance(collection, ShardedCollection):
-            plan = collection.module_sharding_plan
-            types |= {name: plan[name].sharding_type for name in plan}
-        else:
-            types |= dict.fromkeys(table_names(collection), "unsharded")
+        types |= dict.fromkeys(table_names(collection), "unsharded")
+        plan = getattr(collection, "module_sharding_plan", {})
+        types |= {name: sharding.sharding_type for name, sharding in plan.items()}
     return types
 
 
@@ -139,20 +133,22 @@ def drop_load(model: nn.Module) -> list[str]:
     Raises:
         ValueError: if the model has no dynamic collection.
     """
-    locks = [
-        collection.unsharded_lookup.lock
-        if isinstance(collection, UnshardedCollection)
-        else collection._shards.lock
-        for _, collection in collections_of(model, "drop_load")
-    ]
+    collections = collections_of(model, "drop_load")
+    locks = [_here(collection).lock for _, collection in collections]
     return sorted(chain(*map(drop_awaited, locks)))
+
+
+def _here(collection: Collection) -> Any:
+    """Returns what holds the tables of a collection in this process, with their lock and table groups."""
+    if isinstance(collection, UnshardedCollection):
+        return collection.unsharded_lookup
+    return collection._shards
 
 
 def groups_of(collection: Collection) -> tuple[dist.ProcessGroup | None, list[TableGroup]]:
     """Returns the ranks of a collection, None for one process, and the table groups of this rank."""
-    if isinstance(collection, UnshardedCollection):
-        return None, collection.unsharded_lookup.table_groups()
-    return collection._env.process_group, collection._shards.groups()
+    env = getattr(collection, "_env", None)
+    return env and env.process_group, _here(collection).table_groups()
 
 
 def optimizers_of(collection: Collection) -> list[RowOptimizer]:
@@ -160,7 +156,7 @@ def optimizers_of(collection: Collection) -> list[RowOptimizer]:
     if isinstance(collection, UnshardedCollection):
         groups = collection.unsharded_lookup.table_groups()
         return [group.tables[0].optimizer for group in groups]
-    return list(collection._shards.optimizers())
+    return list(collection._shards.optimizers.values())
 
 
 def _collections(model: nn.Module, call: str) -> list[tuple[str, Collection]]:

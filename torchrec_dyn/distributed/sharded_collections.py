@@ -1,4 +1,4 @@
-"""The sharded sequence collection: TorchRec's collection with our shardings and stitching."""
+"""The sharded collections: TorchRec's, with our shardings and stitching, and for pooled outputs our means."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from itertools import chain, groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchrec.distributed.embedding import (
-    EmbeddingCollectionContext,
-    ShardedEmbeddingCollection,
+from torch import Tensor
+from torchrec.distributed.embedding import EmbeddingCollectionContext, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
 from torchrec.distributed.types import (
     Awaitable,
@@ -25,8 +31,9 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_dyn.compilers import not_compiled
 from torchrec_dyn.config import DynamicTableConfig
@@ -34,19 +41,174 @@ from torchrec_dyn.distributed.local_shards import LocalShards
 from torchrec_dyn.distributed.sharding_setup import ShardingSetup
 from torchrec_dyn.distributed.stages import BatchContext, ShardedTables
 from torchrec_dyn.lookup import uses_by_feature
-from torchrec_dyn.modules import DynamicEmbeddingCollection
+from torchrec_dyn.modules import DynamicEmbeddingBagCollection, DynamicEmbeddingCollection
 from torchrec_dyn.name_lists import listed
 from torchrec_dyn.ranks import SHARDING_TRAITS, TableLayout, run_together
 from torchrec_dyn.sharding import (
+    POOLED_SHARDINGS,
     SEQUENCE_SHARDINGS,
     BatchCheck,
     Expansion,
     Restoration,
     SendOnce,
+    divide,
     kernels_of,
+    mean_divisor,
     outputs_by_column,
     pad_batch,
+    with_an_example,
+    without_examples,
 )
+from torchrec_dyn.storage import host_numbers
+
+
+def _outputs_of(configs: Sequence[Any]) -> dict[str, tuple[Any, str]]:
+    """Returns the table and the feature of each output, by name; a feature's own name may have an "@"."""
+    names_by_table = get_embedding_names_by_table(configs)
+    return {
+        name: (config, feature)
+        for config, names in zip(configs, names_by_table, strict=True)
+        for name, feature in zip(names, config.feature_names, strict=True)
+    }
+
+
+@dataclass
+class PooledContext(BatchContext, EmbeddingBagCollectionContext):
+    """State of one forward; `has_examples` is False if one was added (`with_an_example`)."""
+
+    has_examples: bool = True
+
+
+class ShardedDynamicEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):
+    """A `DynamicEmbeddingBagCollection` whose tables are on several ranks.
+
+    Created by `DynamicEmbeddingBagCollectionSharder`. Rows trained before sharding are copied; `module`
+    is not changed. The arguments are those of TorchRec's class.
+
+    Raises:
+        ValueError: if the plan is not valid; raised before anything is built.
+    """
+
+    unsharded_module_type = DynamicEmbeddingBagCollection
+    holder = "embedding_bags"
+    sharding_classes = POOLED_SHARDINGS
+
+    def __init__(
+        self,
+        module: DynamicEmbeddingBagCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        plan = table_name_to_parameter_sharding
+        setup = ShardingSetup(type(self), module, plan, env, fused_params, device, module_fqn)
+        super().__init__(
+            setup,
+            setup.plan,
+            env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+        # TorchRec's divisor also divides outputs of other tables; `_mean` replaces it.
+        self._has_mean_pooling_callback = False
+        outputs = _outputs_of(self._embedding_bag_configs)
+        # The feature of each output whose bags divide it after the output dist.
+        self._divided_by = [
+            feature
+            if config.pooling == PoolingType.MEAN and setup.layouts[config.name].rows_are_spread
+            else None
+            for config, feature in (outputs[name] for name in self._embedding_names)
+        ]
+        self._check_batch = BatchCheck(
+            setup.features, module.is_weighted(), True, setup.where, setup.is_scored
+        )
+        self._shards = LocalShards(setup, self, env)
+        self._output_names = list(self._embedding_names)
+
+    @classmethod
+    def create_embedding_bag_sharding(
+        cls,
+        sharding_infos: list[EmbeddingShardingInfo],
+        *arguments: Any,
+        permute_embeddings: bool = False,
+        **options: Any,
+    ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
+        """Creates the sharding of all tables of one type."""
+        kind = POOLED_SHARDINGS[sharding_infos[0].param_sharding.sharding_type]
+        if issubclass(kind, CwPooledEmbeddingSharding):
+            options["permute_embeddings"] = permute_embeddings
+        return kind(sharding_infos, *arguments, **options)
+
+    @not_compiled
+    def input_dist(
+        self, ctx: PooledContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Checks a batch and sends its ids, any int64, to their owners."""
+        return self.send(ctx, self._check_batch(features, self.training))
+
+    def send(
+        self, ctx: PooledContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of a checked batch to their owners."""
+        self._open(ctx, features)
+        if features.variable_stride_per_key() and not features.inverse_indices()[1].numel():
+            features, ctx.has_examples = with_an_example(features), False
+        if any(self._divided_by):
+            with torch.no_grad():
+                ctx.divisor = mean_divisor(features, self._divided_by)
+        ctx.inverse_indices = features.inverse_indices_or_none()
+        return self._send(ctx, features)
+
+    def _noted(self, ctx: PooledContext, parts: list[KeyedJaggedTensor]) -> list[KeyedJaggedTensor]:
+        ctx.variable_batch_per_feature = varies = parts[0].variable_stride_per_key()
+        ctx.sharding_contexts = [
+            EmbeddingShardingContext(
+                batch_size_per_feature_pre_a2a=part.stride_per_key() if varies else [],
+                variable_batch_per_feature=varies,
+            )
+            for part in parts
+        ]
+        return parts
+
+    def create_context(self) -> PooledContext:
+        """Creates the state of one forward."""
+        return PooledContext()
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        # The order of `inverse_indices` by output, for batches with a size per feature. They come in the
+        # order of the collection's features. TorchRec takes what is before an "@" in a feature's name for it.
+        place = {feature: i for i, feature in enumerate(self._check_batch.features)}
+        outputs = _outputs_of(self._embedding_bag_configs)
+        order = [place[outputs[name][1]] for name in self._uncombined_embedding_names]
+        if order != list(range(len(place))):
+            indices = host_numbers(order).to(self._shards.device, non_blocking=True)
+            self._inverse_indices_permute_indices = indices
+
+    def _finished(
+        self, awaitable: LazyAwaitable[KeyedTensor], ctx: PooledContext
+    ) -> LazyAwaitable[KeyedTensor]:
+        """Divides means, and keeps the order of the outputs after tables have moved."""
+        if ctx.divisor is not None:
+            awaitable.callbacks.append(partial(divide, divisor=ctx.divisor))
+        if self._output_names != self._embedding_names:
+            awaitable.callbacks.append(partial(_in_order, names=self._output_names))
+        if not ctx.has_examples:
+            awaitable.callbacks.append(without_examples)
+        return awaitable
+
+
+def _in_order(pooled: KeyedTensor, names: Sequence[str]) -> KeyedTensor:
+    """Returns pooled outputs [B, D] in the order of `names`; `pooled` itself if it has that order."""
+    if pooled.keys() == names:
+        return pooled
+    widths = dict(zip(pooled.keys(), pooled.length_per_key(), strict=True))
+    values = torch.cat([pooled[name] for name in names], dim=1)
+    return KeyedTensor(list(names), [widths[name] for name in names], values)
 
 
 @dataclass
@@ -79,6 +241,10 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         ValueError: if the plan is not valid; raised before anything is built.
     """
 
+    unsharded_module_type = DynamicEmbeddingCollection
+    holder = "embeddings"
+    sharding_classes = SEQUENCE_SHARDINGS
+
     def __init__(
         self,
         module: DynamicEmbeddingCollection,
@@ -90,16 +256,8 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         use_index_dedup: bool = False,
         module_fqn: str | None = None,
     ) -> None:
-        setup = ShardingSetup(
-            module,
-            "embeddings",
-            table_name_to_parameter_sharding,
-            env,
-            fused_params,
-            list(SEQUENCE_SHARDINGS),
-            device,
-            module_fqn,
-        )
+        plan = table_name_to_parameter_sharding
+        setup = ShardingSetup(type(self), module, plan, env, fused_params, device, module_fqn)
         _check_widths(setup.layouts, setup.plan, setup.where)
         super().__init__(
             setup,
@@ -114,39 +272,24 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
         if self._use_index_dedup:
             self._prepare_to_send_once(setup)
         self._check_batch = BatchCheck(setup.features, False, False, setup.where, setup.is_scored)
-        self._shards = LocalShards(setup, self, env, "embeddings")
-        self._shards.fill_from(module)
-        configs = module.embedding_configs()
-        by_table = list(zip(configs, module.embedding_names_by_table(), strict=True))
-        self._feature_of_output = {  # a feature's own name may have an "@"
-            name: feature
-            for config, names in by_table
-            for name, feature in zip(names, config.feature_names, strict=True)
-        }
-        self._writable = {
-            config.name: names
-            for config, names in by_table
+        self._shards = LocalShards(setup, self, env)
+        tables = _outputs_of(module.embedding_configs())
+        self._feature_of_output = {name: feature for name, (_, feature) in tables.items()}
+        self._writable = {  # the table of each output
+            name: config.name
+            for name, (config, _) in tables.items()
             if getattr(config, "enable_embedding_update", False)
         }
         self.enable_embedding_update = bool(self._writable)  # DistributedModelParallel reads it
         outputs = chain.from_iterable(self._embedding_names_per_sharding)
         self._output_names = self._planned_names = list(dict.fromkeys(outputs))
 
-    _has_uninitialized_input_dist: bool
-
     @classmethod
     def create_embedding_sharding(
-        cls,
-        sharding_type: str,
-        sharding_infos: list[EmbeddingShardingInfo],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        cls, sharding_type: str, *arguments: Any, **options: Any
     ) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Tensor]:
         """Creates the sharding of all tables of one type."""
-        return SEQUENCE_SHARDINGS[sharding_type](
-            sharding_infos, env, device, qcomm_codecs_registry=qcomm_codecs_registry
-        )
+        return SEQUENCE_SHARDINGS[sharding_type](*arguments, **options)
 
     @not_compiled
     def input_dist(
@@ -154,13 +297,8 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     ) -> Awaitable[Awaitable[KJTList]]:
         """Checks a batch and sends its ids, any int64, to their owners."""
         features = self._check_batch(features, self.training)
-        self._open(ctx, features.device())
+        self._open(ctx, features)
         features, ctx.restoration = pad_batch(features, self._feature_of_output)
-        if self._has_uninitialized_input_dist:
-            # An interrupted first batch may have created some dists.
-            self._input_dists = []
-            self._create_input_dist(features.keys())
-            self._has_uninitialized_input_dist = False
         return self._send(ctx, features)
 
     @not_compiled
@@ -188,11 +326,6 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
     def register_post_lookup_tracker_fn(self, record_fn: Callable[..., None]) -> None:
         """Registers a function that TorchRec's tracker of changed rows calls after each lookup."""
         super().register_post_lookup_tracker_fn(partial(_record, record_fn))
-
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        """The type of the unsharded collection."""
-        return DynamicEmbeddingCollection
 
     def _noted(
         self, ctx: SequenceContext, parts: list[KeyedJaggedTensor]
@@ -264,13 +397,12 @@ class ShardedDynamicEmbeddingCollection(ShardedTables, ShardedEmbeddingCollectio
 
 
 def _rows_by_table(
-    embeddings: KeyedJaggedTensor, names: Mapping[str, Sequence[str]]
+    embeddings: KeyedJaggedTensor, tables: Mapping[str, str]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns the ids and the rows to write into each table; `names` are the output names of each."""
-    expected = list(chain.from_iterable(names.values()))
-    if sorted(embeddings.keys()) != sorted(expected):
+    """Returns the ids and the rows to write into each table; `tables` has that of each output name."""
+    if sorted(embeddings.keys()) != sorted(tables):
         raise ValueError(
-            f"expected the features of its tables with enable_embedding_update, {expected}, got "
+            f"expected the features of its tables with enable_embedding_update, {[*tables]}, got "
             f"{embeddings.keys()}."
         )
     weights = embeddings.weights_or_none()
@@ -280,15 +412,15 @@ def _rows_by_table(
             f"expected weights [{embeddings.values().numel()}, embedding_dim], the row of each id, "
             f"got {got}."
         )
-    sizes = embeddings.length_per_key()
-    ids = dict(zip(embeddings.keys(), embeddings.values().split(sizes), strict=True))
-    rows = dict(zip(embeddings.keys(), weights.split(sizes), strict=True))
+    parts: dict[str, list[JaggedTensor]] = {}
+    for name, table in tables.items():
+        parts.setdefault(table, []).append(embeddings[name])
     return {
         table: (
-            torch.cat([ids[name] for name in outputs]),
-            torch.cat([rows[name] for name in outputs]),
+            torch.cat([p.values() for p in of_table]),
+            torch.cat([p.weights() for p in of_table]),
         )
-        for table, outputs in names.items()
+        for table, of_table in parts.items()
     }
 
 
