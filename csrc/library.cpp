@@ -103,11 +103,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
   // score.
   //
-  // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
-  // the step and adds its times to the count. A table with 0 blocks in `layout` keeps no scores.
-  m.def(
-      "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
-      "Tensor? times=None) -> ()");
   // Writes the scores of rows [M]; last_seen -1 makes a row free.
   m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
@@ -139,13 +134,14 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
   // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows_ is an
-  // error. scores, score_layout: as of touch_scores_, which touch_prepared_ needs.
+  // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
       "float[] initial_states=[], Tensor[] scores=[], Tensor? score_layout=None) -> Tensor");
-  // As touch_scores_, on the scores of prepared tables.
-  m.def("touch_prepared_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
+  // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
+  // the step and adds its times to the count.
+  m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
   // Numbers the rows of new ids [M], the new ids of each table from new_offsets [T + 1] on, and writes their initial
   // rows and states. A table takes the rows `reused` first, its own from reused_offsets [T + 1] on, then those from
   // first_rows [T] on. new_rows [M]: the rows are written there. No id is inserted.
