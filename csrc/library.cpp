@@ -32,8 +32,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def("raise_errors(Tensor like) -> ()");
 
   // ids [N], table_offsets [T + 1] -> rows [N] (-1 where absent), absent [T] (number of absent ids of each table). On a
-  // GPU a pending error sets the sign bit of absent[0]: the lookup of a step is where the host reads anyway. There
-  // table_offsets may be on the GPU, too: then they are not checked.
+  // GPU a pending error sets the sign bit of absent[0]: the lookup of a step is where the host reads anyway.
   m.def("lookup(Tensor ids, Tensor table_offsets, Tensor[] slots, Tensor moved) -> (Tensor rows, Tensor absent)");
   // The distinct absent ids: new_ids [M] in order of first sight, new_counts [M] their occurrences,
   // new_offsets [T + 1] where the new ids of each table begin, new_index [N] the place of an absent id in new_ids,
@@ -104,11 +103,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Scores are blocks [2^shift, 1] int64, one word a row: last_seen << 32 | count (life/scores.h). A free row has no
   // score.
   //
-  // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
-  // the step and adds its times to the count. A table with 0 blocks in `layout` keeps no scores.
-  m.def(
-      "touch_scores_(Tensor rows, Tensor table_offsets, Tensor(a!)[] scores, Tensor layout, Tensor steps, "
-      "Tensor? times=None) -> ()");
   // Writes the scores of rows [M]; last_seen -1 makes a row free.
   m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
@@ -140,11 +134,14 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
   // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows_ is an
-  // error.
+  // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
-      "float[] initial_states=[]) -> Tensor");
+      "float[] initial_states=[], Tensor[] scores=[], Tensor? score_layout=None) -> Tensor");
+  // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
+  // the step and adds its times to the count.
+  m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
   // Numbers the rows of new ids [M], the new ids of each table from new_offsets [T + 1] on, and writes their initial
   // rows and states. A table takes the rows `reused` first, its own from reused_offsets [T + 1] on, then those from
   // first_rows [T] on. new_rows [M]: the rows are written there. No id is inserted.
@@ -175,8 +172,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // As update_rows_.
   m.def(
       "update_prepared_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
-      "Tensor tables, Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, "
-      "Tensor(a!)[] marks, Tensor? mark_layout) -> ()");
+      "Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(a!)[] marks, "
+      "Tensor? mark_layout, Tensor tables) -> ()");
 
   // rows [N], offsets [B + 1] or none for sequences, bag_weights [N] -> [elements] of dtype.
   m.def(
@@ -188,9 +185,9 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // in marks, blocks [2^shift] uint8 (storage/row_marks.h); a table with 0 blocks in mark_layout [T, 4] keeps no marks.
   // on_nonfinite [T] (lookup/row_update.h) and nonfinite, a tensor [1] int64 for each table: both empty, or neither.
   m.def(
-      "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, "
-      "Tensor(a!)[] weights, Tensor(b!)[] states, Tensor layout, Tensor segments, Tensor streams, bool mean, "
-      "int optimizer, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(c!)[] marks, Tensor? mark_layout, "
+      "update_rows_(Tensor grad, Tensor ids, Tensor rows, Tensor? offsets, Tensor? bag_weights, Tensor segments, "
+      "Tensor streams, bool mean, float[] hyper, float[] grad_scales, Tensor? senders, Tensor(a!)[] marks, "
+      "Tensor? mark_layout, Tensor(b!)[] weights, Tensor(c!)[] states, Tensor layout, int optimizer, "
       "int[] on_nonfinite, Tensor(d!)[] nonfinite) -> ()");
 }
 

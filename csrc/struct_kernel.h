@@ -1,8 +1,10 @@
 // TORCHREC_DYN_STRUCT_KERNEL("op", &function): as TORCHREC_DYN_KERNEL (kernel.h), for a function of one struct, which
-// reads the arguments of the op itself: so many of them are spelled twice, in the schema and in the struct.
+// reads the arguments of the op itself. The struct is what the kernels of all devices share: their arguments are
+// spelled twice, in the schema and in the struct.
 #pragma once
 
 #include <cstdint>
+#include <tuple>
 
 #include "checks.h"
 #include "kernel.h"
@@ -29,16 +31,33 @@ class ArgumentReader {
   uint64_t left_;
 };
 
+// What a kernel returns: a tensor, a tuple of tensors, or nothing.
+template <typename Result>
+constexpr uint64_t kResultCount = 1;
+template <>
+inline constexpr uint64_t kResultCount<void> = 0;
+template <typename... Tensors>
+constexpr uint64_t kResultCount<std::tuple<Tensors...>> = sizeof...(Tensors);
+
+inline void write_results(StableIValue* stack, const Tensor& result) { *stack = torch::stable::detail::from(result); }
+template <typename... Tensors>
+void write_results(StableIValue* stack, const std::tuple<Tensors...>& results) {
+  std::apply([stack](const auto&... result) mutable { (write_results(stack++, result), ...); }, results);
+}
+
 template <auto kFunction>
 struct StructKernel;
 
-template <typename Call, void (*kFunction)(const Call&)>
+template <typename Result, typename Call, Result (*kFunction)(const Call&)>
 struct StructKernel<kFunction> {
   static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
     const Call call{ArgumentReader(stack, arguments)};
-    TORCHREC_DYN_CHECK(call.arguments.left() == 0 && results == 0,
-                       "expected a schema of fewer arguments and no result.");
-    kFunction(call);
+    TORCHREC_DYN_CHECK(call.arguments.left() == 0 && results == kResultCount<Result>, "expected a schema of ",
+                       arguments - call.arguments.left(), " arguments and ", kResultCount<Result>, " results.");
+    if constexpr (kResultCount<Result> == 0)
+      kFunction(call);
+    else
+      write_results(stack, kFunction(call));
   }
 };
 

@@ -356,33 +356,18 @@ def weights_grad_prepared(
 @_op
 def update_prepared_(
     grad: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor | None, bag_weights: Tensor | None,
-    segments: Tensor, tables: Tensor, streams: Tensor, mean: bool, hyper: Sequence[float],
-    grad_scales: Sequence[float], senders: Tensor | None, marks: Sequence[Tensor],
-    mark_layout: Tensor | None,
+    segments: Tensor, streams: Tensor, mean: bool, hyper: Sequence[float], grad_scales: Sequence[float],
+    senders: Tensor | None, marks: Sequence[Tensor], mark_layout: Tensor | None, tables: Tensor,
 ) -> None:  # fmt: skip
     """As `update_rows_`, of prepared tables."""
 
 
 @_op
 def update_rows_(
-    grad: Tensor,
-    ids: Tensor,
-    rows: Tensor,
-    offsets: Tensor | None,
-    bag_weights: Tensor | None,
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    layout: Tensor,
-    segments: Tensor,
-    streams: Tensor,
-    mean: bool,
-    optimizer: int,
-    hyper: Sequence[float],
-    grad_scales: Sequence[float],
-    senders: Tensor | None,
-    marks: Sequence[Tensor],
-    mark_layout: Tensor | None,
-    on_nonfinite: Sequence[int],
-    nonfinite: Sequence[Tensor],
-) -> None:
+    grad: Tensor, ids: Tensor, rows: Tensor, offsets: Tensor | None, bag_weights: Tensor | None,
+    segments: Tensor, streams: Tensor, mean: bool, hyper: Sequence[float], grad_scales: Sequence[float],
+    senders: Tensor | None, marks: Sequence[Tensor], mark_layout: Tensor | None,
+    weights: Sequence[Tensor], states: Sequence[Tensor], layout: Tensor, optimizer: int,
+    on_nonfinite: Sequence[int], nonfinite: Sequence[Tensor],
+) -> None:  # fmt: skip
     """Sums the gradients of each row and applies the optimizer, in place. Marks the updated rows."""

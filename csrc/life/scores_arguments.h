@@ -8,24 +8,6 @@
 
 namespace torchrec_dyn {
 
-inline void check_step(int64_t step) {
-  TORCHREC_DYN_CHECK(step >= 0 && step < static_cast<int64_t>(kFreeLastSeen),
-                     "touch_scores_: expected steps in [0, 2^32 - 1), got ", step, ".");
-}
-
-inline void check_times(int64_t times) {
-  TORCHREC_DYN_CHECK(is_times(times), "touch_scores_: expected times in [1, 2^32), got ", times, ".");
-}
-
-inline void check_touched_rows(bool are_inside) {
-  TORCHREC_DYN_CHECK(are_inside, "touch_scores_: expected rows in [-1, rows of the table's scores), got one outside.");
-}
-
-inline void raise_touch_error(const int64_t* words) {
-  check_times(words[0]);
-  check_touched_rows(false);
-}
-
 inline void check_written_score(int64_t capacity, int64_t row, int64_t last_seen, int64_t count) {
   const char* op = "write_scores_";
   TORCHREC_DYN_CHECK(row >= 0 && row < capacity, op, ": expected rows in [0, ", capacity, "), got ", row, ".");

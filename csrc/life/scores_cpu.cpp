@@ -1,9 +1,8 @@
-// The scores of rows on the CPU: touched, written and read by row.
+// The scores of rows on the CPU: written and read by row.
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <limits>
-#include <optional>
 #include <span>
 #include <tuple>
 #include <vector>
@@ -13,7 +12,6 @@
 #include "life/scores_arguments.h"
 #include "parallel.h"
 #include "radix_sort.h"
-#include "row_parts_cpu.h"
 #include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
@@ -26,60 +24,6 @@ constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
 TORCHREC_DYN_INLINE void prefetch_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t i, int64_t end) {
   for (int64_t next = i + kScoreBurst; next < end && next < i + 2 * kScoreBurst; ++next)
     if (scores.holds(rows[next])) __builtin_prefetch(scores.word(rows[next]), 1, 2);
-}
-
-// True if all rows are in [-1, capacity).
-TORCHREC_DYN_SIMD bool all_inside(const int64_t* rows, int64_t count, int64_t capacity) noexcept {
-  int64_t least = 0, most = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    least = rows[i] < least ? rows[i] : least;
-    most = rows[i] > most ? rows[i] : most;
-  }
-  return least >= -1 && most < capacity;
-}
-
-// The number of touches of each of `rows` rows; null if each row is touched once.
-const int64_t* times_data(const char* op, const std::optional<Tensor>& times, int64_t rows) {
-  if (!times) return nullptr;
-  check_tensor(op, "times", *times, ScalarType::Long);
-  check_size(op, "the number of times", rows, times->numel());
-  const int64_t* often = const_data<int64_t>(*times);
-  for (int64_t i = 0; i < rows; ++i) check_times(often[i]);
-  return often;
-}
-
-void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
-                   const Tensor& steps, const std::optional<Tensor>& times) {
-  const char* op = "touch_scores_";
-  const auto tables = read_word_layout(op, rows, table_offsets, scores, layout, "steps", steps);
-  const auto count = static_cast<int64_t>(tables.size());
-  const int64_t* row = const_data<int64_t>(rows);
-  const int64_t* offset = const_data<int64_t>(table_offsets);
-  const int64_t* step = const_data<int64_t>(steps);
-  const int64_t* often = times_data(op, times, rows.numel());
-  std::vector<int64_t> touched_rows(tables.size());  // rows of each table with scores
-  BlockList<uint64_t> blocks(op, "scores", scores);
-  std::vector<ScoreBlocks> words;
-  for (int64_t t = 0; t < count; ++t) {
-    check_step(step[t]);
-    words.push_back(blocks.words(tables[static_cast<size_t>(t)]));
-    if (tables[static_cast<size_t>(t)].blocks == 0) continue;
-    touched_rows[static_cast<size_t>(t)] = offset[t + 1] - offset[t];
-    // All rows are checked before the first row is touched: an error changes nothing.
-    check_touched_rows(all_inside(row + offset[t], offset[t + 1] - offset[t], words.back().capacity));
-  }
-  SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
-  const std::vector<RowPart> parts = row_parts(touched_rows, rows.numel() < kGrain ? 1 : thread_count());
-  for_each_task(static_cast<int64_t>(parts.size()), [&](int64_t task) {
-    const auto [t, ids, part, parts_of_table] = parts[static_cast<size_t>(task)];
-    const ScoreBlocks view = words[static_cast<size_t>(t)];
-    const int64_t table_rows = offset[t + 1] - offset[t];
-    const auto now = static_cast<uint64_t>(step[t]);
-    if (often)
-      touch_part<true>(view, row + offset[t], often + offset[t], table_rows, now, part, parts_of_table);
-    else
-      touch_part<false>(view, row + offset[t], nullptr, table_rows, now, part, parts_of_table);
-  });
 }
 
 void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
@@ -179,7 +123,6 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("touch_scores_", &touch_scores_));
   m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
   m.impl(TORCHREC_DYN_KERNEL("oldest_first", &oldest_first));
   m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));

@@ -1,7 +1,6 @@
 // The scores of rows on a device: scores_cpu.cpp for CUDA.
 //
 // What a kernel finds wrong is a word that later kernels of the call look at before they write, and report.
-#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -13,32 +12,6 @@
 
 namespace torchrec_dyn {
 namespace {
-
-void touch_scores_(const Tensor& rows, const Tensor& table_offsets, std::vector<Tensor> scores, const Tensor& layout,
-                   const Tensor& steps, const std::optional<Tensor>& times) {
-  const char* op = "touch_scores_";
-  const auto layouts = read_word_layout(op, rows, table_offsets, scores, layout, "steps", steps, kDevice);
-  const auto count = static_cast<int64_t>(layouts.size());
-  if (times) {
-    check_tensor(op, "times", *times, ScalarType::Long, rows.device());
-    check_size(op, "the number of times", rows.numel(), times->numel());
-  }
-  const int64_t* step = const_data<int64_t>(steps);
-  for (int64_t t = 0; t < count; ++t) check_step(step[t]);
-  BlockList<uint64_t> blocks(op, "scores", scores, rows.device());
-  const auto words = read_word_tables(blocks, layouts, const_data<int64_t>(table_offsets), step);
-  SeparateMemory().writes(scores).reads(rows).reads(table_offsets).reads(steps).reads(times).check(op);
-  const int64_t n = rows.numel();
-  if (n == 0) return;
-  DeviceCall call(rows);
-  const int64_t* often = times ? const_data<int64_t>(*times) : nullptr;
-  const TouchedRows batch{
-      const_data<int64_t>(rows),     often, n, send_word_tables(call, blocks, words), call.zeros<int64_t>(1),
-      call.errors(raise_touch_error)};
-  simt::launch(call.stream(), n, CheckTouchedRows{batch});
-  simt::launch(call.stream(), n, TouchScores{batch});
-  call.finish();
-}
 
 void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
                    int64_t shift) {
@@ -104,7 +77,6 @@ Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("touch_scores_", &touch_scores_));
   m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
   m.impl(TORCHREC_DYN_KERNEL("oldest_first", &oldest_first));
   m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));

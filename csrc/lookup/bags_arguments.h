@@ -76,7 +76,7 @@ inline void check_offsets(const char* op, const int64_t* offsets, int64_t bags, 
 
 // The bags that offsets on any device describe: their contents are not read.
 inline BagLists bags_of_offsets(const char* op, const std::optional<Tensor>& offsets, int64_t ids,
-                                const Device& device = DeviceType::CPU) {
+                                const Device& device) {
   BagLists bags;
   bags.count = ids;
   if (!offsets.has_value()) return bags;
@@ -134,12 +134,13 @@ inline bool counts_up(const int64_t* numbers, int64_t size) {
   return difference == 0;
 }
 
-// Reads the description of the bags of `ids` ids, and checks all of it. In all, this takes time for each segment and
-// each offset, not for each id.
+// Reads the description of the bags of `ids` ids, and checks all of it, but offsets only if the host reads them. In
+// all, this takes time for each segment and each offset, not for each id.
 inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, const Tensor& segments,
-                          const std::vector<TableLayout>& tables, int64_t ids, int64_t elements) {
-  BagLists bags = bags_of_offsets(op, offsets, ids);
-  if (bags.offsets != nullptr) {
+                          const std::vector<TableLayout>& tables, int64_t ids, int64_t elements, const Device& device,
+                          bool reads_offsets) {
+  BagLists bags = bags_of_offsets(op, offsets, ids, device);
+  if (bags.offsets != nullptr && reads_offsets) {
     // Bags of one id each are a sequence: the loops over them read no offsets.
     if (bags.count == ids && counts_up(bags.offsets, ids + 1))
       bags.offsets = nullptr;
@@ -151,7 +152,7 @@ inline BagLists read_bags(const char* op, const std::optional<Tensor>& offsets, 
 }
 
 inline const float* bag_weight_data(const char* op, const std::optional<Tensor>& bag_weights, int64_t ids,
-                                    const Device& device = DeviceType::CPU) {
+                                    const Device& device) {
   if (!bag_weights.has_value()) return nullptr;
   check_tensor(op, "bag_weights", *bag_weights, ScalarType::Float, device);
   check_size(op, "the number of bag_weights", ids, bag_weights->numel());

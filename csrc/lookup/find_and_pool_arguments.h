@@ -1,45 +1,34 @@
-// The arguments of find_and_pool and of pool_prepared_, checked for every device.
+// The arguments of find_and_pool, checked and read for every device.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "checks.h"
 #include "lookup/bags_arguments.h"
 #include "lookup/prepared_tables.h"
+#include "struct_kernel.h"
 
 namespace torchrec_dyn {
 
-// A written output, and the new ids, or null.
-inline const int64_t* check_pooled_into(const char* op, const PreparedTables& tables, const Tensor& out,
-                                        const std::optional<Tensor>& new_index, const Tensor& rows,
-                                        const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
-                                        const std::optional<Tensor>& bag_weights) {
-  check_pooled_type(op, out.scalar_type());
-  check_tensor(op, "out", out, out.scalar_type(), tables.device);
-  SeparateMemory memory;
-  memory.writes(out)
-      .reads(rows)
-      .reads(offsets)
-      .reads(bag_weights)
-      .reads(new_index)
-      .reads(initial_ids)
-      .check(op, &tables.written);
-  if (!new_index.has_value()) return nullptr;
-  check_tensor(op, "new_index", *new_index, ScalarType::Long, tables.device);
-  check_size(op, "the number of new_index", rows.numel(), new_index->numel());
-  return const_data<int64_t>(*new_index);
-}
+struct FindAndPoolCall {
+  ArgumentReader arguments;
 
-// The ids of rows [N] whose initial rows are shown where they have no row, or null.
-inline const int64_t* initial_id_data(const char* op, const PreparedTables& tables,
-                                      const std::optional<Tensor>& initial_ids, int64_t ids) {
-  if (!initial_ids.has_value()) return nullptr;
-  check_tensor(op, "initial_ids", *initial_ids, ScalarType::Long, tables.device);
-  check_size(op, "the number of initial_ids", ids, initial_ids->numel());
-  return tables.initial.empty() ? nullptr : const_data<int64_t>(*initial_ids);
-}
+  Tensor ids = arguments.read<Tensor>();
+  std::optional<Tensor> lengths = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
+  Tensor first_bags = arguments.read<Tensor>();
+  Tensor first_features = arguments.read<Tensor>();
+  std::optional<Tensor> segments = arguments.read<std::optional<Tensor>>();
+  Tensor handle = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+  int64_t pools = arguments.read<int64_t>();
+  int64_t elements = arguments.read<int64_t>();
+  ScalarType dtype = arguments.read<ScalarType>();
+};
 
 // Which batches are pooled: none, those without absent ids, or all. A device pools before it knows the ids.
 enum class Pools : int64_t { kNothing, kKnown, kAll };
@@ -73,39 +62,35 @@ inline void check_integers(const char* op, const char* name, const std::optional
   check_size(op, (std::string("the number of ") + name).c_str(), count, numbers->numel());
 }
 
-inline FoundBatch read_batch(const char* op, const Tensor& ids, const std::optional<Tensor>& lengths,
-                             const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                             const Tensor& first_bags, const Tensor& first_features,
-                             const std::optional<Tensor>& segments, const Tensor& handle, int64_t pools,
-                             int64_t elements, ScalarType dtype) {
+inline FoundBatch read_batch(const char* op, const FindAndPoolCall& call) {
   FoundBatch batch{};
-  batch.tables = Handles::all().get(op, handle);
+  batch.tables = Handles::all().get(op, call.handle);
   const PreparedTables& tables = *batch.tables;
+  const int64_t ids = call.ids.numel();
   check_size(op, "the number of maps", static_cast<int64_t>(tables.count()), static_cast<int64_t>(tables.maps.size()));
-  check_tensor(op, "ids", ids, ScalarType::Long, tables.device);
-  TORCHREC_DYN_CHECK(tables.count() > 0 || ids.numel() == 0, op, ": expected no ids without tables, got ", ids.numel(),
-                     ".");
-  check_firsts(op, "first_bags", first_bags, -1);
-  batch.features = first_bags.numel() - 1;
-  batch.first_bags = const_data<int64_t>(first_bags);
+  check_tensor(op, "ids", call.ids, ScalarType::Long, tables.device);
+  TORCHREC_DYN_CHECK(tables.count() > 0 || ids == 0, op, ": expected no ids without tables, got ", ids, ".");
+  check_firsts(op, "first_bags", call.first_bags, -1);
+  batch.features = call.first_bags.numel() - 1;
+  batch.first_bags = const_data<int64_t>(call.first_bags);
   batch.bags = batch.first_bags[batch.features];
   TORCHREC_DYN_CHECK(batch.bags < int64_t{1} << 48, op, ": expected fewer than 2^48 bags, got ", batch.bags, ".");
-  check_firsts(op, "first_features", first_features, batch.features);
-  check_size(op, "the number of first_features", static_cast<int64_t>(tables.count()) + 1, first_features.numel());
-  batch.first_features = const_data<int64_t>(first_features);
-  TORCHREC_DYN_CHECK(lengths || offsets, op, ": expected lengths or offsets of the bags, got none.");
-  check_integers(op, "lengths", lengths, batch.bags, tables.device);
-  check_integers(op, "offsets", offsets, batch.bags + 1, tables.device);
-  batch.bag_weights = bag_weight_data(op, bag_weights, ids.numel(), tables.device);
-  check_pooled_type(op, dtype);
-  TORCHREC_DYN_CHECK(pools >= 0 && pools <= 2, op, ": expected pools in [0, 2], got ", pools, ".");
-  batch.pools = static_cast<Pools>(pools);
-  batch.elements = batch.pools == Pools::kNothing ? 0 : elements;
-  TORCHREC_DYN_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
-  if (segments.has_value() || batch.pools == Pools::kNothing) return batch;
+  check_firsts(op, "first_features", call.first_features, batch.features);
+  check_size(op, "the number of first_features", static_cast<int64_t>(tables.count()) + 1, call.first_features.numel());
+  batch.first_features = const_data<int64_t>(call.first_features);
+  TORCHREC_DYN_CHECK(call.lengths || call.offsets, op, ": expected lengths or offsets of the bags, got none.");
+  check_integers(op, "lengths", call.lengths, batch.bags, tables.device);
+  check_integers(op, "offsets", call.offsets, batch.bags + 1, tables.device);
+  batch.bag_weights = bag_weight_data(op, call.bag_weights, ids, tables.device);
+  check_pooled_type(op, call.dtype);
+  TORCHREC_DYN_CHECK(call.pools >= 0 && call.pools <= 2, op, ": expected pools in [0, 2], got ", call.pools, ".");
+  batch.pools = static_cast<Pools>(call.pools);
+  batch.elements = batch.pools == Pools::kNothing ? 0 : call.elements;
+  TORCHREC_DYN_CHECK(call.elements >= 0, op, ": expected elements >= 0, got ", call.elements, ".");
+  if (call.segments.has_value() || batch.pools == Pools::kNothing) return batch;
   for (const TableLayout& table : tables.layout)
     check_size(op, "the columns of each table of sequences", tables.layout.front().columns, table.columns);
-  batch.elements = tables.layout.empty() ? 0 : ids.numel() * tables.layout.front().columns;
+  batch.elements = tables.layout.empty() ? 0 : ids * tables.layout.front().columns;
   return batch;
 }
 

@@ -1,11 +1,9 @@
 // A forward of prepared tables on the CPU: where bags begin, the rows of ids, and their pooling, in one call.
 #include <algorithm>
 #include <limits>
-#include <optional>
 #include <tuple>
 #include <vector>
 
-#include "kernel.h"
 #include "lookup/find_and_pool_arguments.h"
 #include "lookup/pooling_cpu.h"
 #include "output_memory.h"
@@ -57,36 +55,31 @@ bool ascend(const Tensor& given, int64_t ids, int64_t* offsets) {
 }
 
 // Writes where bags begin. Returns false unless they are right, and lengths and offsets agree if both are given.
-bool write_offsets(const std::optional<Tensor>& lengths, const std::optional<Tensor>& offsets, int64_t bags,
-                   int64_t ids, int64_t* written) {
-  if (!lengths) return ascend(*offsets, ids, written);
-  if (!add_up(*lengths, ids, written)) return false;
-  if (!offsets) return true;
-  if (offsets->scalar_type() == ScalarType::Int)
-    return std::equal(written, written + bags + 1, const_data<int32_t>(*offsets));
-  return std::equal(written, written + bags + 1, const_data<int64_t>(*offsets));
+bool write_offsets(const FindAndPoolCall& call, int64_t bags, int64_t* written) {
+  const int64_t ids = call.ids.numel();
+  if (!call.lengths) return ascend(*call.offsets, ids, written);
+  if (!add_up(*call.lengths, ids, written)) return false;
+  if (!call.offsets) return true;
+  if (call.offsets->scalar_type() == ScalarType::Int)
+    return std::equal(written, written + bags + 1, const_data<int32_t>(*call.offsets));
+  return std::equal(written, written + bags + 1, const_data<int64_t>(*call.offsets));
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, const std::optional<Tensor>& lengths,
-                                                         const std::optional<Tensor>& offsets,
-                                                         const std::optional<Tensor>& bag_weights,
-                                                         const Tensor& first_bags, const Tensor& first_features,
-                                                         const std::optional<Tensor>& segments, const Tensor& handle,
-                                                         bool mean, int64_t pools, int64_t elements, ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& call) {
   const char* op = "find_and_pool";
-  const FoundBatch batch = read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments,
-                                      handle, pools, elements, dtype);
+  const FoundBatch batch = read_batch(op, call);
   const PreparedTables& tables = *batch.tables;
   const auto count = static_cast<int64_t>(tables.count());
+  const int64_t ids = call.ids.numel();
   Tensor bag_offsets = new_int64(batch.bags + 1);
-  Tensor rows = new_int64(ids.numel());
+  Tensor rows = new_int64(ids);
   Tensor numbers = new_int64(batch.features + 1 + count + 1);
-  Tensor out = new_output(batch.elements, dtype);
+  Tensor out = new_output(batch.elements, call.dtype);
   int64_t* const number = mutable_data<int64_t>(numbers);
   int64_t* const offset = mutable_data<int64_t>(bag_offsets);
   int64_t* const row = mutable_data<int64_t>(rows);
   std::fill(number, number + numbers.numel(), int64_t{0});
-  if (!write_offsets(lengths, offsets, batch.bags, ids.numel(), offset)) {
+  if (!write_offsets(call, batch.bags, offset)) {
     number[numbers.numel() - 1] = 1;
     std::fill(row, row + rows.numel(), kNoRow);
     return {out, rows, bag_offsets, numbers};
@@ -94,38 +87,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, cons
   for (int64_t f = 0; f <= batch.features; ++f) number[f] = offset[batch.first_bags[f]];
   const std::vector<int64_t> table_offsets = table_offsets_of(batch, number);
   int64_t* const absent = number + batch.features + 1;
-  find_rows(tables.maps, const_data<int64_t>(ids), table_offsets.data(), row, absent);
+  find_rows(tables.maps, const_data<int64_t>(call.ids), table_offsets.data(), row, absent);
   if (batch.pools == Pools::kNothing ||
       (batch.pools == Pools::kKnown &&
        std::any_of(absent, absent + count, [](int64_t ids_without) { return ids_without > 0; })))
     return {out, rows, bag_offsets, numbers};
-  BagLists lists;
-  lists.count = segments ? batch.bags : ids.numel();
-  if (segments) {
+  PooledBags bags{op, tables, rows, call.mean};
+  BagLists& lists = bags.lists;
+  lists.count = call.segments ? batch.bags : ids;
+  if (call.segments) {
     // Bags of one id each are a sequence: the loops over them read no offsets.
-    if (batch.bags != ids.numel() || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
-    read_segments(op, lists, *segments, tables.layout, batch.elements);
+    if (batch.bags != ids || !counts_up(offset, batch.bags + 1)) lists.offsets = offset;
+    read_segments(op, lists, *call.segments, tables.layout, batch.elements);
   } else {
     add_segments(lists, sequence_segments(tables, table_offsets));
   }
-  pool(op, tables, lists, row, batch.bag_weights, nullptr, mean, out);
+  bags.bag_weights = batch.bag_weights;
+  pool(bags, out);
   return {out, rows, bag_offsets, numbers};
 }
 
-Tensor prepare_tables(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> weights,
-                      std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
-                      std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite,
-                      const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
-                      std::vector<double> initial_states) {
-  return prepared(DeviceType::CPU, std::move(slots), moved, std::move(weights), std::move(states), layout, optimizer,
-                  on_nonfinite, std::move(nonfinite), initial, parameters, initial_states);
-}
+Tensor prepare_tables(const PrepareTablesCall& call) { return call.prepare(DeviceType::CPU); }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("prepare_tables", &prepare_tables));
-  m.impl(TORCHREC_DYN_KERNEL("find_and_pool", &find_and_pool));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("prepare_tables", &prepare_tables));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("find_and_pool", &find_and_pool));
 }
 
 }  // namespace torchrec_dyn

@@ -6,10 +6,9 @@
 #include <tuple>
 #include <vector>
 
+#include "bag_lengths_kernels.h"
 #include "device_call.h"
-#include "kernel.h"
 #include "lookup/find_and_pool_arguments.h"
-#include "lookup/find_and_pool_kernels.h"
 #include "lookup/pooling_cuda.h"
 #include "sent_lists.h"
 #include "storage/id_map_kernels.h"
@@ -17,28 +16,19 @@
 namespace torchrec_dyn {
 namespace {
 
-// Calls body with the numbers, which are int32 or int64.
-template <typename Body>
-void with_integers(const Tensor& numbers, const Body& body) {
-  if (numbers.scalar_type() == ScalarType::Int) return body(const_data<int32_t>(numbers));
-  body(const_data<int64_t>(numbers));
+Integers integers_of(const std::optional<Tensor>& numbers) {
+  if (!numbers) return {};
+  return {numbers->const_data_ptr(), numbers->scalar_type() == ScalarType::Int};
 }
 
 // Writes where bags begin, and a 1 unless they are right, and lengths and offsets agree if both are given.
-void write_offsets(const simt::Stream& stream, const std::optional<Tensor>& lengths,
-                   const std::optional<Tensor>& offsets, int64_t bags, int64_t ids, int64_t* written,
+void write_offsets(const simt::Stream& stream, const FindAndPoolCall& given, int64_t bags, int64_t* written,
                    int64_t* is_wrong) {
-  if (!lengths)
-    return with_integers(*offsets, [&](const auto* given) {
-      simt::launch(stream, bags + 1, CopyOffsets{given, bags, written, is_wrong});
-    });
-  with_integers(*lengths, [&](const auto* given) {
-    simt::launch(stream, bags + 1, ReadBagLengths{given, bags, ids, written, is_wrong});
-  });
+  const Integers lengths = integers_of(given.lengths);
+  if (given.offsets)
+    return simt::launch(stream, bags + 1, CopyOffsets{integers_of(given.offsets), lengths, written, is_wrong});
+  simt::launch(stream, bags + 1, ReadLengths{lengths, bags, given.ids.numel(), written, is_wrong});
   simt::exclusive_sum(stream, written, bags + 1);
-  if (!offsets) return;
-  with_integers(*offsets,
-                [&](const auto* given) { simt::launch(stream, bags + 1, CompareOffsets{given, written, is_wrong}); });
 }
 
 // Raises the error that an earlier call has left, which the sign of a count marks; takes the mark off.
@@ -50,23 +40,17 @@ void raise_earlier_error(int64_t& absent) {
   raise_device_error(record);  // nothing, if another thread has raised it
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, const std::optional<Tensor>& lengths,
-                                                         const std::optional<Tensor>& offsets,
-                                                         const std::optional<Tensor>& bag_weights,
-                                                         const Tensor& first_bags, const Tensor& first_features,
-                                                         const std::optional<Tensor>& segments, const Tensor& handle,
-                                                         bool mean, int64_t pools, int64_t elements, ScalarType dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const FindAndPoolCall& given) {
   const char* op = "find_and_pool";
-  const FoundBatch batch = read_batch(op, ids, lengths, offsets, bag_weights, first_bags, first_features, segments,
-                                      handle, pools, elements, dtype);
+  const FoundBatch batch = read_batch(op, given);
   const PreparedTables& tables = *batch.tables;
   const auto count = static_cast<int64_t>(tables.count());
-  const int64_t features = batch.features, n = ids.numel();
+  const int64_t features = batch.features, n = given.ids.numel();
   Tensor numbers = new_int64(features + 1 + count + 1);
-  DeviceCall call(ids);
+  DeviceCall call(given.ids);
   Tensor bag_offsets = new_device_tensor({batch.bags + 1});
   Tensor rows = new_device_tensor({n});
-  Tensor out = new_device_tensor({batch.elements}, dtype);
+  Tensor out = new_device_tensor({batch.elements}, given.dtype);
   auto* const offset = mutable_data<int64_t>(bag_offsets);
   auto* const words = call.zeros<int64_t>(numbers.numel());
   int64_t* const absent = words + features + 1;
@@ -80,10 +64,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, cons
   const int64_t* const device_firsts = sent.add(firsts);
   const int64_t* const device_places = sent.add(places);
   sent.send();
-  write_offsets(call.stream(), lengths, offsets, batch.bags, n, offset, is_wrong);
+  write_offsets(call.stream(), given, batch.bags, offset, is_wrong);
   simt::launch(call.stream(), features + 1, ReadBegins{offset, device_firsts, batch.bags, n, words, is_wrong});
   simt::launch(call.stream(), n,
-               FindRows{const_data<int64_t>(ids),
+               FindRows{const_data<int64_t>(given.ids),
                         {device_maps, count},
                         words,
                         device_places,
@@ -91,40 +75,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_and_pool(const Tensor& ids, cons
                         absent,
                         simt::error_record()});
   simt::HostCopy copy(call.stream(), words, numbers.numel());
-  BagArguments bags{op, tables, rows, {}, mean, true};
+  PooledBags bags{op, tables, rows, given.mean};
+  bags.bag_weights = batch.bag_weights;
+  bags.is_checked = true;
   const bool is_pooled = batch.pools != Pools::kNothing;
-  if (segments && is_pooled) {
+  if (given.segments && is_pooled) {
     bags.lists.offsets = offset;
     bags.lists.count = batch.bags;
-    read_segments(op, bags.lists, *segments, tables.layout, batch.elements);
-    pool(call, bags, batch.bag_weights, nullptr, out);
+    read_segments(op, bags.lists, *given.segments, tables.layout, batch.elements);
+    pool(call, bags, out);
   }
   auto* const number = mutable_data<int64_t>(numbers);
   std::copy_n(copy.wait(), numbers.numel(), number);
   if (n > 0) raise_earlier_error(number[features + 1]);
-  if (!segments && is_pooled && number[numbers.numel() - 1] == 0) {
+  if (!given.segments && is_pooled && number[numbers.numel() - 1] == 0) {
     bags.lists.count = n;
     add_segments(bags.lists, sequence_segments(tables, table_offsets_of(batch, number)));
-    pool(call, bags, batch.bag_weights, nullptr, out);
+    pool(call, bags, out);
   }
   return {out, rows, bag_offsets, numbers};
 }
 
-Tensor prepare_tables(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> weights,
-                      std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
-                      std::vector<int64_t> on_nonfinite, std::vector<Tensor> nonfinite,
-                      const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
-                      std::vector<double> initial_states) {
-  const Device device = slots.empty() ? Device(kDevice) : slots.front().device();
-  return prepared(device, std::move(slots), moved, std::move(weights), std::move(states), layout, optimizer,
-                  on_nonfinite, std::move(nonfinite), initial, parameters, initial_states);
+Tensor prepare_tables(const PrepareTablesCall& given) {
+  return given.prepare(given.slots.empty() ? Device(kDevice) : given.slots.front().device());
 }
 
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("prepare_tables", &prepare_tables));
-  m.impl(TORCHREC_DYN_KERNEL("find_and_pool", &find_and_pool));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("prepare_tables", &prepare_tables));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("find_and_pool", &find_and_pool));
 }
 
 }  // namespace torchrec_dyn

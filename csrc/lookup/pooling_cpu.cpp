@@ -8,9 +8,7 @@
 #include <memory>
 
 #include "floats16_cpu.h"
-#include "kernel.h"
 #include "lookup/bags.h"
-#include "lookup/find_and_pool_arguments.h"
 #include "lookup/pooling_cpu.h"
 #include "output_memory.h"
 #include "parallel.h"
@@ -233,19 +231,21 @@ bool streams_past_caches(const Bags& bags, int64_t elements) {
 
 }  // namespace
 
-void pool(const char* op, const PreparedTables& tables, const BagLists& lists, const int64_t* rows,
-          const float* bag_weights, const int64_t* initial_ids, bool mean, const Tensor& out) {
-  const Bags bags = lists.view();
-  check_rows_of_bags(op, bags, tables.layout, rows);
-  dispatch_row_type(op, tables.row_type, [&](auto row_zero) {
+void pool(const PooledBags& given, const Tensor& out) {
+  const PreparedTables& tables = given.tables;
+  const Bags bags = given.lists.view();
+  const auto* rows = const_data<int64_t>(given.rows);
+  check_rows_of_bags(given.op, bags, tables.layout, rows);
+  dispatch_row_type(given.op, tables.row_type, [&](auto row_zero) {
     using T = decltype(row_zero);
     const std::vector<RowBlocks<T>> row_tables = tables.all_rows<T>();
-    dispatch_row_type(op, out.scalar_type(), [&](auto out_zero) {
+    dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
       const bool streams = sizeof(out_zero) == sizeof(float) && streams_past_caches(bags, out.numel());
-      const PoolJob<T> job{bags, row_tables, rows, bag_weights, mean, streams, initial_ids, tables.initial.data()};
+      const PoolJob<T> job{
+          bags, row_tables, rows, given.bag_weights, given.mean, streams, given.initial_ids, tables.initial.data()};
       auto* place = mutable_data<decltype(out_zero)>(out);
       const int64_t columns = most_columns(tables);
-      const int64_t sum_columns = sizeof(out_zero) == sizeof(float) && initial_ids == nullptr ? 0 : columns;
+      const int64_t sum_columns = sizeof(out_zero) == sizeof(float) && given.initial_ids == nullptr ? 0 : columns;
       for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
         const auto sums = numbers_of<float>(sum_columns);
         for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
@@ -254,7 +254,7 @@ void pool(const char* op, const PreparedTables& tables, const BagLists& lists, c
           });
         });
         if (streams) finish_stores_past_caches();
-        if (initial_ids == nullptr) return;
+        if (given.initial_ids == nullptr) return;
         const auto memory = numbers_of<T>(columns);
         for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
           pool_initial_rows(job, segment, first, last, memory.get(), sums.get(), place);
@@ -266,32 +266,17 @@ void pool(const char* op, const PreparedTables& tables, const BagLists& lists, c
 
 namespace {
 
-Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
-                   int64_t elements, ScalarType dtype) {
-  const char* op = "gather_pool";
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  TORCHREC_DYN_CHECK(elements >= 0, op, ": expected elements >= 0, got ", elements, ".");
-  const PreparedTables tables = rows_of(op, weights, layout, DeviceType::CPU);
-  const BagLists lists = read_bags(op, offsets, segments, tables.layout, rows.numel(), elements);
-  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
-  check_pooled_type(op, dtype);
-  Tensor out = new_output(elements, dtype);
-  pool(op, tables, lists, const_data<int64_t>(rows), weight, nullptr, mean, out);
+Tensor gather_pool(const GatherPoolCall& call) {
+  const PreparedTables tables = call.tables(DeviceType::CPU);
+  const PooledBags bags = call.bags(tables, true);
+  Tensor out = new_output(call.elements, call.dtype);
+  pool(bags, out);
   return out;
 }
 
-void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-                    const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
-                    const std::optional<Tensor>& bag_weights, const Tensor& segments, const Tensor& handle, bool mean) {
-  const char* op = "pool_prepared_";
-  const Handles::Shared tables = Handles::all().get(op, handle);
-  check_tensor(op, "rows", rows, ScalarType::Long);
-  check_pooled_into(op, *tables, out, new_index, rows, initial_ids, offsets, bag_weights);
-  const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), out.numel());
-  const int64_t* shown = initial_id_data(op, *tables, initial_ids, rows.numel());
-  const float* weight = bag_weight_data(op, bag_weights, rows.numel());
-  pool(op, *tables, lists, const_data<int64_t>(rows), weight, shown, mean, out);
+void pool_prepared_(const PoolPreparedCall& call) {
+  const Handles::Shared tables = call.tables();
+  pool(call.bags(*tables, true), call.out);
 }
 
 // d loss / d bag_weight[i] = <grad[bag of i], weights[rows[i]]>, divided by the bag's length for the mean.
@@ -313,29 +298,23 @@ void dot_segment(const PoolJob<T>& job, const Segment& segment, int64_t first, i
   }
 }
 
-Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& initial_ids,
-                             const std::optional<Tensor>& offsets, const Tensor& segments, const Tensor& handle,
-                             bool mean) {
-  const char* op = "weights_grad_prepared";
-  const Handles::Shared tables = Handles::all().get(op, handle);
-  check_tensor(op, "grad", grad, ScalarType::Float, tables->device);
-  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
-  const BagLists lists = read_bags(op, offsets, segments, tables->layout, rows.numel(), grad.numel());
-  const int64_t* shown = initial_id_data(op, *tables, initial_ids, rows.numel());
-  const Bags bags = lists.view();
-  check_rows_of_bags(op, bags, tables->layout, const_data<int64_t>(rows));
-  Tensor out = new_tensor({rows.numel()}, ScalarType::Float);
+Tensor weights_grad_prepared(const WeightsGradCall& call) {
+  const Handles::Shared tables = call.tables();
+  const PooledBags given = call.bags(*tables, true);
+  const Bags bags = given.lists.view();
+  const auto* rows = const_data<int64_t>(call.rows);
+  check_rows_of_bags(given.op, bags, tables->layout, rows);
+  Tensor out = new_tensor({call.rows.numel()}, ScalarType::Float);
   float* place = mutable_data<float>(out);
-  std::fill(place, place + rows.numel(), 0.0f);
-  dispatch_row_type(op, tables->row_type, [&](auto zero) {
+  std::fill(place, place + call.rows.numel(), 0.0f);
+  dispatch_row_type(given.op, tables->row_type, [&](auto zero) {
     using T = decltype(zero);
     const std::vector<RowBlocks<T>> row_tables = tables->all_rows<T>();
-    const PoolJob<T> job{bags,  row_tables, const_data<int64_t>(rows), nullptr, mean,
-                         false, shown,      tables->initial.data()};
+    const PoolJob<T> job{bags, row_tables, rows, nullptr, call.mean, false, given.initial_ids, tables->initial.data()};
     for_each_range(bags.total(), 64, [&](int64_t begin, int64_t end) {
-      const auto memory = numbers_of<T>(shown == nullptr ? 0 : most_columns(*tables));
+      const auto memory = numbers_of<T>(given.initial_ids == nullptr ? 0 : most_columns(*tables));
       for_bags(bags, begin, end, [&](const Segment& segment, int64_t first, int64_t last) {
-        dot_segment(job, segment, first, last, const_data<float>(grad), memory.get(), place);
+        dot_segment(job, segment, first, last, const_data<float>(call.grad), memory.get(), place);
       });
     });
   });
@@ -345,9 +324,9 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
-  m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
-  m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
-  m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("pool_prepared_", &pool_prepared_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 
 }  // namespace torchrec_dyn

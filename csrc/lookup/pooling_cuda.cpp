@@ -1,11 +1,8 @@
 // Gather and pool on a device, and the gradient of the bag weights: pooling_cpu.cpp for CUDA.
 #include <algorithm>
 #include <bit>
-#include <optional>
 
 #include "device_call.h"
-#include "kernel.h"
-#include "lookup/find_and_pool_arguments.h"
 #include "lookup/pool_into_kernels.h"
 #include "lookup/pooling_cuda.h"
 #include "lookup/pooling_kernels.h"
@@ -48,7 +45,7 @@ std::vector<DeviceSegment<T>> segments_of(const BagLists& lists, const std::vect
 // Calls launch(bags, threads of units, whether each table is one block, initial rows) and reports what the kernels find
 // wrong. They write an output only, which means nothing after an error.
 template <typename T, typename Launch>
-void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintptr_t element_bytes,
+void run(DeviceCall& call, const PooledBags& given, const void* outputs, uintptr_t element_bytes,
          const Launch& launch) {
   const std::vector<T*>& pointers = given.tables.blocks<T>();
   const BagLists& lists = given.lists;
@@ -86,8 +83,7 @@ void run(DeviceCall& call, const BagArguments& given, const void* outputs, uintp
 
 }  // namespace
 
-void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights, const int64_t* new_index,
-          const Tensor& out) {
+void pool(DeviceCall& call, const PooledBags& given, const Tensor& out) {
   dispatch_row_type(given.op, given.tables.row_type, [&](auto row_zero) {
     using T = decltype(row_zero);
     dispatch_row_type(given.op, out.scalar_type(), [&](auto out_zero) {
@@ -95,12 +91,12 @@ void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights,
       auto* place = mutable_data<Out>(out);
       run<T>(call, given, place, sizeof(Out),
              [&](const DeviceBags<T>& bags, int64_t threads, bool is_plain, const ShownRows& shown) {
-               const PoolBags<T, Out, false> any{bags, bag_weights, place};
+               const PoolBags<T, Out, false> any{bags, given.bag_weights, place};
                if (shown.ids != nullptr)
-                 simt::launch(call.stream(), threads, PoolShownBags<T, Out>{any, new_index, shown});
-               else if (new_index != nullptr)
-                 simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, new_index});
-               else if (is_plain && bag_weights == nullptr)
+                 simt::launch(call.stream(), threads, PoolShownBags<T, Out>{any, given.new_index, shown});
+               else if (given.new_index != nullptr)
+                 simt::launch(call.stream(), threads, PoolNewBags<T, Out>{any, given.new_index});
+               else if (is_plain && given.bag_weights == nullptr)
                  simt::launch(call.stream(), threads, PoolBags<T, Out, true>{bags, nullptr, place});
                else
                  simt::launch(call.stream(), threads, any);
@@ -111,62 +107,35 @@ void pool(DeviceCall& call, const BagArguments& given, const float* bag_weights,
 
 namespace {
 
-BagArguments read_bags_on_device(const char* op, const PreparedTables& tables, const Tensor& rows,
-                                 const std::optional<Tensor>& offsets, const Tensor& segments, bool mean,
-                                 int64_t elements) {
-  BagArguments given{op, tables, rows, bags_of_offsets(op, offsets, rows.numel(), rows.device()), mean};
-  read_segments(op, given.lists, segments, tables.layout, elements);
-  return given;
-}
-
-Tensor gather_pool(const Tensor& rows, const std::optional<Tensor>& offsets, const std::optional<Tensor>& bag_weights,
-                   std::vector<Tensor> weights, const Tensor& layout, const Tensor& segments, bool mean,
-                   int64_t elements, ScalarType dtype) {
-  check_tensor("gather_pool", "rows", rows, ScalarType::Long, kDevice);
-  TORCHREC_DYN_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
-  const PreparedTables tables = rows_of("gather_pool", weights, layout, rows.device());
-  const BagArguments given = read_bags_on_device("gather_pool", tables, rows, offsets, segments, mean, elements);
-  const float* weight = bag_weight_data("gather_pool", bag_weights, rows.numel(), rows.device());
-  check_pooled_type("gather_pool", dtype);
-  DeviceCall call(rows);
-  Tensor out = new_device_tensor({elements}, dtype);
-  pool(call, given, weight, nullptr, out);
+Tensor gather_pool(const GatherPoolCall& given) {
+  const PreparedTables tables = given.tables(kDevice);
+  const PooledBags bags = given.bags(tables, false);
+  DeviceCall call(given.rows);
+  Tensor out = new_device_tensor({given.elements}, given.dtype);
+  pool(call, bags, out);
   return out;
 }
 
-void pool_prepared_(Tensor out, const std::optional<Tensor>& new_index, const Tensor& rows,
-                    const std::optional<Tensor>& initial_ids, const std::optional<Tensor>& offsets,
-                    const std::optional<Tensor>& bag_weights, const Tensor& segments, const Tensor& handle, bool mean) {
-  const char* op = "pool_prepared_";
-  const Handles::Shared tables = Handles::all().get(op, handle);
-  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
-  const int64_t* fresh = check_pooled_into(op, *tables, out, new_index, rows, initial_ids, offsets, bag_weights);
-  BagArguments given = read_bags_on_device(op, *tables, rows, offsets, segments, mean, out.numel());
-  given.is_checked = true;
-  given.initial_ids = initial_id_data(op, *tables, initial_ids, rows.numel());
-  const float* weight = bag_weight_data(op, bag_weights, rows.numel(), rows.device());
-  DeviceCall call(rows);
-  if (new_index.has_value() && rows.numel() == 0) return;  // `fresh` may be null
-  pool(call, given, weight, fresh, out);
+void pool_prepared_(const PoolPreparedCall& given) {
+  const Handles::Shared tables = given.tables();
+  const PooledBags bags = given.bags(*tables, false);
+  DeviceCall call(given.rows);
+  if (given.new_index.has_value() && given.rows.numel() == 0) return;  // bags.new_index may be null
+  pool(call, bags, given.out);
 }
 
-Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::optional<Tensor>& initial_ids,
-                             const std::optional<Tensor>& offsets, const Tensor& segments, const Tensor& handle,
-                             bool mean) {
-  const char* op = "weights_grad_prepared";
-  const Handles::Shared tables = Handles::all().get(op, handle);
-  check_tensor(op, "grad", grad, ScalarType::Float, tables->device);
-  check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
-  BagArguments given = read_bags_on_device(op, *tables, rows, offsets, segments, mean, grad.numel());
-  given.initial_ids = initial_id_data(op, *tables, initial_ids, rows.numel());
-  DeviceCall call(rows);
-  Tensor out = new_device_tensor({rows.numel()}, ScalarType::Float);
+Tensor weights_grad_prepared(const WeightsGradCall& given) {
+  const Handles::Shared tables = given.tables();
+  const PooledBags all = given.bags(*tables, false);
+  const int64_t ids = given.rows.numel();
+  DeviceCall call(given.rows);
+  Tensor out = new_device_tensor({ids}, ScalarType::Float);
   auto* place = mutable_data<float>(out);
-  const auto* bag_grad = const_data<float>(grad);
-  if (given.lists.count == 0) simt::fill_zero(call.stream(), place, rows.numel() * static_cast<int64_t>(sizeof(float)));
-  dispatch_row_type(op, tables->row_type, [&](auto zero) {
+  const auto* bag_grad = const_data<float>(given.grad);
+  if (all.lists.count == 0) simt::fill_zero(call.stream(), place, ids * static_cast<int64_t>(sizeof(float)));
+  dispatch_row_type(all.op, tables->row_type, [&](auto zero) {
     using T = decltype(zero);
-    run<T>(call, given, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool, const ShownRows& shown) {
+    run<T>(call, all, bag_grad, sizeof(float), [&](const DeviceBags<T>& bags, int64_t, bool, const ShownRows& shown) {
       simt::launch(call.stream(), std::max(bags.ids, bags.count), DotRows<T>{bags, bag_grad, place});
       if (shown.ids != nullptr) simt::launch(call.stream(), bags.ids, DotShownRows<T>{bags, bag_grad, place, shown});
     });
@@ -177,9 +146,9 @@ Tensor weights_grad_prepared(const Tensor& grad, const Tensor& rows, const std::
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
-  m.impl(TORCHREC_DYN_KERNEL("gather_pool", &gather_pool));
-  m.impl(TORCHREC_DYN_KERNEL("pool_prepared_", &pool_prepared_));
-  m.impl(TORCHREC_DYN_KERNEL("weights_grad_prepared", &weights_grad_prepared));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("gather_pool", &gather_pool));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("pool_prepared_", &pool_prepared_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("weights_grad_prepared", &weights_grad_prepared));
 }
 
 }  // namespace torchrec_dyn

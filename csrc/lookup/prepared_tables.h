@@ -1,4 +1,5 @@
-// The tables of a group, checked once for many calls: their maps, and the blocks of their rows and optimizer states.
+// The tables of a group, checked once for many calls: their maps, and the blocks of their rows, optimizer states and
+// scores.
 //
 // prepare_tables returns a handle: a tensor [1] int64 with a random number, by which later ops find the tables as long
 // as the handle lives. A copy of the handle does not keep them. Prepared tables never change: a table that gets other
@@ -18,10 +19,12 @@
 #include <vector>
 
 #include "checks.h"
+#include "life/scores.h"
 #include "lookup/row_update.h"
 #include "storage/blocks_arguments.h"
 #include "storage/id_map_arguments.h"
 #include "storage/row_store_arguments.h"
+#include "struct_kernel.h"
 
 namespace torchrec_dyn {
 
@@ -37,6 +40,8 @@ struct PreparedTables {
   std::vector<int64_t*> nonfinite;        // [T] where the refused rows of a table are counted; empty: all are kWrite
   std::vector<InitialTable> initial;      // [T], or none
   std::vector<float> initial_states;      // the number in each state of the optimizer
+  std::vector<uint64_t*> score_blocks;    // of all tables
+  std::vector<ScoreBlocks> scores;        // [T], or none; capacity 0: the table keeps no scores
   SeparateMemory written;                 // what calls write of the tables
   std::vector<Tensor> kept;               // the tensors of all pointers, if the tables outlive the call
 
@@ -140,6 +145,18 @@ inline void read_initial(const char* op, PreparedTables& tables, const Tensor& i
   for (const double number : states) tables.initial_states.push_back(static_cast<float>(number));
 }
 
+inline void read_scores_of(const char* op, PreparedTables& tables, const std::vector<Tensor>& scores,
+                           const Tensor& layout) {
+  const std::vector<TableLayout> layouts = read_layout(op, layout, scores, true);
+  check_size(op, "the lines of score_layout", static_cast<int64_t>(tables.count()),
+             static_cast<int64_t>(layouts.size()));
+  BlockList<uint64_t> blocks(op, "scores", scores, tables.device);
+  for (const TableLayout& table : layouts) tables.scores.push_back(blocks.words(table));
+  tables.score_blocks = blocks.pointers();
+  for (ScoreBlocks& words : tables.scores)
+    words.blocks = tables.score_blocks.data() + (words.blocks - blocks.pointers().data());
+}
+
 // The prepared tables of this process, by the numbers of their handles.
 class Handles {
  public:
@@ -197,22 +214,38 @@ class Handles {
   std::unordered_map<int64_t, Shared> tables_;
 };
 
-inline Tensor prepared(const Device& device, std::vector<Tensor> slots, const Tensor& moved,
-                       std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& layout, int64_t optimizer,
-                       const std::vector<int64_t>& on_nonfinite, std::vector<Tensor> nonfinite,
-                       const std::optional<Tensor>& initial, const std::optional<Tensor>& parameters,
-                       const std::vector<double>& initial_states) {
-  const char* op = "prepare_tables";
-  auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
-  tables->maps = views_of(op, slots, moved, device);
-  check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
-             static_cast<int64_t>(tables->maps.size()));
-  read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
-  if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
-  tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).check(op);
-  for (std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite})
-    for (Tensor& tensor : *list) tables->kept.push_back(std::move(tensor));
-  return Handles::all().add(std::move(tables));
-}
+struct PrepareTablesCall {
+  ArgumentReader arguments;
+
+  std::vector<Tensor> slots = arguments.read<std::vector<Tensor>>();
+  Tensor moved = arguments.read<Tensor>();
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  int64_t optimizer = arguments.read<int64_t>();
+  std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
+  std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
+  std::optional<Tensor> initial = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> parameters = arguments.read<std::optional<Tensor>>();
+  std::vector<double> initial_states = arguments.read<std::vector<double>>();
+  std::vector<Tensor> scores = arguments.read<std::vector<Tensor>>();
+  std::optional<Tensor> score_layout = arguments.read<std::optional<Tensor>>();
+
+  // Returns the handle.
+  Tensor prepare(const Device& device) const {
+    const char* op = "prepare_tables";
+    auto tables = std::make_shared<PreparedTables>(rows_of(op, weights, layout, device));
+    tables->maps = views_of(op, slots, moved, device);
+    check_size(op, "the number of maps", static_cast<int64_t>(tables->count()),
+               static_cast<int64_t>(tables->maps.size()));
+    read_states(op, *tables, optimizer, weights, states, on_nonfinite, nonfinite);
+    if (initial && parameters) read_initial(op, *tables, *initial, *parameters, initial_states);
+    if (score_layout) read_scores_of(op, *tables, scores, *score_layout);
+    tables->written.writes(slots).writes(weights).writes(states).writes(nonfinite).writes(scores).check(op);
+    for (const std::vector<Tensor>* list : {&slots, &weights, &states, &nonfinite, &scores})
+      tables->kept.insert(tables->kept.end(), list->begin(), list->end());
+    return Handles::all().add(std::move(tables));
+  }
+};
 
 }  // namespace torchrec_dyn

@@ -41,8 +41,9 @@ namespace torchrec_dyn {
 
 constexpr int64_t kPieceIds = 256;
 
-// An error in the contents of an update, as kernels report it (device_errors.h): the first word. Then follow two
-// offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step; how many rows.
+// An error in the contents of an update, as kernels report it (device_errors.h), after the name of the op. Then
+// follow two offsets and the end of their range; the rows of a table; the lowest and the highest sender; a step; how
+// many rows.
 enum class WrongContents : int64_t { kOffsets, kRows, kSenders, kStep, kNonfinite };
 
 // What becomes of a row that an update would make NaN or infinite.

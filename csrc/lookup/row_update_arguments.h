@@ -1,4 +1,4 @@
-// The arguments of update_rows_, checked and read for every device.
+// The arguments of update_rows_ and update_prepared_, checked and read for every device.
 #pragma once
 
 #include <algorithm>
@@ -19,46 +19,35 @@
 
 namespace torchrec_dyn {
 
-// A batch whose gradients are written: the arguments of both ops.
+// A batch whose gradients are written: the first arguments of both ops, in the order of the schema.
 struct UpdateBatch {
-  Tensor grad, ids, rows;
-  std::optional<Tensor> offsets, bag_weights;
-  Tensor segments, streams;
-  bool mean;
-  std::vector<double> hyper, grad_scales;
-  std::optional<Tensor> senders;
-  std::vector<Tensor> marks;
-  std::optional<Tensor> mark_layout;
-};
-
-// The arguments of update_rows_ in the order of the schema.
-struct UpdateCall {
-  ArgumentReader arguments;
+  ArgumentReader& arguments;
 
   Tensor grad = arguments.read<Tensor>();
   Tensor ids = arguments.read<Tensor>();
   Tensor rows = arguments.read<Tensor>();
   std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
   std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
-  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
-  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
-  Tensor layout = arguments.read<Tensor>();
   Tensor segments = arguments.read<Tensor>();
   Tensor streams = arguments.read<Tensor>();
   bool mean = arguments.read<bool>();
-  int64_t optimizer = arguments.read<int64_t>();
   std::vector<double> hyper = arguments.read<std::vector<double>>();
   std::vector<double> grad_scales = arguments.read<std::vector<double>>();
   std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
   std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
   std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
+};
+
+struct UpdateCall {
+  ArgumentReader arguments;
+
+  UpdateBatch batch{arguments};
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  std::vector<Tensor> states = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  int64_t optimizer = arguments.read<int64_t>();
   std::vector<int64_t> on_nonfinite = arguments.read<std::vector<int64_t>>();
   std::vector<Tensor> nonfinite = arguments.read<std::vector<Tensor>>();
-
-  UpdateBatch batch() const {
-    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
-            mean, hyper, grad_scales, senders, marks,       mark_layout};
-  }
 
   PreparedTables tables(const Device& device) const {
     const char* op = "update_rows_";
@@ -69,29 +58,13 @@ struct UpdateCall {
   }
 };
 
-// Those of update_prepared_.
 struct PreparedUpdateCall {
   ArgumentReader arguments;
 
-  Tensor grad = arguments.read<Tensor>();
-  Tensor ids = arguments.read<Tensor>();
-  Tensor rows = arguments.read<Tensor>();
-  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
-  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
-  Tensor segments = arguments.read<Tensor>();
-  Tensor tables = arguments.read<Tensor>();
-  Tensor streams = arguments.read<Tensor>();
-  bool mean = arguments.read<bool>();
-  std::vector<double> hyper = arguments.read<std::vector<double>>();
-  std::vector<double> grad_scales = arguments.read<std::vector<double>>();
-  std::optional<Tensor> senders = arguments.read<std::optional<Tensor>>();
-  std::vector<Tensor> marks = arguments.read<std::vector<Tensor>>();
-  std::optional<Tensor> mark_layout = arguments.read<std::optional<Tensor>>();
+  UpdateBatch batch{arguments};
+  Tensor handle = arguments.read<Tensor>();
 
-  UpdateBatch batch() const {
-    return {grad, ids,   rows,        offsets, bag_weights, segments,   streams,
-            mean, hyper, grad_scales, senders, marks,       mark_layout};
-  }
+  Handles::Shared tables() const { return Handles::all().get("update_prepared_", handle); }
 };
 
 // What the host has read of the arguments.
@@ -161,9 +134,9 @@ inline void check_nonfinite(const char* op, int64_t rows) {
 
 // The error of ReportWrongUpdate.
 inline void raise_wrong_update(const int64_t* words) {
-  const char* op = "update_rows_";
-  const int64_t* numbers = words + 1;
-  switch (static_cast<WrongContents>(words[0])) {
+  const auto* op = reinterpret_cast<const char*>(words[0]);
+  const int64_t* numbers = words + 2;
+  switch (static_cast<WrongContents>(words[1])) {
     case WrongContents::kOffsets:
       return check_offsets(op, numbers, 1, numbers[2]);
     case WrongContents::kRows:
@@ -193,12 +166,7 @@ inline UpdateArguments read_update(const char* op, const UpdateBatch& call, cons
                      ": expected fewer than 2^32 bags, got ", call.offsets->numel() - 1, ". Split the batch.");
   UpdateArguments read;
   check_streams(op, call.streams, tables.count());
-  if (reads_offsets) {
-    read.bags = read_bags(op, call.offsets, call.segments, tables.layout, ids, call.grad.numel());
-  } else {
-    read.bags = bags_of_offsets(op, call.offsets, ids, device);
-    read_segments(op, read.bags, call.segments, tables.layout, call.grad.numel());
-  }
+  read.bags = read_bags(op, call.offsets, call.segments, tables.layout, ids, call.grad.numel(), device, reads_offsets);
   read.marks = read_mark_layout(op, call.mark_layout, tables.count());
   read.bag_weights = bag_weight_data(op, call.bag_weights, ids, device);
   read.rule = read_rule(op, tables.optimizer, call.hyper);

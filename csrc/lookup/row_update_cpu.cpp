@@ -475,12 +475,9 @@ void update(const char* op, const UpdateBatch& call, const PreparedTables& prepa
   });
 }
 
-void update_rows_(const UpdateCall& call) { update("update_rows_", call.batch(), call.tables(DeviceType::CPU)); }
+void update_rows_(const UpdateCall& call) { update("update_rows_", call.batch, call.tables(DeviceType::CPU)); }
 
-void update_prepared_(const PreparedUpdateCall& call) {
-  const char* op = "update_prepared_";
-  update(op, call.batch(), *Handles::all().get(op, call.tables));
-}
+void update_prepared_(const PreparedUpdateCall& call) { update("update_prepared_", call.batch, *call.tables()); }
 
 }  // namespace
 

@@ -238,7 +238,7 @@ void update(const char* op, const UpdateBatch& given, const UpdateArguments& rea
     update_sorted<uint32_t>(call, given, read, update, prepared.on_nonfinite);
   else
     update_sorted<uint64_t>(call, given, read, update, prepared.on_nonfinite);
-  simt::launch(call.stream(), 1, ReportWrongUpdate{update.ids, call.errors(raise_wrong_update)});
+  simt::launch(call.stream(), 1, ReportWrongUpdate{update.ids, op, call.errors(raise_wrong_update)});
   call.finish();
 }
 
@@ -248,14 +248,11 @@ void update(const char* op, const UpdateBatch& given, const PreparedTables& prep
 }
 
 void update_rows_(const UpdateCall& given) {
-  check_tensor("update_rows_", "grad", given.grad, ScalarType::Float, kDevice);
-  update("update_rows_", given.batch(), given.tables(given.grad.device()));
+  check_tensor("update_rows_", "grad", given.batch.grad, ScalarType::Float, kDevice);
+  update("update_rows_", given.batch, given.tables(given.batch.grad.device()));
 }
 
-void update_prepared_(const PreparedUpdateCall& given) {
-  const char* op = "update_prepared_";
-  update(op, given.batch(), *Handles::all().get(op, given.tables));
-}
+void update_prepared_(const PreparedUpdateCall& given) { update("update_prepared_", given.batch, *given.tables()); }
 
 }  // namespace
 

@@ -136,23 +136,25 @@ struct KeyIds {
 // The CPU's error: of the offsets, else of the rows, the senders or the steps. Runs in one thread.
 struct ReportWrongUpdate {
   UpdatedIds ids;
-  ErrorReport error;  // WrongContents and its numbers
+  const char* op;     // in the memory of the host
+  ErrorReport error;  // op, WrongContents and its numbers
 
   TORCHREC_DYN_BOTH void operator()(int64_t) const {
     const WrongUpdate& wrong = *ids.wrong;
     const Bags& bags = ids.bags;
+    const auto name = reinterpret_cast<int64_t>(op);
     if (wrong.offsets_left != 0)
-      return report_wrong_offsets(error, bags.offsets, bags.count, wrong.offsets_left, ids.count,
+      return report_wrong_offsets(error, bags.offsets, bags.count, wrong.offsets_left, ids.count, name,
                                   WrongContents::kOffsets);
     if (wrong.bags_left != 0) {
       const KeyedTable& table = ids.tables[ids.segment_of(bags.count - wrong.bags_left).table];
-      return error.report(WrongContents::kRows, table.capacity);
+      return error.report(name, WrongContents::kRows, table.capacity);
     }
     if (wrong.senders != 0)
-      return error.report(WrongContents::kSenders, wrong.lowest_sender - 1, wrong.highest_sender - 1);
+      return error.report(name, WrongContents::kSenders, wrong.lowest_sender - 1, wrong.highest_sender - 1);
     if (wrong.tables_left != 0)
-      return error.report(WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
-    if (wrong.nonfinite != 0) error.report(WrongContents::kNonfinite, wrong.nonfinite);
+      return error.report(name, WrongContents::kStep, ids.tables[ids.table_count - wrong.tables_left].step);
+    if (wrong.nonfinite != 0) error.report(name, WrongContents::kNonfinite, wrong.nonfinite);
   }
 };
 

@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 
+#include "bag_lengths_kernels.h"
 #include "device_call.h"
 #include "kernel.h"
 #include "ranks/owners_arguments.h"
@@ -23,18 +24,19 @@ void dispatch_weight(ScalarType type, const Body& body) {
 // Writes the number of ids by owner and bag to `sorted_lengths`, and returns the positions of the ids by owner.
 template <typename Length>
 const int64_t* sort_positions(DeviceCall& call, const Tensor& ids, const Tensor& lengths, int64_t ranks,
-                              const Tensor& sorted_lengths, int64_t* bad) {
+                              const Tensor& sorted_lengths, int64_t* is_wrong) {
   const int64_t count = ids.numel(), bags = lengths.numel();
   auto* begins = call.allocate_for<int64_t>(bags + 1);
   auto* sorted_length = mutable_data<Length>(sorted_lengths);
   simt::fill_zero(call.stream(), sorted_length, sorted_lengths.numel() * static_cast<int64_t>(sizeof(Length)));
-  simt::launch(call.stream(), bags + 1, ReadLengths<Length>{const_data<Length>(lengths), bags, count, begins, bad});
+  const Integers given{const_data<Length>(lengths), sizeof(Length) == sizeof(int32_t)};
+  simt::launch(call.stream(), bags + 1, ReadLengths{given, bags, count, begins, is_wrong});
   simt::exclusive_sum(call.stream(), begins, bags + 1);
   const simt::Pairs owners{call.allocate_for<uint64_t>(count), call.allocate_for<int64_t>(count)};
   const auto owner_count = static_cast<uint64_t>(ranks);
   simt::launch(call.stream(), count + 1,
                FindOwners<Length>{const_data<uint64_t>(ids), count, begins, bags, owner_count,
-                                  std::numeric_limits<uint64_t>::max() / owner_count, owners, sorted_length, bad});
+                                  std::numeric_limits<uint64_t>::max() / owner_count, owners, sorted_length, is_wrong});
   return simt::sort_pairs(call.stream(), owners, count, 0, static_cast<int>(std::bit_width(owner_count - 1))).values;
 }
 
@@ -48,10 +50,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, cons
   Tensor sorted_ids = new_device_tensor({count});
   Tensor sorted_weights = new_device_tensor({weights ? count : 0}, type);
   Tensor places = new_device_tensor({positions ? count : 0});
-  auto* bad = call.zeros<int64_t>(1);
+  auto* is_wrong = call.zeros<int64_t>(1);
   const bool is_int = lengths.scalar_type() == ScalarType::Int;
   const auto sort = is_int ? sort_positions<int32_t> : sort_positions<int64_t>;
-  const int64_t* order = sort(call, ids, lengths, ranks, sorted_lengths, bad);
+  const int64_t* order = sort(call, ids, lengths, ranks, sorted_lengths, is_wrong);
   dispatch_weight(type, [&](auto zero) {
     using Weight = decltype(zero);
     const Weight* weight = weights ? const_data<Weight>(*weights) : nullptr;
@@ -59,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_by_owner(const Tensor& ids, cons
     simt::launch(
         call.stream(), count + 1,
         MoveToOwners<Weight>{count, order, const_data<int64_t>(ids), weight, mutable_data<int64_t>(sorted_ids),
-                             mutable_data<Weight>(sorted_weights), where, bad, call.errors(raise_lengths_error)});
+                             mutable_data<Weight>(sorted_weights), where, is_wrong, call.errors(raise_lengths_error)});
   });
   call.finish();
   return {sorted_ids, sorted_lengths, sorted_weights, places};

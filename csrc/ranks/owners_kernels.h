@@ -1,5 +1,5 @@
-// The kernels of sort_by_owner (simt.h). The owners are keys of a stable sort of the positions. The number of ids of an
-// owner and bag is counted beside it, so long bags cost no more than short ones.
+// The kernels of sort_by_owner (simt.h), after ReadLengths. The owners are keys of a stable sort of the positions. The
+// number of ids of an owner and bag is counted beside it, so long bags cost no more than short ones.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,6 @@
 
 namespace torchrec_dyn {
 
-// The lengths as words to sum; invalid lengths as 0. Launched with bags + 1 threads: the sums then end with the number
-// of ids.
-template <typename Length>
-struct ReadLengths {
-  const Length* lengths;
-  int64_t bags;
-  int64_t ids;
-  int64_t* begins;  // [bags + 1]
-  int64_t* bad;     // 0, or -1 if lengths and ids do not fit together
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    const int64_t length = i < bags ? lengths[i] : 0;
-    const bool fits = length >= 0 && length <= ids;
-    if (!fits) simt::atomic_min(bad, -1);
-    begins[i] = fits ? length : 0;
-  }
-};
-
 // Launched with count + 1 threads: the last one checks the sum of the lengths. Requires a bag if there are ids.
 template <typename Length>
 struct FindOwners {
@@ -41,11 +23,11 @@ struct FindOwners {
   uint64_t ids_per_rank;
   simt::Pairs owners;      // owner and position of each id
   Length* sorted_lengths;  // [ranks * bags], 0 at first
-  int64_t* bad;
+  int64_t* is_wrong;       // 1 if lengths and ids do not fit together
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (i == count) {
-      if (begins[bags] != count) simt::atomic_min(bad, -1);
+      if (begins[bags] != count) simt::atomic_max(is_wrong, 1);
       return;
     }
     const uint64_t owner = owner_of(mix64(ids[i]), ranks, ids_per_rank);
@@ -66,13 +48,13 @@ struct MoveToOwners {
   const Weight* weights;  // or null
   int64_t* sorted_ids;
   Weight* sorted_weights;
-  int64_t* where;      // or null
-  const int64_t* bad;  // of FindOwners
-  ErrorReport error;   // count
+  int64_t* where;           // or null
+  const int64_t* is_wrong;  // of FindOwners
+  ErrorReport error;        // count
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     if (i == count) {
-      if (*bad != 0) error.report(count);
+      if (*is_wrong != 0) error.report(count);
       return;
     }
     const int64_t from = order[i];

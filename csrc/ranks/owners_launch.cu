@@ -3,8 +3,6 @@
 
 namespace torchrec_dyn {
 
-TORCHREC_DYN_LAUNCH(ReadLengths<int32_t>);
-TORCHREC_DYN_LAUNCH(ReadLengths<int64_t>);
 TORCHREC_DYN_LAUNCH(FindOwners<int32_t>);
 TORCHREC_DYN_LAUNCH(FindOwners<int64_t>);
 TORCHREC_DYN_LAUNCH(MoveToOwners<uint16_t>);

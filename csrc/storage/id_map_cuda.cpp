@@ -21,11 +21,11 @@ Tensor mix64_ids(const Tensor& ids) {
   return out;
 }
 
-// The maps on the device. offsets [tables + 1]: where the ids of each table begin; null: `begin` is not used.
-TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const int64_t* offsets) {
+// The maps on the device. offsets [tables + 1]: where the ids of each table begin.
+TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const Tensor& offsets) {
   std::vector<TableMap> maps;
   maps.reserve(views.size());
-  for (size_t t = 0; t < views.size(); ++t) maps.push_back({views[t], offsets == nullptr ? 0 : offsets[t]});
+  for (size_t t = 0; t < views.size(); ++t) maps.push_back({views[t], const_data<int64_t>(offsets)[t]});
   return {call.copy_of(maps), static_cast<int64_t>(maps.size())};
 }
 
@@ -33,28 +33,15 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
                                   const Tensor& moved) {
   const int64_t tables = count_maps("lookup", moved);
   check_tensor("lookup", "ids", ids, ScalarType::Long, kDevice);
-  // Offsets on the GPU are not looked at here: a read would wait. The caller reads them together with `absent`, and
-  // drops the result if they are wrong.
-  const bool is_description = table_offsets.is_cpu();
-  if (is_description) {
-    check_table_offsets("lookup", table_offsets, tables, ids.numel());
-  } else {
-    check_tensor("lookup", "table_offsets", table_offsets, ScalarType::Long, ids.device());
-    check_size("lookup", "the number of table_offsets", tables + 1, table_offsets.numel());
-    TORCHREC_DYN_CHECK(tables > 0 || ids.numel() == 0, "lookup: expected no ids without tables, got ", ids.numel(),
-                       ".");
-  }
+  check_table_offsets("lookup", table_offsets, tables, ids.numel());
   const std::vector<IdMapView> views = views_of("lookup", slots, moved, ids.device());
   DeviceCall call(ids);
   Tensor rows = new_device_tensor({ids.numel()});
   Tensor absent = new_device_tensor({tables});
   simt::fill_zero(call.stream(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
   if (ids.numel() == 0) return {rows, absent};
-  const auto* offsets = const_data<int64_t>(table_offsets);
-  const bool is_sent = is_description && kDevice == DeviceType::CUDA;  // the simt build reads all memory in place
-  const TableMaps maps = send_maps(call, views, is_sent ? offsets : nullptr);
   simt::launch(call.stream(), ids.numel(),
-               FindRows{const_data<int64_t>(ids), maps, is_sent ? nullptr : offsets, nullptr,
+               FindRows{const_data<int64_t>(ids), send_maps(call, views, table_offsets), nullptr, nullptr,
                         mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
@@ -73,7 +60,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   DeviceCall call(new_ids);
   const int64_t* id = const_data<int64_t>(new_ids);
   const int64_t* row = const_data<int64_t>(new_rows);
-  const TableMaps maps = send_maps(call, views, const_data<int64_t>(new_offsets));
+  const TableMaps maps = send_maps(call, views, new_offsets);
   auto* first_bad = call.zeros<int64_t>(1);
   simt::launch(call.stream(), count, CheckRows{row, count, first_bad});
   simt::launch(call.stream(), count, InsertIds{id, row, count, maps, first_bad, call.errors(raise_insert_error)});

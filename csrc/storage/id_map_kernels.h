@@ -46,17 +46,17 @@ struct TableMaps {
 struct FindRows {
   const int64_t* ids;
   TableMaps maps;
-  const int64_t* begins;  // where the ids of each table begin; null: as `maps` says. Not checked: the table is in range
-  const int64_t* places;  // of each table in `begins`; null: these are of tables
+  // Where the ids of each feature begin, and the first feature of each table; null: as `maps` says. Not checked: the
+  // table is in range.
+  const int64_t* begins;
+  const int64_t* first_features;
   int64_t* rows;
   int64_t* absent;              // by tables
   const int64_t* error_record;  // of the GPU
 
   TORCHREC_DYN_BOTH int64_t table_of(int64_t i) const {
     if (begins == nullptr) return maps.table_of(i);
-    if (places == nullptr)
-      return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[table]; });
-    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[places[table]]; });
+    return torchrec_dyn::table_of(i, maps.tables, [this](int64_t table) { return begins[first_features[table]]; });
   }
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {

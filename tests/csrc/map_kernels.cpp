@@ -70,7 +70,8 @@ void find(const SlotArray& array, const Words& ids, const std::unordered_map<int
   const TableMap map{IdMapView(array, kHash), 0};
   Words rows(ids.size()), absent(1);
   int64_t error = 1;
-  simt::launch(kStream, size_of(ids), FindRows{ids.data(), {&map, 1}, &map.begin, rows.data(), absent.data(), &error});
+  simt::launch(kStream, size_of(ids),
+               FindRows{ids.data(), {&map, 1}, nullptr, nullptr, rows.data(), absent.data(), &error});
   check(absent[0] < 0, "an error is passed on");
   absent[0] -= kErrorMark;
   for (size_t i = 0; i < ids.size(); ++i) {

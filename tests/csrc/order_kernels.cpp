@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "bag_lengths_kernels.h"
 #include "philox.h"
 #include "ranks/owners_kernels.h"
 #include "sharing.h"
@@ -96,19 +97,21 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
   Words begins(static_cast<size_t>(bags) + 1), order(ids.size()), sorted_ids(ids.size()), where(ids.size());
   std::vector<uint64_t> keys(ids.size());
   std::vector<Length> sorted_lengths(static_cast<size_t>(ranks * bags));
-  int64_t bad = 0;
-  simt::launch(kStream, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
+  int64_t is_wrong = 0;
+  const Integers given{lengths.data(), sizeof(Length) == sizeof(int32_t)};
+  const ReadLengths read{given, bags, count, begins.data(), &is_wrong};
+  simt::launch(kStream, bags + 1, read);
   simt::exclusive_sum(kStream, begins.data(), bags + 1);
   const simt::Pairs pairs{keys.data(), order.data()};
   simt::launch(
       kStream, count + 1,
-      FindOwners<Length>{words, count, begins.data(), bags, owners, share, pairs, sorted_lengths.data(), &bad});
+      FindOwners<Length>{words, count, begins.data(), bags, owners, share, pairs, sorted_lengths.data(), &is_wrong});
   const simt::Pairs sorted = simt::sort_pairs(kStream, pairs, count);
   int64_t error[kErrorWords] = {};
   const MoveToOwners<uint64_t> move{count,       sorted.values, ids.data(), words,     sorted_ids.data(),
-                                    keys.data(), where.data(),  &bad,       {error, 1}};
+                                    keys.data(), where.data(),  &is_wrong,  {error, 1}};
   simt::launch(kStream, count + 1, move);
-  check(bad == 0 && error[0] == 0, "the lengths add up");
+  check(is_wrong == 0 && error[0] == 0, "the lengths add up");
 
   Words next(static_cast<size_t>(ranks));  // the place of the next id of each owner
   for (uint64_t word : std::vector<uint64_t>(words, words + count))
@@ -125,9 +128,18 @@ void sort_by_owner(bool in_one_bag, int64_t ranks) {
     }
   check(sorted_lengths == expected, "ids are counted by owner and bag");
 
+  Words copies(begins.size());
+  const CopyOffsets copy_offsets{{begins.data(), false}, given, copies.data(), &is_wrong};
+  simt::launch(kStream, bags + 1, copy_offsets);
+  check(is_wrong == 0 && copies == begins, "offsets fit to their lengths");
+  for (Length& length : lengths) ++length;
+  simt::launch(kStream, bags + 1, copy_offsets);
+  check(is_wrong != 0, "other lengths are found");
+
+  is_wrong = 0;
   lengths.back() = -1;
-  simt::launch(kStream, bags + 1, ReadLengths<Length>{lengths.data(), bags, count, begins.data(), &bad});
-  check(bad != 0, "a negative length is found");
+  simt::launch(kStream, bags + 1, read);
+  check(is_wrong != 0, "a negative length is found");
   move(count);
   check(error[0] == 1 && error[1] == count, "it is reported");
 }

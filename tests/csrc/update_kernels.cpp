@@ -91,7 +91,7 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
         kStream, kIds,
         UpdateRows<float, Key, Shape, Visit::kUpdate>{grads, &table, rule, rule_facts(rule.optimizer), true, true,
                                                       names.data(), distinct.data(), nullptr, nullptr});
-    simt::launch(kStream, 1, ReportWrongUpdate{ids, {error, 1}});
+    simt::launch(kStream, 1, ReportWrongUpdate{ids, "op", {error, 1}});
   };
   run();
   check(wrong.any == 0 && error[0] == 0, "nothing is wrong");
@@ -133,11 +133,11 @@ void update_rows(int64_t columns, int64_t of_last_row = 0) {
   run();
   check(kBags - wrong.bags_left == 200 && wrong.senders == 1, "the first bag with a row outside is found");
   check(wrong.lowest_sender == 0 && wrong.highest_sender == int64_t{1} << 31, "the range of the senders is found");
-  check(error[0] == 1 && error[1] == static_cast<int64_t>(WrongContents::kRows) && error[2] == kRows, "it is reported");
+  check(error[0] == 1 && error[2] == static_cast<int64_t>(WrongContents::kRows) && error[3] == kRows, "it is reported");
   for (size_t b = 100; b < 1000; b += 3) offsets[b] = std::numeric_limits<int64_t>::max() - static_cast<int64_t>(b);
   run();
   check(wrong.offsets_left == kBags - 100 && weights == before, "wrong offsets are seen, and nothing is written");
-  check(error[1] == static_cast<int64_t>(WrongContents::kOffsets) && error[2] == offsets[100] && error[3] == 202,
+  check(error[2] == static_cast<int64_t>(WrongContents::kOffsets) && error[3] == offsets[100] && error[4] == 202,
         "the first two wrong offsets are reported");
 }
 

@@ -57,14 +57,13 @@ def test_tensors_of_two_devices_in_one_op_are_noted(device):
     assert ops_of(device.mixed) == ["add.Tensor", "cat"]
     device.forget()
     slots, offsets, moved = torch.empty(0, 2, dtype=I64), torch.tensor([0, 2]), torch.tensor([-1])
-    ops.lookup(there, offsets, [device.of(slots)], moved)
-    assert device.mixed == []  # descriptions are on the CPU
+    rows, absent = ops.lookup(there, offsets, [device.of(slots)], moved)
+    assert rows.device == absent.device == CUDA
+    assert device.mixed == device.reads == []  # descriptions are on the CPU
     ops.lookup(there, offsets, [slots], moved)
     ops.lookup(there, offsets, [device.of(slots)], moved.cuda())
-    assert ops_of(device.mixed) == ["lookup", "lookup"]
-    device.forget()
-    rows, absent = ops.lookup(there, offsets.cuda(), [device.of(slots)], moved)
-    assert device.mixed == device.reads == [] and rows.device == absent.device == CUDA
+    ops.lookup(there, offsets.cuda(), [device.of(slots)], moved)
+    assert ops_of(device.mixed) == ["lookup", "lookup", "lookup"]
 
 
 def test_ops_without_a_kernel_are_noted(device, monkeypatch):

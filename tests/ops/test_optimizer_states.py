@@ -21,9 +21,9 @@ def update_a_row(number, optimizer, widths, hyper=None, step=1):
     offsets, weights = torch.tensor([0, 1]), [torch.ones(2, COLUMNS)]
     layout, segments = torch.tensor([[0, 1, 1, COLUMNS]]), torch.tensor([[0, 0, 1, 0, COLUMNS]])
     ops.update_rows_(
-        torch.ones(COLUMNS), torch.tensor([7]), torch.tensor([1]), offsets, None, weights, states,
-        layout, segments, torch.tensor([[0, 0, step]]), False, number, hyper, [1.0], None, [], None,
-        [], [],
+        torch.ones(COLUMNS), torch.tensor([7]), torch.tensor([1]), offsets, None, segments,
+        torch.tensor([[0, 0, step]]), False, hyper, [1.0], None, [], None, weights, states, layout,
+        number, [], [],
     )  # fmt: skip
     return states
 

@@ -289,6 +289,8 @@ def test_prepared_tables_do_not_grow():
 def test_an_error_names_the_op():
     with pytest.raises(RuntimeError, match="update_prepared_: expected the number of hyper"):
         ops.update_prepared_(**prepared(update(0)) | {"hyper": []})
+    with pytest.raises(RuntimeError, match="update_prepared_: expected rows in"):
+        ops.update_prepared_(**prepared(update(0)) | {"rows": whole(9, 0, 0, 0, 0)})
 
 
 @on_cpu

@@ -45,11 +45,10 @@ def test_long_runs_are_summed_in_pieces(mean, weighted, sent, scale):
     senders = torch.randint(-1, 40, (len(rows),), generator=draw).int() if sent else None
     weights = [torch.zeros(8, COLUMNS) for _ in TIMES]  # SGD's rate is 1: rows become -1 * sum
     ops.update_rows_(
-        grad.view(-1), torch.arange(len(rows)), rows, offsets, factors, weights, [],
-        torch.tensor([[0, 1, 3, COLUMNS], [1, 1, 3, COLUMNS]]),
+        grad.view(-1), torch.arange(len(rows)), rows, offsets, factors,
         torch.tensor([[0, 0, bags, 0, 2 * COLUMNS], [1, bags, bags, COLUMNS, 2 * COLUMNS]]),
-        ids_of(1, 0, 1, 2, 0, 1).view(2, 3), mean, 0, [1.0],
-        [scale, scale], senders, [], None, [], [],
+        ids_of(1, 0, 1, 2, 0, 1).view(2, 3), mean, [1.0], [scale, scale], senders, [], None,
+        weights, [], torch.tensor([[0, 1, 3, COLUMNS], [1, 1, 3, COLUMNS]]), 0, [], [],
     )  # fmt: skip
     bag_of = torch.repeat_interleave(torch.arange(2 * bags), offsets.diff()).numpy()
     scales = np.ones(len(rows), np.float32) if factors is None else factors.numpy()

@@ -49,8 +49,6 @@ HOST_RESULTS = {
     **{"collect_new": {2}, "move_slots": {0}, "prepare_tables": {0}},
     "find_and_pool": {3},
 }
-# Descriptions that may be on the device, too; the host does not look at them there.
-ON_EITHER = {("lookup", "table_offsets")}
 FAR = 2**61  # what the host reads of a copy that it has not waited for
 COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
 # Functions of torch whose calls the device changes though none of their arguments may be a device, and never.
@@ -307,8 +305,7 @@ class MockDevice(TorchFunctionMode):
         ours = func.namespace == "torchrec_dyn"
         if ours:
             self.order.append(name)
-        others = {key: value for key, value in given.items() if (name, key) not in ON_EITHER}
-        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in others.items()):
+        if op not in COPIES and any(_is_elsewhere(ours, *item) for item in given.items()):
             self._note(self.mixed, name)
         if _is_read(op, given):
             self._note(self.reads, name)
@@ -320,8 +317,6 @@ class MockDevice(TorchFunctionMode):
             func = getattr(simt_library(), op.__name__).default
         elif ours:
             self._note(self.without_kernel, name)
-        if name == "lookup" and isinstance(given["table_offsets"], MockTensor):
-            args = (args[0], _ascending(args[1], len(args[0])), *args[2:])
         if func.namespace == "c10d":  # the memory is on the CPU; NCCL's groups do not send it
             args = [_for_host(value) for value in args]
         if name == "keyed_jagged_index_select_dim1":  # fbgemm has it for CUDA only
@@ -370,14 +365,6 @@ class MockDevice(TorchFunctionMode):
         notes.append(Note(op, _place()))
         if notes is self.reads:
             self.order.append("wait")
-
-
-def _ascending(table_offsets, ids):
-    """Returns valid offsets; others for wrong ones, for which a GPU's kernel returns anything."""
-    is_right = table_offsets[0] == 0 and table_offsets[-1] == ids
-    if is_right and (table_offsets.diff() >= 0).all():
-        return table_offsets
-    return torch.tensor([0] * (len(table_offsets) - 1) + [ids])
 
 
 @functools.cache

@@ -606,6 +606,6 @@ class TableGroup:
         listed_marks = note_update(logs, id_maps, *batch)
         ops.update_prepared_(
             grad, forward.ids_or_rows, forward.rows, bags.offsets, weights, bags.segments,
-            lists.prepared.get(), forward.streams, self.is_mean, optimizer.hyper(self.learning_rate),
-            forward.reduction.scales, forward.reduction.senders, *listed_marks,
+            forward.streams, self.is_mean, optimizer.hyper(self.learning_rate),
+            forward.reduction.scales, forward.reduction.senders, *listed_marks, lists.prepared.get(),
         )  # fmt: skip

@@ -59,6 +59,7 @@ class PreparedTables:
         self._tokens: tuple[object, object] = (None, None)
         self._handle = torch.empty(0, device="cpu")
         self._rows: TableBlocks
+        self._states: list[Tensor]
         initial = [table.initial_rows.numbers() for table in tables]
         shown = [int(table.config.unseen == "initial") for table in tables]
         self._initial = host_numbers(
@@ -71,7 +72,7 @@ class PreparedTables:
         """Returns the result of `ops.prepare_tables`."""
         slots, blocks = SLOTS.now, BLOCKS.now
         if self._tokens[0] is not slots or self._tokens[1] is not blocks:
-            self._prepare()
+            self._prepare(blocks)
             self._tokens = slots, blocks
         return self._handle
 
@@ -80,10 +81,12 @@ class PreparedTables:
         self.get()
         return self._rows
 
-    def _prepare(self) -> None:
-        self._rows, states = _list_rows(self.tables)
+    def _prepare(self, blocks: object) -> None:
+        # Slots of a map that grows move in most steps, but blocks do not change.
+        if self._tokens[1] is not blocks:
+            self._rows, self._states = _list_rows(self.tables)
         optimizer, nonfinite = self.tables[0].optimizer, _nonfinite_of(self.tables)
-        rule, numbers = optimizer.rule, list(optimizer.initial_states)
+        rule, states, numbers = optimizer.rule, self._states, list(optimizer.initial_states)
         if optimizer.own is not None:  # the kernel writes no state of its rule
             rule, states, numbers = RULES[OptimizerKind.EXACT_SGD].number, [], []
         what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self.tables]

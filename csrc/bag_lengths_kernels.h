@@ -1,4 +1,4 @@
-// The kernels of find_and_pool that read lengths and offsets (simt.h).
+// The kernels that read the lengths or the offsets of bags (simt.h).
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,23 @@
 
 namespace torchrec_dyn {
 
+// Numbers of int32 or int64, as the caller has them.
+struct Integers {
+  const void* memory;  // null: none are given
+  bool are_short;
+
+  TORCHREC_DYN_BOTH int64_t operator[](int64_t i) const {
+    return are_short ? static_cast<const int32_t*>(memory)[i] : static_cast<const int64_t*>(memory)[i];
+  }
+};
+
 // One thread for each bag, and one more: writes the numbers of which the offsets are the sums. A wrong length counts
 // as 0, so the offsets ascend.
-template <typename Length>
-struct ReadBagLengths {
-  const Length* lengths;
+struct ReadLengths {
+  Integers lengths;
   int64_t bags;
   int64_t ids;
-  int64_t* offsets;
+  int64_t* offsets;  // [bags + 1]
   int64_t* is_wrong;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
@@ -26,29 +35,22 @@ struct ReadBagLengths {
   }
 };
 
-// One thread for each offset: copies them, and looks whether they ascend.
-template <typename Offset>
+// One thread for each offset: copies them, and looks whether they ascend, by the lengths if these are given, too.
 struct CopyOffsets {
-  const Offset* given;
-  int64_t bags;
+  Integers given;
+  Integers lengths;
   int64_t* offsets;
   int64_t* is_wrong;
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    offsets[i] = given[i];
-    if (i > 0 && given[i - 1] > given[i]) simt::atomic_max(is_wrong, 1);
-  }
-};
-
-// One thread for each offset: looks whether others that were given are the same.
-template <typename Offset>
-struct CompareOffsets {
-  const Offset* given;
-  const int64_t* offsets;
-  int64_t* is_wrong;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (given[i] != offsets[i]) simt::atomic_max(is_wrong, 1);
+    const int64_t offset = given[i];
+    offsets[i] = offset;
+    if (i == 0) return;
+    const int64_t before = given[i - 1];
+    const auto length = static_cast<uint64_t>(offset) - static_cast<uint64_t>(before);
+    const bool is_right =
+        before <= offset && (lengths.memory == nullptr || static_cast<uint64_t>(lengths[i - 1]) == length);
+    if (!is_right) simt::atomic_max(is_wrong, 1);
   }
 };
 

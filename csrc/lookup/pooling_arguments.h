@@ -1,0 +1,135 @@
+// The arguments of gather_pool, pool_prepared_ and weights_grad_prepared, checked and read for every device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "checks.h"
+#include "lookup/bags_arguments.h"
+#include "lookup/prepared_tables.h"
+#include "struct_kernel.h"
+
+namespace torchrec_dyn {
+
+// The bags of a call. Contents on a device are not checked.
+struct PooledBags {
+  const char* op;
+  const PreparedTables& tables;
+  const Tensor& rows;
+  bool mean;
+  BagLists lists = {};
+  const float* bag_weights = nullptr;    // or null
+  const int64_t* new_index = nullptr;    // null: all bags are pooled, and on the CPU anyway
+  const int64_t* initial_ids = nullptr;  // whose initial rows are shown, or null
+  bool is_checked = false;               // the caller of a device's op has checked the offsets
+};
+
+// The new ids of rows [N], or null.
+inline const int64_t* new_index_data(const PooledBags& bags, const std::optional<Tensor>& new_index) {
+  if (!new_index.has_value()) return nullptr;
+  check_tensor(bags.op, "new_index", *new_index, ScalarType::Long, bags.tables.device);
+  check_size(bags.op, "the number of new_index", bags.rows.numel(), new_index->numel());
+  return const_data<int64_t>(*new_index);
+}
+
+// The ids of rows [N] whose initial rows are shown where they have no row, or null.
+inline const int64_t* initial_id_data(const PooledBags& bags, const std::optional<Tensor>& initial_ids) {
+  if (!initial_ids.has_value()) return nullptr;
+  check_tensor(bags.op, "initial_ids", *initial_ids, ScalarType::Long, bags.tables.device);
+  check_size(bags.op, "the number of initial_ids", bags.rows.numel(), initial_ids->numel());
+  return bags.tables.initial.empty() ? nullptr : const_data<int64_t>(*initial_ids);
+}
+
+struct GatherPoolCall {
+  ArgumentReader arguments;
+
+  Tensor rows = arguments.read<Tensor>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
+  std::vector<Tensor> weights = arguments.read<std::vector<Tensor>>();
+  Tensor layout = arguments.read<Tensor>();
+  Tensor segments = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+  int64_t elements = arguments.read<int64_t>();
+  ScalarType dtype = arguments.read<ScalarType>();
+
+  PreparedTables tables(const Device& device) const {
+    check_tensor("gather_pool", "rows", rows, ScalarType::Long, device);
+    TORCHREC_DYN_CHECK(elements >= 0, "gather_pool: expected elements >= 0, got ", elements, ".");
+    return rows_of("gather_pool", weights, layout, rows.device());
+  }
+
+  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
+    PooledBags given{"gather_pool", prepared, rows, mean};
+    given.lists =
+        read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), elements, prepared.device, reads_offsets);
+    given.bag_weights = bag_weight_data(given.op, bag_weights, rows.numel(), prepared.device);
+    check_pooled_type(given.op, dtype);
+    return given;
+  }
+};
+
+struct PoolPreparedCall {
+  ArgumentReader arguments;
+
+  Tensor out = arguments.read<Tensor>();
+  std::optional<Tensor> new_index = arguments.read<std::optional<Tensor>>();
+  Tensor rows = arguments.read<Tensor>();
+  std::optional<Tensor> initial_ids = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> bag_weights = arguments.read<std::optional<Tensor>>();
+  Tensor segments = arguments.read<Tensor>();
+  Tensor handle = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+
+  Handles::Shared tables() const { return Handles::all().get("pool_prepared_", handle); }
+
+  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
+    PooledBags given{"pool_prepared_", prepared, rows, mean};
+    check_tensor(given.op, "rows", rows, ScalarType::Long, prepared.device);
+    check_pooled_type(given.op, out.scalar_type());
+    check_tensor(given.op, "out", out, out.scalar_type(), prepared.device);
+    SeparateMemory()
+        .writes(out)
+        .reads(rows)
+        .reads(offsets)
+        .reads(bag_weights)
+        .reads(new_index)
+        .reads(initial_ids)
+        .check(given.op, &prepared.written);
+    given.new_index = new_index_data(given, new_index);
+    given.lists = read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), out.numel(), prepared.device,
+                            reads_offsets);
+    given.initial_ids = initial_id_data(given, initial_ids);
+    given.bag_weights = bag_weight_data(given.op, bag_weights, rows.numel(), prepared.device);
+    given.is_checked = true;
+    return given;
+  }
+};
+
+struct WeightsGradCall {
+  ArgumentReader arguments;
+
+  Tensor grad = arguments.read<Tensor>();
+  Tensor rows = arguments.read<Tensor>();
+  std::optional<Tensor> initial_ids = arguments.read<std::optional<Tensor>>();
+  std::optional<Tensor> offsets = arguments.read<std::optional<Tensor>>();
+  Tensor segments = arguments.read<Tensor>();
+  Tensor handle = arguments.read<Tensor>();
+  bool mean = arguments.read<bool>();
+
+  Handles::Shared tables() const { return Handles::all().get("weights_grad_prepared", handle); }
+
+  PooledBags bags(const PreparedTables& prepared, bool reads_offsets) const {
+    PooledBags given{"weights_grad_prepared", prepared, rows, mean};
+    check_tensor(given.op, "grad", grad, ScalarType::Float, prepared.device);
+    check_tensor(given.op, "rows", rows, ScalarType::Long, prepared.device);
+    given.lists = read_bags(given.op, offsets, segments, prepared.layout, rows.numel(), grad.numel(), prepared.device,
+                            reads_offsets);
+    given.initial_ids = initial_id_data(given, initial_ids);
+    return given;
+  }
+};
+
+}  // namespace torchrec_dyn
