@@ -133,14 +133,14 @@ def steps_of(side: str, case: Host, steps: int) -> Callable[[int], None]:
 
 def with_list(turn: Callable[[int], None], tables: int, steps: int) -> Callable[[int], None]:
     """Returns steps of dynamic tables with one more call each, whose list has a tensor of each table."""
-    scores = [torch.zeros(16, 1, dtype=torch.int64) for _ in range(tables)]
+    marks = [torch.zeros(16, 1, dtype=torch.int32) for _ in range(tables)]
     layout = torch.tensor([[t, 1, 4, 1] for t in range(tables)])
     no_rows, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(tables + 1, dtype=torch.int64)
 
     def longer(first: int) -> None:
         turn(first)
         for _ in range(steps):
-            ops.touch_scores_(no_rows, offsets, scores, layout, offsets[1:])
+            ops.mark_rows_(no_rows, offsets, marks, layout, offsets[1:])
 
     return longer
 

@@ -137,8 +137,8 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
-      "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial=None, Tensor? parameters=None, "
-      "float[] initial_states=[], Tensor[] scores=[], Tensor? score_layout=None) -> Tensor");
+      "int[] on_nonfinite, Tensor[] nonfinite, Tensor? initial, Tensor? parameters, float[] initial_states, "
+      "Tensor[] scores, Tensor? score_layout) -> Tensor");
   // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
   // the step and adds its times to the count.
   m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");

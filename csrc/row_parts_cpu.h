@@ -37,7 +37,8 @@ inline std::vector<RowPart> row_parts(const std::vector<int64_t>& ids, int64_t l
   }
   if (least > 1)
     std::ranges::sort(list, {}, [](const RowPart& one) {
-      return std::tuple(-std::bit_width(static_cast<uint64_t>(one.ids)), one.table, one.part);
+      // Libraries differ in the type of a width, which may be unsigned.
+      return std::tuple(-static_cast<int>(std::bit_width(static_cast<uint64_t>(one.ids))), one.table, one.part);
     });
   return list;
 }

@@ -154,18 +154,6 @@ def content_sum(ids: Tensor, values: Tensor, first_column: int, key: int) -> Ten
 
 
 @_op
-def touch_scores_(
-    rows: Tensor,
-    table_offsets: Tensor,
-    scores: Sequence[Tensor],
-    layout: Tensor,
-    steps: Tensor,
-    times: Tensor | None = None,
-) -> None:
-    """Counts every occurrence of a row and writes the step of its last occurrence, in place."""
-
-
-@_op
 def write_scores_(
     rows: Tensor, last_seen: Tensor, counts: Tensor, scores: Sequence[Tensor], shift: int
 ) -> None:
@@ -305,12 +293,21 @@ def prepare_tables(
     optimizer: int,
     on_nonfinite: Sequence[int],
     nonfinite: Sequence[Tensor],
-    initial: Tensor | None = None,
-    parameters: Tensor | None = None,
-    initial_states: Sequence[float] = (),
+    initial: Tensor | None,
+    parameters: Tensor | None,
+    initial_states: Sequence[float],
+    scores: Sequence[Tensor],
+    score_layout: Tensor | None,
 ) -> Tensor:
-    """Checks the maps, rows and optimizer states of T tables once, for ops that take the result."""
+    """Checks the maps, rows, optimizer states and scores of T tables once, for ops that take the result."""
     return torch.empty(1, dtype=torch.int64)
+
+
+@_op
+def touch_scores_(
+    rows: Tensor, table_offsets: Tensor, steps: Tensor, times: Tensor | None, tables: Tensor
+) -> None:
+    """Counts each occurrence of a row and writes the step of its last one, in prepared tables."""
 
 
 @_op

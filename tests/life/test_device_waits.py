@@ -13,7 +13,6 @@ from torchrec_dyn.storage.row_marks import RowMarks
 
 pytestmark = pytest.mark.mock_only
 OPS = (
-    "touch_scores_",
     "write_scores_",
     "read_scores",
     "lowest_scores",

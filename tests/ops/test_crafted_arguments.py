@@ -150,7 +150,7 @@ WRONG = [
     # the last block of a table may have fewer rows, no other block, and states have the same rows
     ("gather_rows", {"rows": whole(9), "blocks": SHORT_LAST}, r"rows in \[-1, 9\), got 9"),
     ("gather_rows", {"blocks": SHORT_LAST[::-1]}, "the elements of a block = 12, got 3"),
-    ("touch_scores_", {"scores": list(SCORES.split((4, 3, 4)))}, "rows of the table's scores"),
+    ("touch_scores_", {"tables": whole(3)}, "the result of prepare_tables"),
     ("gather_pool", {"weights": SHORT_SECOND}, r"rows in \[-1, 5\), got one outside"),
     ("update_rows_", {**update(2), "weights": SHORT_SECOND, "rows": whole(0, 4, -1, 3, 3)},
      "the elements of a block = 1, got 4"),

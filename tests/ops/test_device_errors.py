@@ -22,8 +22,6 @@ WRONG = [
     ("init_rows_", {"rows": whole(12, -1)}),
     ("gather_rows", {"rows": whole(-2)}),
     ("scatter_rows_", {"rows": whole(0, FAR)}),
-    ("touch_scores_", {"rows": whole(0, 8, -2, 7, 3, 0)}),
-    ("touch_scores_", {"times": whole(1, 1, 0, 1, 2**40, 1), "rows": whole(9, 0, -1, 7, 3, 0)}),
     ("write_scores_", {"counts": whole(-1, 2**32)}),
     ("write_scores_", {"rows": whole(0, 12), "last_seen": whole(0, -2)}),
     ("read_scores", {"rows": whole(0, 12)}),

@@ -54,7 +54,7 @@ def test_valid_calls_of_the_fuzzer(device):
     Ops of prepared tables: test_prepared_tables.py.
     """
     prepared = {"pool_prepared_", "weights_grad_prepared", "update_prepared_", "find_and_pool"}
-    prepared.add("init_new_rows_")
+    prepared |= {"init_new_rows_", "touch_scores_"}
     others = {"insert", "erase", "move_slots", "lowest_scores", "prepare_tables", *prepared}
     for op in kernels_of("simt") - others:
         for seed in range(40):

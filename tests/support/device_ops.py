@@ -34,6 +34,7 @@ DESCRIPTIONS |= {
     "parameters",
     "first_rows",
     "reused_offsets",
+    "score_layout",
 }
 CPU = torch.ops.torchrec_dyn
 ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512

@@ -28,7 +28,9 @@ def interrupted(call: Callable[[], Any], at: int, handler: Callable[[], Any] | N
     """Runs a call and raises SIGINT, or a signal with the handler, at its place number `at`, from 1 on."""
     seen, number = 0, signal.SIGINT if handler is None else signal.SIGUSR1
     former = {
-        signal.SIGUSR1: signal.signal(signal.SIGUSR1, lambda *_: None if handler is None else handler()),
+        signal.SIGUSR1: signal.signal(
+            signal.SIGUSR1, lambda *_: None if handler is None else handler()
+        ),
         # A job in the background ignores it.
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
     }

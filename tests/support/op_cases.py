@@ -7,6 +7,7 @@ from typing import Any
 
 import oracle
 import torch
+from op_samples import scored
 from oracle import EXTREME_IDS, ids_at_home
 from raw_maps import a_map
 from torch import Tensor
@@ -381,8 +382,9 @@ def draw_touch_scores_(rng: random.Random) -> Arguments:
     drawn = draw_words(rng, lambda rows: draw_scores(rng, rows))
     steps = [rng.choice((0, 7, FREE - 1)) for _ in range(len(drawn["layout"]))]
     times = [rng.choice((1, 2, MOST_COUNT)) for _ in range(len(drawn["rows"]))]
-    drawn["scores"] = drawn.pop("blocks")
-    return {**drawn, "steps": whole(*steps), "times": rng.choice((None, whole(*times)))}
+    scores, layout = drawn.pop("blocks"), drawn.pop("layout")
+    own = {**drawn, "steps": whole(*steps), "times": rng.choice((None, whole(*times)))}
+    return scored(scores, layout, **own)
 
 
 def draw_one_table(rng: random.Random) -> Arguments:

@@ -103,6 +103,7 @@ def pool_sample(given, elements=10, dtype=torch.float32):
 
 OF_TABLES = ("slots", "moved", "weights", "states", "layout")
 OF_TABLES += ("optimizer", "on_nonfinite", "nonfinite", "initial", "parameters", "initial_states")
+OF_TABLES += ("scores", "score_layout")
 HANDLES = collections.deque(maxlen=64)  # of the last calls, whose arguments are copies
 
 
@@ -114,6 +115,7 @@ def tables_in(given):
     states = len(state_widths({**own, **given}["optimizer"], 1))
     own |= {"initial": whole(1, 5, 0, 1).repeat(count, 1), "initial_states": [0.5] * states}
     own["parameters"] = torch.tensor([[-1.0, 1.0, 0.0, 1.0, 0.0, 1.0]] * count).double()
+    own |= {"scores": [], "score_layout": None}
     return {**own, **{name: given[name] for name in OF_TABLES if name in given}}
 
 
@@ -149,6 +151,19 @@ def score_blocks():
 
 
 SCORE_LAYOUT = torch.tensor([[0, 2, 2, 1], [2, 0, 2, 1], [2, 1, 2, 1]])  # the second has no scores
+
+
+def scored(scores, layout, **own):
+    """Returns the arguments of touch_scores_: its own, and tables without rows that have such scores."""
+    tables = {"weights": [], "layout": whole(0, 0, 0, 1).repeat(len(layout), 1)}
+    return prepared({**tables, "scores": scores, "score_layout": layout, **own})
+
+
+def touch_sample(times=None):
+    return scored(
+        score_blocks(), SCORE_LAYOUT, rows=whole(0, 7, -1, 7, 3, 0),
+        table_offsets=whole(0, 4, 5, 6), steps=whole(5, 6, 7), times=times,
+    )  # fmt: skip
 
 
 def mark_blocks():
@@ -209,19 +224,11 @@ SAMPLES = {
         for dtype in (torch.float32, torch.bfloat16, I64)
     ],
     "touch_scores_": [
-        lambda: {
-            "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
-            "scores": score_blocks(), "layout": SCORE_LAYOUT, "steps": whole(5, 6, 7),
-        },
-        lambda: {
-            "rows": whole(), "table_offsets": whole(0), "scores": [],
-            "layout": SCORE_LAYOUT[:0], "steps": whole(),
-        },
-        lambda: {
-            "rows": whole(0, 7, -1, 7, 3, 0), "table_offsets": whole(0, 4, 5, 6),
-            "scores": score_blocks(), "layout": SCORE_LAYOUT, "steps": whole(5, 6, 7),
-            "times": whole(1, 2, 3, 2**32 - 1, 5, 6),
-        },
+        touch_sample,
+        lambda: scored(
+            [], SCORE_LAYOUT[:0], rows=whole(), table_offsets=whole(0), steps=whole(), times=None
+        ),
+        lambda: touch_sample(whole(1, 2, 3, 2**32 - 1, 5, 6)),
     ],
     "write_scores_": [
         lambda: {

@@ -100,7 +100,7 @@ def assert_same(got: Tensor, expected: Tensor) -> None:
     assert torch.equal(bits(got.nan_to_num(0.0)), bits(expected.nan_to_num(0.0)))
 
 
-def prepared_rows(library, weights, layout, on_device, initial=()):
+def prepared_rows(library, weights, layout, on_device, initial=(None, None, [])):
     """Returns prepared tables, which have no ids, on the device of a tensor."""
     nothing, tables = on_device.new_empty(0, 2, dtype=torch.int64), len(layout)
     moved, rule = (
@@ -108,7 +108,8 @@ def prepared_rows(library, weights, layout, on_device, initial=()):
         RULES[OptimizerKind.EXACT_SGD].number,
     )
     slots = [nothing] * tables
-    return library.prepare_tables(slots, moved, weights, [], layout, rule, [], [], *initial)
+    rows = slots, moved, weights, [], layout, rule, [], []
+    return library.prepare_tables(*rows, *initial, [], None)
 
 
 def weights_grad(library, grad, rows, offsets, weights, layout, segments, mean):

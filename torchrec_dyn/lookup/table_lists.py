@@ -22,46 +22,20 @@ from torch import Tensor
 from torchrec_dyn.config import DynamicTableConfig
 from torchrec_dyn.life import NO_STEP, RowLife
 from torchrec_dyn.storage import (
-    BLOCKS,
     CLOCKS,
     TABLES,
     ChangeLog,
     RowNumbers,
-    RowStore,
 )
 from torchrec_dyn.table import (
     Counted,
     PreparedTables,
     SharedCounters,
-    TableBlocks,
     TableShard,
-    blocks_of,
     on_shared_counters,
 )
 
 _NO_LIMIT = torch.iinfo(torch.int64).max
-_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
-
-
-class ScoreBlocks:
-    """The scores of the trained tables among T tables, listed again when a store has other blocks."""
-
-    def __init__(self, count: int, trained: Mapping[int, TableShard]) -> None:
-        self._count = count
-        self._trained = trained
-        self._scores_token: object = None
-        self._scores: TableBlocks
-
-    def get(self) -> TableBlocks:
-        """Returns the blocks; a table that is frozen or without a life has no blocks."""
-        token = BLOCKS.now
-        if self._scores_token is not token:
-            stores = [_NO_SCORES] * self._count
-            for t, table in self._trained.items():
-                if table.life is not None:
-                    stores[t] = table.life.scores.store
-            self._scores, self._scores_token = blocks_of(stores), token
-        return self._scores
 
 
 class ExpirySchedule:
@@ -107,7 +81,6 @@ class TrainedTables:
         tables: by number in the group.
         shared: the numbers that a step changes.
         prepared: all tables of the group.
-        scores: the blocks of their scores.
         first_steps: [T] int64, the step of each table before the forwards of the shared counters; 0 for a
             frozen table.
         most_steps: the largest of `first_steps` among tables with a life.
@@ -126,7 +99,7 @@ class TrainedTables:
     ) -> None:
         self.tables = tables
         self.shared = _share_counters([*tables.values()])
-        self.prepared, self.scores = prepared, ScoreBlocks(count, tables)
+        self.prepared = prepared
         lives = {t: table.life for t, table in tables.items() if table.life is not None}
         steps, limits = [0] * count, [_NO_LIMIT] * count
         for t, table in tables.items():
@@ -258,7 +231,7 @@ def list_tables(tables: Sequence[TableShard], is_held: Sequence[bool] = ()) -> T
     if is_held:
         is_frozen |= torch.tensor(is_held, device="cpu")
     learning = {t: tables[t] for t in (~is_frozen).nonzero().flatten().tolist()}
-    prepared = PreparedTables(tables)
+    prepared = PreparedTables(tables, is_frozen.nonzero().flatten().tolist())
     trained = TrainedTables(learning, len(tables), prepared) if learning else None
     columns = ("rounding_key", "first_column", "step")
     streams = torch.tensor([_each(tables, name) for name in columns], device="cpu").T.contiguous()

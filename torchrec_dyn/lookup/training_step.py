@@ -165,13 +165,10 @@ def _touch(
     if trained.has_changes:
         note_changed(trained.logs(), batch.ids, decided.rows, batch.table_offsets)
     decayed = _seen(trained, batch, decided, added)
-    at_steps = trained.first_steps + steps
+    at_steps, tables = trained.first_steps + steps, trained.prepared.get()
 
     def touch() -> None:
-        listed = trained.scores.get()
-        ops.touch_scores_(
-            decided.scored, batch.table_offsets, listed.weights, listed.layout, at_steps, added
-        )
+        ops.touch_scores_(decided.scored, batch.table_offsets, at_steps, added, tables)
         for write in decayed:
             write()
 

@@ -1,11 +1,11 @@
-"""PreparedTables: the maps and rows of tables in the form that ops take, checked once for many calls.
+"""PreparedTables: the maps, rows and scores of tables in the form that ops take, checked once for many calls.
 
 Legend: T tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -19,6 +19,7 @@ from torchrec_dyn.storage import BLOCKS, SLOTS, MapList, RowStore, host_numbers
 from torchrec_dyn.table.arrays import TableArrays
 
 _ON_NONFINITE = get_args(OnNonfinite)
+_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,22 @@ def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> 
 class PreparedTables:
     """T tables of one row dtype and one optimizer, prepared again when they have other slots or blocks.
 
+    Steps score the rows of tables with a life, but for the numbers in `frozen`.
+
     Attributes:
         tables: in the order of the ops.
         maps: their maps.
     """
 
-    def __init__(self, tables: Sequence[TableArrays]) -> None:
+    def __init__(self, tables: Sequence[TableArrays], frozen: Collection[int] = ()) -> None:
         self.tables = tables
+        self._frozen = frozenset(frozen)
         self.maps = MapList([table.id_map for table in tables])
         self._tokens: tuple[object, object] = (None, None)
         self._handle = torch.empty(0, device="cpu")
         self._rows: TableBlocks
         self._states: list[Tensor]
+        self._scores: TableBlocks
         initial = [table.initial_rows.numbers() for table in tables]
         shown = [int(table.config.unseen == "initial") for table in tables]
         self._initial = host_numbers(
@@ -85,6 +90,7 @@ class PreparedTables:
         # Slots of a map that grows move in most steps, but blocks do not change.
         if self._tokens[1] is not blocks:
             self._rows, self._states = _list_rows(self.tables)
+            self._scores = blocks_of(self._score_stores())
         optimizer, nonfinite = self.tables[0].optimizer, _nonfinite_of(self.tables)
         rule, states, numbers = optimizer.rule, self._states, list(optimizer.initial_states)
         if optimizer.own is not None:  # the kernel writes no state of its rule
@@ -94,7 +100,14 @@ class PreparedTables:
         self._handle = ops.prepare_tables(
             slots, moved, self._rows.weights, states, self._rows.layout, rule,
             what if nonfinite else [], nonfinite, self._initial, self._parameters, numbers,
+            self._scores.weights, self._scores.layout,
         )  # fmt: skip
+
+    def _score_stores(self) -> list[RowStore]:
+        return [
+            _NO_SCORES if table.life is None or t in self._frozen else table.life.scores.store
+            for t, table in enumerate(self.tables)
+        ]
 
 
 def _list_rows(tables: Sequence[TableArrays]) -> tuple[TableBlocks, list[Tensor]]:
