@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,8 +131,8 @@ def contents(one: Any, table: str) -> tuple[Any, list[tuple[int, int, dict[str, 
     return rows, [(s.first_column, s.columns, dict(s.export_state())) for s in shards]
 
 
+@mock.patch.object(knobs, "CHUNK_BYTES", 4 * 8 * 10)  # rows 0 to 9, 10 to 19, ...
 def load(case: Case, folder: str) -> dict[str, Any]:
-    knobs.CHUNK_BYTES = 4 * 8 * 10  # rows 0 to 9, 10 to 19, ...
     one = shard(case, collection_of(case)).module.collection
     # What was there goes.
     dyn.assign_rows(one, "t0", torch.tensor([5, -7]), torch.ones(2, 8))
