@@ -82,6 +82,22 @@ def test_rows_read_straight_are_those_that_dcp_reads(tmp_path: Path) -> None:
     workers.run(check_loads_every_plan, str(tmp_path), world_size=2, timeout=300)
 
 
+def check_loads_without_policies(path: str) -> None:
+    for number, config in enumerate((AGED, COUNTED)):
+        model = trained("row_wise", config=config)
+        save(model, f"{path}/{number}")
+        for planner in (LoadPlanner(path=f"{path}/{number}"), LoadPlanner()):
+            other = trained("row_wise", [5, 6, 7], config=None)
+            load_into(other, f"{path}/{number}", planner)
+            for before, after in zip(tables_of(model), tables_of(other), strict=True):
+                assert after.ids().equal(before.ids())
+                assert after.life is None and before.life is not None
+
+
+def test_a_table_without_policies_loads_what_one_with_policies_saved(tmp_path: Path) -> None:
+    workers.run(check_loads_without_policies, str(tmp_path), world_size=2)
+
+
 def test_a_flipped_bit_of_a_row_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     workers.run(_save, path, world_size=2)

@@ -20,6 +20,7 @@ from torchrec_dyn.checkpoint_format import (
     MODEL_TENSORS,
     OPTIMIZER_CHECKSUM,
     OPTIMIZER_TENSORS,
+    SUMMED,
     ChunkedTensor,
     MergedTable,
     SavedTable,
@@ -186,7 +187,8 @@ class TableLoad:
             raise ValueError(
                 f"{where}: expected tensors with the same number of rows, got {rows}. {DAMAGED}"
             )
-        self.unread = set(tensors) - {*self.row_names, *self.small_names, *self.checksums}
+        known = {*self.row_names, *self.small_names, *self.checksums}
+        self.unread = {*tensors, *SUMMED} - known
         # One rank reads the checksums.
         left_out = self.checksums if self.table.rank else []
         self.tensors = {name: tensors[name] for name in tensors if name not in left_out}
