@@ -4,9 +4,8 @@
 
 One rank under DistributedModelParallel: forward and backward of one pooled collection. Sides: stock tables
 with row numbers, dynamic tables, and dynamic tables with AdmitAfter(2) and LeastRecentlyUsed, or with
-ExpireAfter. All ids have rows. The floor of policies is a call that takes a list of all score tensors and
-touches no row. The clock is the CPU time of the thread, which runs the backward too. Also measured: making
-and sharding. A ratio above 1: more time than the side after the slash.
+ExpireAfter. All ids have rows. The clock is the CPU time of the thread, which runs the backward too. Also
+measured: making and sharding. A ratio above 1: more time than the side after the slash.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from torchrec.distributed.types import ShardingPlan
 from train_sides import CPU, FUSED, raw_ids
 
 import torchrec_dyn as dyn
-from torchrec_dyn import ops
 
 ROWS, DIM = 1000, 4
 DYNAMIC = {
@@ -131,20 +129,6 @@ def steps_of(side: str, case: Host, steps: int) -> Callable[[int], None]:
     return turn
 
 
-def with_list(turn: Callable[[int], None], tables: int, steps: int) -> Callable[[int], None]:
-    """Returns steps of dynamic tables with one more call each, whose list has a tensor of each table."""
-    marks = [torch.zeros(16, 1, dtype=torch.int32) for _ in range(tables)]
-    layout = torch.tensor([[t, 1, 4, 1] for t in range(tables)])
-    no_rows, offsets = torch.empty(0, dtype=torch.int64), torch.zeros(tables + 1, dtype=torch.int64)
-
-    def longer(first: int) -> None:
-        turn(first)
-        for _ in range(steps):
-            ops.mark_rows_(no_rows, offsets, marks, layout, offsets[1:])
-
-    return longer
-
-
 def _clear(_: int) -> None:
     gc.collect()
 
@@ -153,14 +137,12 @@ def compared(name: str, case: Host, rounds: int, steps: int) -> list[dict[str, A
     """Measures all sides of one case: a step, and making and sharding. Returns lines of results."""
     more = {"plan": case.plan, "ranks": 1}
     sides = {side: steps_of(side, case, steps) for side in ("static", *DYNAMIC)}
-    sides["list"] = with_list(steps_of("dynamic", case, steps), case.tables, steps)
     seconds = measure(sides, rounds, clock="thread")
     more |= {"ns_per_step": summary(seconds, steps)}
     lines = [
         result(name, 1, "step", "static", ratio(seconds, "dynamic", "static"), **more),
         result(name, 1, "policies", "dynamic", ratio(seconds, "policies", "dynamic"), **more),
         result(name, 1, "ages", "dynamic", ratio(seconds, "ages", "dynamic"), **more),
-        result(name, 1, "list", "dynamic", ratio(seconds, "list", "dynamic"), **more),
     ]
     sides.clear()
     making = {
