@@ -13,7 +13,6 @@ from torchrec_dyn.checkpoint import apply_delta, delta_apply, export_delta, mark
 from torchrec_dyn.checkpoint_format import table_config
 from torchrec_dyn.ranks import Table
 from torchrec_dyn.state_dict import TableSource, saved_tensors
-from torchrec_dyn.storage import RowStore
 from torchrec_dyn.storage.host_reads import StreamOrder
 
 pytestmark = pytest.mark.mock_only  # tensors of a GPU take no fakes
@@ -202,19 +201,6 @@ def test_lists_made_on_one_stream_are_kept_for_the_other(cuda, policy):
         step(2000, 20)
         kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
         assert any(one is listed for one in kept) and any(one is free for one in kept)
-
-
-def test_small_blocks_of_another_stream_are_kept_while_they_are_converted(cuda):
-    """They are torch's memory, which the other stream may use again as soon as they are dropped."""
-    with MockDevice() as device:
-        store = RowStore(4, 5, torch.float32, CUDA)
-        store.reserve(80)
-        blocks = list(store.blocks)
-        cuda.on("B")
-        device.forget()
-        store.converted(4, torch.float16, lambda rows: rows, store.capacity)
-        kept = [one for one, stream in device.recorded if stream is cuda.streams["B"]]
-        assert len(blocks) == 3 and all(any(one is block for one in kept) for block in blocks)
 
 
 def test_what_a_table_had_before_is_kept_for_the_stream_that_replaces_it(cuda):

@@ -44,10 +44,10 @@ from torchrec_dyn.table import (
     Expired,
     TableShard,
     TableStep,
+    Unseen,
     admission,
     check_need,
     expired_of,
-    fill_new_rows,
     make_room,
     prepare,
     prepare_rows,
@@ -55,6 +55,7 @@ from torchrec_dyn.table import (
     prepare_unseen,
     ranges_of,
     remove_expired,
+    rows_of_steps,
 )
 
 
@@ -140,8 +141,8 @@ def _step_with_life(
             step.commit()
         additions.commit()
         trained.note_looked(due)
-    new = decided.new_ids, decided.new_index, decided.ranges
-    fill_new_rows(taken.rows, steps, additions, *new)
+    unseen = Unseen(additions, decided.new_ids, decided.new_index, decided.ranges)
+    unseen.fill(taken.rows, rows_of_steps(steps, additions))
     return found, taken
 
 

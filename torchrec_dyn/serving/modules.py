@@ -31,7 +31,7 @@ _INITIAL_ROWS = DynamicTableConfig(initializer=Constant(0.0))
 
 
 class _Served:
-    """What both collections have: the generation that they serve, and the reading of a batch."""
+    """The parts of both collections: the generation that they serve, and the reading of a batch."""
 
     _lookup: ServedLookup
     _configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig]

@@ -73,7 +73,7 @@ class LoadTarget:
 
     @property
     def staged(self) -> object:
-        """What was read and is not loaded, or the fault of the load; None if there is nothing."""
+        """The rows that were read and are not loaded, or the fault of the load; None if there is nothing."""
         return None if self.load is None else self.load.staged or self.load.fault
 
     def source(self) -> TableSource:

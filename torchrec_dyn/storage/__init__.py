@@ -24,7 +24,6 @@ from torchrec_dyn.storage.change_log import (
 from torchrec_dyn.storage.host_reads import (
     HostRead,
     gather_pair,
-    gather_reads,
     host_numbers,
     keep_in_use,
     on_device,

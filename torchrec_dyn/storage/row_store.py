@@ -12,7 +12,7 @@ Legend: M rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -244,18 +244,6 @@ class RowStore:
             if into.device != piece.device or into.data_ptr() != piece.data_ptr():
                 into.copy_(for_device(piece, into.device))
             row += count
-
-    def converted(
-        self, columns: int, dtype: torch.dtype, convert: Callable[[Tensor], Tensor], rows: int
-    ) -> RowStore:
-        """Returns a store of the first rows, converted [M, columns]. This store may be dropped then."""
-        result = self.empty(columns, dtype)
-        result.reserve(rows)
-        for number, (block, own) in enumerate(zip(result.blocks, self.blocks, strict=False)):
-            count = max(0, min(rows - (number << self.shift), len(own)))
-            block[:count].copy_(convert(own[:count]))
-        self.keep_in_use()
-        return result
 
     def keep_in_use(self) -> None:
         """Keeps the blocks, which are dropped next, for present kernels; a range waits for them itself."""

@@ -17,14 +17,13 @@ from torchrec_dyn.table.contents import (
 from torchrec_dyn.table.counters import Counted, SharedCounters, on_shared_counters
 from torchrec_dyn.table.insertion import (
     Additions,
+    Unseen,
     count_late_grads,
-    find_rows,
     insert_unseen,
     prepare_unseen,
     ranges_of,
-    read_absent,
 )
-from torchrec_dyn.table.prepared_tables import PreparedTables, TableBlocks, blocks_of
+from torchrec_dyn.table.prepared_tables import PreparedTables
 from torchrec_dyn.table.row_writes import (
     Commit,
     append,
@@ -43,10 +42,10 @@ from torchrec_dyn.table.table_step import (
     admission,
     check_need,
     expired_of,
-    fill_new_rows,
     make_room,
     prepare,
     prepare_rows,
     prepare_touch,
     remove_expired,
+    rows_of_steps,
 )

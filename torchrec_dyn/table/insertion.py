@@ -81,10 +81,14 @@ class Unseen(NamedTuple):
     new_index: Tensor
     ranges: dict[int, slice]
 
-    def fill(self, rows: Tensor) -> None:
-        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions."""
+    def fill(self, rows: Tensor, new_rows: Mapping[int, Tensor] | None = None) -> None:
+        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions.
+
+        new_rows: the rows of each table's new ids, -1 for one without; None if each has one.
+        """
         if self.additions.of_tables:
-            new_rows = {t: added.rows for t, added in self.additions.of_tables.items()}
+            if new_rows is None:
+                new_rows = {t: added.rows for t, added in self.additions.of_tables.items()}
             ops.fill_new_(rows, self.new_index, rows_of_new(self.new_ids, self.ranges, new_rows))
 
 

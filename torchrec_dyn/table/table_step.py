@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchrec_dyn import ops
 from torchrec_dyn.life import STEPS_WITHOUT_TIME, Asked, Counters, Decision, Drop
 from torchrec_dyn.storage import HostRead, change, read_together
 from torchrec_dyn.table.arrays import TableArrays
@@ -24,7 +23,6 @@ from torchrec_dyn.table.insertion import (
     Additions,
     Removal,
     prepare_additions,
-    rows_of_new,
 )
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
@@ -222,19 +220,10 @@ def prepare_rows(steps: Sequence[TableStep], prepared: PreparedTables) -> Additi
     return prepare_additions(tables, prepared, ids, counts)
 
 
-def fill_new_rows(
-    rows: Tensor,
-    steps: Sequence[TableStep],
-    additions: Additions,
-    new_ids: Tensor,
-    new_index: Tensor,
-    ranges: Mapping[int, slice],
-) -> None:
-    """Writes the new rows into rows [N] int64 of a batch, after the commit. As `Unseen.fill`."""
-    if additions.of_tables:
-        new_rows = {
-            step.number: step.new_rows(additions.of_tables[step.number])
-            for step in steps
-            if step.number in additions.of_tables
-        }
-        ops.fill_new_(rows, new_index, rows_of_new(new_ids, ranges, new_rows))
+def rows_of_steps(steps: Sequence[TableStep], additions: Additions) -> dict[int, Tensor]:
+    """Returns the rows of each table's new ids, -1 for a refused id, after the commit of the additions."""
+    return {
+        step.number: step.new_rows(additions.of_tables[step.number])
+        for step in steps
+        if step.number in additions.of_tables
+    }
