@@ -107,16 +107,6 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def("write_scores_(Tensor rows, Tensor last_seen, Tensor counts, Tensor(a!)[] scores, int shift) -> ()");
   // rows [M] (-1 and free rows read as -1, 0) -> last_seen [M], counts [M].
   m.def("read_scores(Tensor rows, Tensor[] scores, int shift) -> (Tensor last_seen, Tensor counts)");
-  // The `most` lowest rows of one map by count or last_seen, then by mixed id, unsigned, among rows [0, rows) with
-  // last_seen < before (or = before and count 0); all of these if there are fewer -> ids [K], rows [K], on the CPU in
-  // the order of the slots, on a GPU by mixed id, unsigned.
-  m.def(
-      "lowest_scores(Tensor[] slots, Tensor moved, Tensor[] scores, int shift, int rows, bool by_count, int before, "
-      "int most) -> (Tensor ids, Tensor rows)");
-  // ids [M], last_seen [M] -> [M]: a permutation that sorts them by last_seen, then by mixed id, unsigned. Equal pairs
-  // are neighbours, in any order.
-  m.def("oldest_first(Tensor ids, Tensor last_seen) -> Tensor");
-
   // ---- ranks: the owners of ids
 
   // ids [N] in bags of lengths [B], int32 or int64, weights [N] -> the batch that goes to `ranks` owners: ids [N] by
@@ -133,7 +123,7 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
 
   // Checks maps, rows and optimizer states, as those of update_rows_, once for many calls (lookup/prepared_tables.h).
   // initial [T, 4]: kind, key and first column, and parameters [T, 6], of init_rows_, and 1 if ids without a row read
-  // as initial rows, else 0; initial_states: the number in each state of a new row; without them init_new_rows_ is an
+  // as initial rows, else 0; initial_states: the number in each state of a new row; without them add_rows_ is an
   // error. scores, score_layout [T, 4]: the scores of rows, which touch_scores_ needs; a table with 0 blocks keeps none.
   m.def(
       "prepare_tables(Tensor[] slots, Tensor moved, Tensor[] weights, Tensor[] states, Tensor layout, int optimizer, "
@@ -142,12 +132,45 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // rows [N] in table order, -1 is skipped; steps [T]; times [N], all 1 if left out. Each occurrence sets last_seen to
   // the step and adds its times to the count.
   m.def("touch_scores_(Tensor rows, Tensor table_offsets, Tensor steps, Tensor? times, Tensor tables) -> ()");
-  // Numbers the rows of new ids [M], the new ids of each table from new_offsets [T + 1] on, and writes their initial
-  // rows and states. A table takes the rows `reused` first, its own from reused_offsets [T + 1] on, then those from
-  // first_rows [T] on. new_rows [M]: the rows are written there. No id is inserted.
+  // rows [N] in table order -> last_seen [N], counts [N]: -1 and 0 for a free row, row -1, and a row of a table without
+  // scores.
+  m.def("read_scores_prepared(Tensor rows, Tensor table_offsets, Tensor tables) -> (Tensor last_seen, Tensor counts)");
+  // Writes the scores of rows [N] in table order, -1 is skipped; equal rows have equal scores.
   m.def(
-      "init_new_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
-      "Tensor reused_offsets, Tensor tables) -> ()");
+      "write_scores_prepared_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
+  // Gives rows to new ids [M], the new ids of each table from new_offsets [T + 1] on: their numbers, initial rows and
+  // states, scores with last_seen [T] and counts [M] (0 if left out), and slots. A table takes the rows `reused` first,
+  // its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows are written there.
+  m.def(
+      "add_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
+      "Tensor reused_offsets, Tensor last_seen, Tensor? counts, Tensor tables) -> ()");
+  // Removes distinct ids [M] in table order, which have rows [M], and their scores.
+  m.def("remove_rows_(Tensor ids, Tensor rows, Tensor table_offsets, Tensor tables) -> ()");
+  // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
+  // that inserts has; counted [M]: the occurrences that count. rules [T, 4]: kind, number, number of squares, 1 if the
+  // table has counters; squares [T, 33] (life/admission.h). counters: the prepared maps and scores of waiting ids, [0]
+  // without any. -> places [K] of the admitted ids. first and second: four lists, one after the other: admitted ids and
+  // counts; ids and rows of counters that are not needed any more; rows and new counts of other counters; ids and counts
+  // of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids, and of those that are not
+  // admitted. A GPU's host waits for these.
+  m.def(
+      "admit(Tensor new_ids, Tensor occurrences, Tensor new_offsets, Tensor? asks, Tensor? counted, Tensor rules, "
+      "Tensor squares, Tensor counters) -> (Tensor places, Tensor first, Tensor second, Tensor numbers)");
+  // `like` is any tensor on the device of the tables. Answers questions [Q, 5]: the `most` lowest rows of a table by count or last_seen, then by mixed id, unsigned, among
+  // rows [0, rows) with last_seen < before (or = before and count 0); all of these if there are fewer. A question is
+  // table, rows, 1 to compare counts or 0, before, most. half_lives [Q, 40]: the first steps of the half-lives of counts
+  // (life/scores.h), -1 for counts that do not decay. -> ids [K], rows [K] of all questions; offsets [Q + 1] on the CPU.
+  // last_seen: [K] if in_order, when each answer is by last_seen, then by mixed id; else [0], and the order is any.
+  // A GPU's host waits for the offsets.
+  m.def(
+      "lowest_rows(Tensor like, Tensor questions, Tensor? half_lives, bool in_order, Tensor tables) -> "
+      "(Tensor ids, Tensor rows, Tensor last_seen, Tensor offsets)");
+  // listed: lists [3, M] of ids, rows and last_seen; spans [L, 4]: the table of each, entries [begin, end), most. ->
+  // the ids [K] and rows [K] of the first `most` of these entries whose rows still have the listed last_seen; offsets
+  // [L + 1] and firsts [L], the first such entry of each list or `end`, on the CPU. A GPU's host waits for these.
+  m.def(
+      "choose_listed(Tensor[] listed, Tensor spans, Tensor tables) -> "
+      "(Tensor ids, Tensor rows, Tensor offsets, Tensor firsts)");
   // Finds the rows of ids [N] and pools them as gather_pool. lengths [B] or offsets [B + 1] of the bags, int32 or
   // int64, or both; first_bags [F + 1] of each feature; first_features [T + 1] of each table. Without segments each id
   // is a bag, and its row an output. pools: 0 nothing, 1 a batch without absent ids, 2 any batch, with zeros for absent

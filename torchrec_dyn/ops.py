@@ -167,27 +167,6 @@ def read_scores(rows: Tensor, scores: Sequence[Tensor], shift: int) -> tuple[Ten
 
 
 @_op
-def lowest_scores(
-    slots: Sequence[Tensor],
-    moved: Tensor,
-    scores: Sequence[Tensor],
-    shift: int,
-    rows: int,
-    by_count: bool,
-    before: int,
-    most: int,
-) -> tuple[Tensor, Tensor]:
-    """Finds the ids of one map with the lowest scores: by count or last_seen, then by mixed id, unsigned."""
-    return _two_lists(slots[0])
-
-
-@_op
-def oldest_first(ids: Tensor, last_seen: Tensor) -> Tensor:
-    """Returns the order of ids by last_seen, ties by mixed id, unsigned."""
-    return torch.empty_like(ids)
-
-
-@_op
 def mark_rows_(
     rows: Tensor,
     table_offsets: Tensor,
@@ -326,11 +305,62 @@ def find_and_pool(
 
 
 @_op
-def init_new_rows_(
+def read_scores_prepared(
+    rows: Tensor, table_offsets: Tensor, tables: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Reads scores of prepared tables."""
+    return torch.empty_like(rows), torch.empty_like(rows)
+
+
+@_op
+def write_scores_prepared_(
+    rows: Tensor, table_offsets: Tensor, last_seen: Tensor, counts: Tensor, tables: Tensor
+) -> None:
+    """Writes scores of prepared tables, in place."""
+
+
+@_op
+def add_rows_(
     new_rows: Tensor, new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor,
-    reused_offsets: Tensor, tables: Tensor,
+    reused_offsets: Tensor, last_seen: Tensor, counts: Tensor | None, tables: Tensor,
 ) -> None:  # fmt: skip
-    """Numbers the rows of new ids of prepared tables, and writes their initial rows and states, in place."""
+    """Gives rows to new ids of prepared tables, in place: their numbers, contents, scores and slots."""
+
+
+@_op
+def remove_rows_(ids: Tensor, rows: Tensor, table_offsets: Tensor, tables: Tensor) -> None:
+    """Removes ids of prepared tables and the scores of their rows, in place."""
+
+
+@_op
+def admit(
+    new_ids: Tensor, occurrences: Tensor, new_offsets: Tensor, asks: Tensor | None,
+    counted: Tensor | None, rules: Tensor, squares: Tensor, counters: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Decides which new ids of several tables get rows, and what becomes of the counters of all."""
+    first, second = _two_lists(new_ids)
+    places = new_ids.new_empty(torch.library.get_ctx().new_dynamic_size())
+    return places, first, second, new_offsets.new_empty(6 * (new_offsets.shape[0] - 1))
+
+
+@_op
+def lowest_rows(
+    like: Tensor, questions: Tensor, half_lives: Tensor | None, in_order: bool, tables: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finds the lowest rows of prepared tables: by count or last_seen, then by mixed id, unsigned."""
+    ids, rows = _two_lists(like)
+    last_seen = torch.empty_like(ids) if in_order else torch.empty_like(like[:0])
+    return ids, rows, last_seen, questions.new_empty(questions.shape[0] + 1)
+
+
+@_op
+def choose_listed(
+    listed: Sequence[Tensor], spans: Tensor, tables: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finds the first rows of lists whose last_seen is as listed."""
+    ids, rows = _two_lists(listed[0] if listed else tables)
+    lists = spans.shape[0]
+    return ids, rows, spans.new_empty(lists + 1), spans.new_empty(lists)
 
 
 @_op

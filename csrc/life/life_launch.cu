@@ -21,8 +21,5 @@ TORCHREC_DYN_LAUNCH(FreeScores);
 TORCHREC_DYN_LAUNCH(ClaimScores);
 TORCHREC_DYN_LAUNCH(WriteScores);
 TORCHREC_DYN_LAUNCH(ReadScores);
-TORCHREC_DYN_LAUNCH(ReadTieWords);
-TORCHREC_DYN_LAUNCH(ReadOrderKeys);
-TORCHREC_DYN_LAUNCH(WriteOrder);
 
 }  // namespace torchrec_dyn

@@ -41,9 +41,30 @@ TORCHREC_DYN_BOTH constexpr uint64_t order_key(uint64_t score, bool by_count) {
 TORCHREC_DYN_BOTH constexpr uint64_t tie_word(int64_t id) { return mix64(static_cast<uint64_t>(id)); }
 TORCHREC_DYN_BOTH constexpr int64_t id_of_tie_word(uint64_t word) { return static_cast<int64_t>(unmix64(word)); }
 
+// Counts that are halved at the start of every half-life (torchrec_dyn/life/decay.py): begins [kMostHalvings] are the
+// first steps of the present half-life and of those before it, ascending. The order key is the present count in 256ths,
+// rounded down, so that ids seen once differ by their age until nine half-lives have begun.
+constexpr int64_t kMostHalvings = 40;
+
+TORCHREC_DYN_BOTH constexpr uint64_t with_decayed_key(uint64_t score, const int64_t* begins) {
+  const auto last_seen = static_cast<int64_t>(last_seen_of(score));
+  int64_t begun = 0;
+  for (int64_t step = 32; step > 0; step /= 2)  // the number of first steps up to last_seen
+    if (begun + step <= kMostHalvings && begins[begun + step - 1] <= last_seen) begun += step;
+  const uint64_t key = count_of(score) << 8 >> (kMostHalvings - begun);
+  return (score & ~kMostCount) | (key < kMostCount ? key : kMostCount);
+}
+
 // The score of such numbers. A free row has no count.
 TORCHREC_DYN_BOTH constexpr uint64_t score_of(int64_t last_seen, int64_t count) {
   return last_seen < 0 ? kFreeScore : static_cast<uint64_t>(last_seen) << 32 | static_cast<uint64_t>(count);
+}
+
+// The count that a new row begins with.
+TORCHREC_DYN_BOTH inline int64_t first_count(const int64_t* counts, int64_t i) {
+  if (counts == nullptr || counts[i] < 0) return 0;
+  const auto most = static_cast<int64_t>(kMostCount);
+  return counts[i] < most ? counts[i] : most;
 }
 
 // The end of the words that qualify for eviction before the step `before`: a row last seen at `before` with count 0 was
@@ -61,9 +82,25 @@ TORCHREC_DYN_BOTH constexpr uint64_t touched(uint64_t score, uint64_t step, uint
 
 using ScoreBlocks = WordBlocks<uint64_t>;
 
+// Batches of tables: row -1 is skipped, as is any row of a table without scores.
+TORCHREC_DYN_BOTH inline bool is_scored(const ScoreBlocks& words, int64_t row) {
+  return words.capacity > 0 && row != -1;
+}
+
+// True if a listed row was neither seen nor removed since it was listed.
+TORCHREC_DYN_BOTH inline bool is_unchanged(const ScoreBlocks& words, int64_t row, int64_t last_seen) {
+  return words.holds(row) && static_cast<int64_t>(last_seen_of(*words.word(row))) == last_seen;
+}
+
 // Scores of a cache line: parts own whole lines.
 constexpr int64_t kLineScores = 8;
 constexpr int64_t kScoreBurst = 64;
+
+// Prefetches the scores of the burst of rows after the one that begins at `i`; rows may lie outside the table.
+TORCHREC_DYN_INLINE void prefetch_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t i, int64_t end) {
+  for (int64_t next = i + kScoreBurst; next < end && next < i + 2 * kScoreBurst; ++next)
+    if (scores.holds(rows[next])) __builtin_prefetch(scores.word(rows[next]), 1, 2);
+}
 
 // Prefetched words, and the number of touches of each word.
 struct ScoreTouches {

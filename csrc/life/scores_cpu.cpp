@@ -1,9 +1,5 @@
 // The scores of rows on the CPU: written and read by row.
-#include <algorithm>
 #include <atomic>
-#include <bit>
-#include <limits>
-#include <span>
 #include <tuple>
 #include <vector>
 
@@ -11,20 +7,12 @@
 #include "kernel.h"
 #include "life/scores_arguments.h"
 #include "parallel.h"
-#include "radix_sort.h"
 #include "storage/blocks_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kGrain = 2048;
-constexpr uint64_t kLowHalf = 0xFFFFFFFFull;
-
-// Prefetches the scores of the burst of rows after the one that begins at `i`; rows may lie outside the table.
-TORCHREC_DYN_INLINE void prefetch_scores(const ScoreBlocks& scores, const int64_t* rows, int64_t i, int64_t end) {
-  for (int64_t next = i + kScoreBurst; next < end && next < i + 2 * kScoreBurst; ++next)
-    if (scores.holds(rows[next])) __builtin_prefetch(scores.word(rows[next]), 1, 2);
-}
 
 void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& counts, std::vector<Tensor> scores,
                    int64_t shift) {
@@ -46,53 +34,6 @@ void write_scores_(const Tensor& rows, const Tensor& last_seen, const Tensor& co
     if (i % kScoreBurst == 0) prefetch_scores(words, row, i, rows.numel());
     *words.word(row[i]) = score_of(seen[i], count[i]);
   }
-}
-
-// Bits of tie words that an order of up to 2^18 ids is sorted by: two digits of a radix sort, and few of them are
-// equal.
-constexpr int kFewTieBits = 22;
-constexpr size_t kFewIds = size_t{1} << 18;
-
-// Sorts by key and tie word: first by the high bits of the tie words, counted from their least; then each run of equal
-// high bits, which is short, by the whole words; then by key, counted from the least key, which keeps the order of
-// equal keys.
-Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
-  check_ids_to_order(ids, last_seen, DeviceType::CPU);
-  const auto count = static_cast<size_t>(ids.numel());
-  const int64_t* id = const_data<int64_t>(ids);
-  const int64_t* seen = const_data<int64_t>(last_seen);
-  std::vector<uint64_t> ties, places;
-  ties.reserve(count);
-  places.reserve(count);
-  uint64_t least_tie = std::numeric_limits<uint64_t>::max(), most_tie = 0, least_seen = least_tie;
-  for (size_t i = 0; i < count; ++i) {
-    check_order_key(seen[i]);
-    ties.push_back(tie_word(id[i]));
-    least_tie = std::min(least_tie, ties.back());
-    most_tie = std::max(most_tie, ties.back());
-    least_seen = std::min(least_seen, static_cast<uint64_t>(seen[i]));
-  }
-  const int bits = count <= kFewIds ? kFewTieBits : 32;
-  const int less = count == 0 ? 0 : std::max(0, static_cast<int>(std::bit_width(most_tie - least_tie)) - bits);
-  SortableWords words(count + 1);
-  for (size_t i = 0; i < count; ++i) words.push_if(true, (ties[i] - least_tie) >> less << 32 | i);
-  words.sort_by_high_word();
-  const std::span<const uint64_t> sorted = words.words();
-  for (const uint64_t word : sorted) places.push_back(word & kLowHalf);
-  for (size_t begin = 0, end = 0; begin < count; begin = end) {
-    for (end = begin + 1; end < count && sorted[end] >> 32 == sorted[begin] >> 32;) ++end;
-    if (end - begin == 1) continue;
-    std::sort(places.begin() + static_cast<int64_t>(begin), places.begin() + static_cast<int64_t>(end),
-              [&](uint64_t a, uint64_t b) { return ties[a] < ties[b]; });
-  }
-  words.clear();
-  for (size_t i = 0; i < count; ++i)
-    words.push_if(true, (static_cast<uint64_t>(seen[places[i]]) - least_seen) << 32 | i);
-  words.sort_by_high_word();
-  Tensor order = new_int64(ids.numel());
-  int64_t* out = mutable_data<int64_t>(order);
-  for (const uint64_t word : words.words()) *out++ = static_cast<int64_t>(places[word & kLowHalf]);
-  return order;
 }
 
 std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> scores, int64_t shift) {
@@ -124,7 +65,6 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
 
 STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
   m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
-  m.impl(TORCHREC_DYN_KERNEL("oldest_first", &oldest_first));
   m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));
 }
 

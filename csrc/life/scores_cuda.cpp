@@ -54,31 +54,10 @@ std::tuple<Tensor, Tensor> read_scores(const Tensor& rows, std::vector<Tensor> s
   return {last_seen, counts};
 }
 
-// Sorts by tie word, then by key, which keeps the order of equal keys.
-Tensor oldest_first(const Tensor& ids, const Tensor& last_seen) {
-  check_ids_to_order(ids, last_seen, kDevice);
-  const int64_t n = ids.numel();
-  DeviceCall call(ids);
-  Tensor order = new_device_tensor({n});
-  if (n == 0) return order;
-  const int64_t* seen = const_data<int64_t>(last_seen);
-  auto* first_bad = call.zeros<int64_t>(1);
-  simt::Pairs places{call.allocate_for<uint64_t>(n), call.allocate_for<int64_t>(n)};
-  simt::launch(call.stream(), n, ReadTieWords{const_data<int64_t>(ids), seen, n, places, first_bad});
-  places = simt::sort_pairs(call.stream(), places, n);
-  simt::launch(call.stream(), n, ReadOrderKeys{seen, places});
-  places = simt::sort_pairs(call.stream(), places, n, 0, kOrderKeyBits);
-  simt::launch(call.stream(), n,
-               WriteOrder{places, mutable_data<int64_t>(order), seen, n, first_bad, call.errors(raise_order_error)});
-  call.finish();
-  return order;
-}
-
 }  // namespace
 
 TORCHREC_DYN_DEVICE_KERNELS(m) {
   m.impl(TORCHREC_DYN_KERNEL("write_scores_", &write_scores_));
-  m.impl(TORCHREC_DYN_KERNEL("oldest_first", &oldest_first));
   m.impl(TORCHREC_DYN_KERNEL("read_scores", &read_scores));
 }
 

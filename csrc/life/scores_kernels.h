@@ -1,4 +1,4 @@
-// The kernels of scores (simt.h): touched, written and read by row; and the order of ids by score.
+// The kernels of scores (simt.h): touched, written and read by row.
 #pragma once
 
 #include <cstdint>
@@ -144,44 +144,6 @@ struct ReadScores {
     const uint64_t score = holds ? *words.word(row) : kFreeScore;
     last_seen[i] = is_free(score) ? -1 : static_cast<int64_t>(last_seen_of(score));
     counts[i] = is_free(score) ? 0 : static_cast<int64_t>(count_of(score));
-  }
-};
-
-// The ids of oldest_first: keys are tie words, values are places in the call.
-struct ReadTieWords {
-  const int64_t* ids;
-  const int64_t* last_seen;
-  int64_t count;
-  simt::Pairs places;
-  int64_t* first_bad;  // 0, or the position of the first invalid last_seen - count
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    if (!is_order_key(last_seen[i])) simt::atomic_min(first_bad, i - count);
-    places.keys[i] = tie_word(ids[i]);
-    places.values[i] = i;
-  }
-};
-
-struct ReadOrderKeys {
-  const int64_t* last_seen;
-  simt::Pairs places;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    places.keys[i] = static_cast<uint64_t>(last_seen[places.values[i]]);
-  }
-};
-
-struct WriteOrder {
-  simt::Pairs places;
-  int64_t* order;
-  const int64_t* last_seen;
-  int64_t count;
-  const int64_t* first_bad;
-  ErrorReport errors;
-
-  TORCHREC_DYN_BOTH void operator()(int64_t i) const {
-    order[i] = places.values[i];
-    if (i == 0 && *first_bad != 0) errors.report(last_seen[count + *first_bad]);
   }
 };
 

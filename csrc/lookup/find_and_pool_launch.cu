@@ -1,5 +1,4 @@
 #include "bag_lengths_kernels.h"
-#include "lookup/new_rows_kernels.h"
 #include "simt_cuda.h"
 
 namespace torchrec_dyn {
@@ -7,6 +6,5 @@ namespace torchrec_dyn {
 TORCHREC_DYN_LAUNCH(ReadLengths);
 TORCHREC_DYN_LAUNCH(CopyOffsets);
 TORCHREC_DYN_LAUNCH(ReadBegins);
-TORCHREC_DYN_LAUNCH(NumberNewRows);
 
 }  // namespace torchrec_dyn

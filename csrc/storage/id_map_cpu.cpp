@@ -1,7 +1,6 @@
 // The ops of the id map on the CPU. Ids are in table order; table_offsets says where each table begins.
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -13,16 +12,14 @@
 #include "storage/find_rows_cpu.h"
 #include "storage/id_map.h"
 #include "storage/id_map_arguments.h"
+#include "storage/id_map_changes_cpu.h"
 #include "storage/id_map_growth_cpu.h"
-#include "storage/parts_cpu.h"
 #include "zeroed_memory.h"
 
 namespace torchrec_dyn {
 namespace {
 
 constexpr int64_t kFillGrain = 1 << 14;
-
-constexpr auto on_all_threads = [](int64_t tasks, const auto& task) { for_each_task(tasks, task); };
 
 TORCHREC_DYN_SIMD void mix_range(const uint64_t* in, uint64_t* out, int64_t begin, int64_t end) noexcept {
   for (int64_t i = begin; i < end; ++i) out[i] = mix64(in[i]);
@@ -63,19 +60,7 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t* offset = const_data<int64_t>(new_offsets);
   for (int64_t i = 0; i < new_rows.numel(); ++i) check_inserted_row(row[i]);
   SeparateMemory().writes(slots).reads(new_ids).reads(new_rows).reads(new_offsets).reads(moved).check("insert");
-  const std::unique_ptr<uint64_t[]> hashes = hashes_of(maps, id, offset, on_all_threads);
-  Parts parts(offset, part_bits_of(offset, maps), hashes.get(), on_all_threads);
-  bool full = false;
-  parts.visit_homes(
-      maps, hashes.get(),
-      [&](int64_t i, const SlotArray& array, int64_t limit) {
-        return insert_before(array, limit, id[i], row[i], hashes[static_cast<size_t>(i)]);
-      },
-      [&](int64_t i, const IdMapView& map) {
-        full |= !insert_absent(map, id[i], row[i], hashes[static_cast<size_t>(i)]);
-      },
-      on_all_threads);
-  check_inserted(!full);
+  check_inserted(MapChange(maps, id, offset).insert(row));
 }
 
 void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_rows) {
@@ -106,18 +91,8 @@ Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) 
   const std::vector<IdMapView> maps{one_map("erase", slots, moved)};
   SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
   Tensor rows = new_int64(ids.numel());
-  const int64_t* id = const_data<int64_t>(ids);
-  int64_t* row = mutable_data<int64_t>(rows);
   const int64_t offset[] = {0, ids.numel()};
-  const std::unique_ptr<uint64_t[]> hashes = hashes_of(maps, id, offset, on_all_threads);
-  Parts parts(offset, part_bits_of(offset, maps), hashes.get(), on_all_threads);
-  parts.visit_homes(
-      maps, hashes.get(),
-      [&](int64_t i, const SlotArray& array, int64_t limit) {
-        return erase_before(array, maps[0].hash, limit, id[i], hashes[static_cast<size_t>(i)], row[i]);
-      },
-      [&](int64_t i, const IdMapView& map) { row[i] = erase_id(map, id[i], hashes[static_cast<size_t>(i)]); },
-      on_all_threads);
+  MapChange(maps, const_data<int64_t>(ids), offset).erase(mutable_data<int64_t>(rows));
   return rows;
 }
 

@@ -8,6 +8,7 @@
 #include "device_call.h"
 #include "kernel.h"
 #include "storage/id_map_arguments.h"
+#include "storage/id_map_changes_cuda.h"
 #include "storage/id_map_kernels.h"
 
 namespace torchrec_dyn {
@@ -19,14 +20,6 @@ Tensor mix64_ids(const Tensor& ids) {
   Tensor out = new_device_tensor({ids.numel()});
   simt::launch(call.stream(), ids.numel(), MixIds{const_data<uint64_t>(ids), mutable_data<uint64_t>(out)});
   return out;
-}
-
-// The maps on the device. offsets [tables + 1]: where the ids of each table begin.
-TableMaps send_maps(DeviceCall& call, const std::vector<IdMapView>& views, const Tensor& offsets) {
-  std::vector<TableMap> maps;
-  maps.reserve(views.size());
-  for (size_t t = 0; t < views.size(); ++t) maps.push_back({views[t], const_data<int64_t>(offsets)[t]});
-  return {call.copy_of(maps), static_cast<int64_t>(maps.size())};
 }
 
 std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets, std::vector<Tensor> slots,
@@ -41,7 +34,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& ids, const Tensor& table_offsets
   simt::fill_zero(call.stream(), absent.mutable_data_ptr(), tables * static_cast<int64_t>(sizeof(int64_t)));
   if (ids.numel() == 0) return {rows, absent};
   simt::launch(call.stream(), ids.numel(),
-               FindRows{const_data<int64_t>(ids), send_maps(call, views, table_offsets), nullptr, nullptr,
+               FindRows{const_data<int64_t>(ids), send_maps(call, views, const_data<int64_t>(table_offsets)), nullptr, nullptr,
                         mutable_data<int64_t>(rows), mutable_data<int64_t>(absent), simt::error_record()});
   return {rows, absent};
 }
@@ -58,12 +51,8 @@ void insert(const Tensor& new_ids, const Tensor& new_rows, const Tensor& new_off
   const int64_t count = new_ids.numel();
   if (count == 0) return;
   DeviceCall call(new_ids);
-  const int64_t* id = const_data<int64_t>(new_ids);
-  const int64_t* row = const_data<int64_t>(new_rows);
-  const TableMaps maps = send_maps(call, views, new_offsets);
-  auto* first_bad = call.zeros<int64_t>(1);
-  simt::launch(call.stream(), count, CheckRows{row, count, first_bad});
-  simt::launch(call.stream(), count, InsertIds{id, row, count, maps, first_bad, call.errors(raise_insert_error)});
+  insert_ids(call, send_maps(call, views, const_data<int64_t>(new_offsets)), const_data<int64_t>(new_ids),
+             const_data<int64_t>(new_rows), count);
   call.finish();
 }
 
@@ -85,16 +74,12 @@ void fill_new_(const Tensor& rows, const Tensor& new_index, const Tensor& new_ro
 
 Tensor erase(const Tensor& ids, std::vector<Tensor> slots, const Tensor& moved) {
   check_tensor("erase", "ids", ids, ScalarType::Long, kDevice);
-  const IdMapView map = one_map("erase", slots, moved, ids.device());
+  const std::vector<IdMapView> maps{one_map("erase", slots, moved, ids.device())};
   SeparateMemory().writes(slots).reads(ids).reads(moved).check("erase");
-  const int64_t count = ids.numel();
   DeviceCall call(ids);
-  Tensor rows = new_device_tensor({count});
-  const LeavingIds leaving{const_data<int64_t>(ids), count, map, call.allocate_for<int64_t>(count)};
-  simt::launch(call.stream(), count, FindLeaving{leaving, mutable_data<int64_t>(rows)});
-  simt::launch(call.stream(), count, MarkLeaving{leaving});
-  simt::launch(call.stream(), count, FirstOfRun{leaving, mutable_data<int64_t>(rows)});
-  simt::launch(call.stream(), count, CloseGaps{leaving});
+  Tensor rows = new_device_tensor({ids.numel()});
+  const int64_t begin = 0;
+  erase_ids(call, send_maps(call, maps, &begin), const_data<int64_t>(ids), ids.numel(), mutable_data<int64_t>(rows));
   return rows;
 }
 

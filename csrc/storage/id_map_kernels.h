@@ -158,16 +158,17 @@ TORCHREC_DYN_BOTH inline int64_t find_slot(const SlotArray& array, int64_t id, u
   return kNoSlot;
 }
 
-// The ids that a call removes from one map.
+// The ids that a call removes from the maps of several tables.
 struct LeavingIds {
   const int64_t* ids;
   int64_t count;
-  IdMapView map;
+  TableMaps maps;
   int64_t* slots;  // of the ids, or kNoSlot
 
-  // A copy: a number in [0, 1] would index the arguments of a kernel in memory, not in registers.
-  TORCHREC_DYN_BOTH SlotArray array_of(int64_t i) const {
-    return map.hash(ids[i]) >= map.frontier ? map.arrays[1] : map.arrays[0];
+  TORCHREC_DYN_BOTH const IdMapView& map_of(int64_t i) const { return maps.maps[maps.table_of(i)].map; }
+  TORCHREC_DYN_BOTH const SlotArray& array_of(int64_t i) const {
+    const IdMapView& map = map_of(i);
+    return map.array_of(map.hash(ids[i]));
   }
   TORCHREC_DYN_BOTH bool is_leaving(const Slot& slot) const { return slot.place < kLeaving + count; }
 };
@@ -178,7 +179,7 @@ struct FindLeaving {
 
   TORCHREC_DYN_BOTH void operator()(int64_t i) const {
     const SlotArray array = leaving.array_of(i);
-    const int64_t slot = find_slot(array, leaving.ids[i], leaving.map.hash(leaving.ids[i]));
+    const int64_t slot = find_slot(array, leaving.ids[i], leaving.map_of(i).hash(leaving.ids[i]));
     leaving.slots[i] = slot;
     rows[i] = slot == kNoSlot ? kNoRow : array.slots[slot].row();
   }
@@ -236,7 +237,7 @@ struct CloseGaps {
     int64_t left = 0;
     for (int64_t end = slot; left < array.capacity && !array.slots[end].is_empty(); end = array.next(end)) ++left;
     for (; left > 0; --left, slot = array.next(slot))
-      while (leaving.is_leaving(array.slots[slot])) close_gap(array, leaving.map.hash, slot);
+      while (leaving.is_leaving(array.slots[slot])) close_gap(array, leaving.map_of(i).hash, slot);
   }
 };
 

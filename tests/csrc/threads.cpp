@@ -145,7 +145,7 @@ void write_parts_of_one_map() {
       check(parts.all().size() == 16, "the ids are cut into sixteen parts");
       parts.visit_homes(
           maps, hashes.get(),
-          [&](int64_t i, const SlotArray& array, int64_t limit) {
+          [&](int64_t i, const IdMapView&, const SlotArray& array, int64_t limit) {
             return in_part(static_cast<size_t>(i), array, limit, hashes[static_cast<size_t>(i)]);
           },
           [&](int64_t i, const IdMapView& map) {

@@ -7,8 +7,25 @@ The column shards of a table decide the same without communication. So no decisi
 numbers or Python's graphs.
 """
 
-from torchrec_dyn.life.admission import AdmissionCounters, Counters, Drop, most_counters
+from torchrec_dyn.life.admission import (
+    ADMITTED,
+    BEGUN,
+    DROPPED,
+    EVERY_ID,
+    LEFT_OUT,
+    NO_ID,
+    OCCURRED,
+    AdmissionCounters,
+    AdmissionRules,
+    Admitted,
+    Asked,
+    CounterTables,
+    admit,
+    most_counters,
+)
 from torchrec_dyn.life.clock import Clock, time_fault
-from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, Asked, Decision, RowLife
+from torchrec_dyn.life.expiry import AgeLimit
+from torchrec_dyn.life.lowest_rows import Chosen, Search, expired_rows, list_rows, lowest_rows
+from torchrec_dyn.life.row_life import STEPS_WITHOUT_TIME, RowLife
 from torchrec_dyn.life.saved_life import BY_ROW, LIFE, NOT_BY_ROW, check_life, last_step
-from torchrec_dyn.life.scores import NO_STEP, SCORE_BYTES, Scores
+from torchrec_dyn.life.scores import NO_STEP, SCORE_BYTES, ScoredMaps, Scores

@@ -1,38 +1,41 @@
-"""Admission: the counts of waiting ids (`AdmitAfter`), and draws of a chance (`AdmitWithProbability`).
+"""Admission: which ids without a row get one, and the counts of waiting ids (`AdmitAfter`).
 
-The draw of an id at a step is a pure function of the table's key, the id and the step, so every column shard
-and every run decides the same. Chances are made by multiplications alone: `pow` may differ in its last bit.
+The rules of all tables are decided by one op (csrc/life/admission.h). The draw of `AdmitWithProbability` for an
+id at a step is a pure function of the table's key, the id and the step, so every column shard and every run
+decides the same. Chances are made by multiplications alone: `pow` may differ in its last bit.
 
-Legend: M ids, Q waiting ids.
+Legend: T tables, M ids, Q waiting ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import knobs, ops
-from torchrec_dyn.life.clock import Clock
-from torchrec_dyn.life.eviction_candidates import EvictionCandidates
 from torchrec_dyn.life.expiry import AgeLimit
-from torchrec_dyn.life.scores import SCORE_BYTES, Scores
-from torchrec_dyn.policies import Admission, AdmitAfter
+from torchrec_dyn.life.listed_rows import ListedRows
+from torchrec_dyn.life.lowest_rows import Chosen, Search
+from torchrec_dyn.life.scores import SCORE_BYTES, ScoredMaps, Scores
+from torchrec_dyn.policies import Admission, AdmitAfter, AdmitWithProbability, Never
 from torchrec_dyn.storage import (
-    HostRead,
     IdMap,
     OpenForwards,
+    RowAddition,
     RowNumbers,
+    RowRemoval,
     block_shift,
-    places_of,
+    host_numbers,
+    offsets_of,
+    parts_of,
 )
 
 # At least a 64th of the counters, or rows, is freed at once, so that searches for the lowest scores are rare.
 FREED_SHARE = 64
-# Candidates listed at once, in such shares. Listed by age, a candidate takes 24 bytes: 3 for each counter or
-# row.
+# Rows listed at once, in such shares. A listed row takes 24 bytes: 3 for each counter or row.
 SHARES_AHEAD = 8
 # The default of AdmitAfter.counters: this many for each row, and never fewer than LEAST_COUNTERS.
 COUNTERS_A_ROW = 4
@@ -45,37 +48,25 @@ def most_counters(admission: Admission | None, row_limit: int, rows: int) -> int
     return admission.counters or min(row_limit, max(knobs.LEAST_COUNTERS, COUNTERS_A_ROW * rows))
 
 
-class Drop(NamedTuple):
-    """A prepared drop of counters: ids and rows [M] int64, and blank scores."""
-
-    ids: Tensor
-    rows: Tensor
-    blank: tuple[Tensor, Tensor]
-
-
-class Counters(NamedTuple):
-    """The counters of ids [M]: their rows, -1 for none, last_seen and counts, [M] int64 each."""
-
-    rows: Tensor
-    last_seen: Tensor
-    counts: Tensor
-
-
 class AdmissionCounters:
     """One counter for each waiting id: the step at which it was last seen, and its occurrences.
 
     Attributes:
         limit: the most counters that a training step keeps, whatever the rows in use.
         id_map: id -> row of its counter.
+        row_numbers: of the counters.
+        scores: of the counters.
+        age_limit: when counters expire; None if they do not.
     """
 
-    def __init__(self, limit: int, device: torch.device) -> None:
+    def __init__(self, limit: int, device: torch.device, age_limit: AgeLimit | None) -> None:
         self.limit = limit
         self.id_map = IdMap(limit, device)
-        self._numbers = RowNumbers(OpenForwards(), device)
-        self._scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
+        self.row_numbers = RowNumbers(OpenForwards(), device)
+        self.scores = Scores(block_shift(limit, SCORE_BYTES, device.type), device)
+        self.age_limit = age_limit
         self._device = device
-        self._candidates = EvictionCandidates(device)
+        self._listed = ListedRows(device)
 
     def __len__(self) -> int:
         return self.id_map.num_ids
@@ -83,105 +74,56 @@ class AdmissionCounters:
     @property
     def bytes(self) -> int:
         """Bytes of slots and counters."""
-        return self.id_map.bytes + self._numbers.high_water_mark * SCORE_BYTES
+        return self.id_map.bytes + self.row_numbers.high_water_mark * SCORE_BYTES
 
     def reserve(self, additional: int) -> None:
         """Makes room for `additional` more counters."""
         self.id_map.reserve(additional)
-        self._scores.store.reserve(self._numbers.highest_after(additional))
+        self.scores.store.reserve(self.row_numbers.highest_after(additional))
 
-    def waiting(self, ids: Tensor) -> Counters:
-        """Returns the counters of ids [M] int64; an id without one has row -1 and count 0."""
-        rows = self.id_map.lookup(ids)
-        return Counters(rows, *self._scores.read(rows))
-
-    def undo(self, ids: Tensor, counters: Counters) -> Callable[[], None]:
-        """Returns a call that brings the present counters of ids [M] int64, distinct, back."""
-        renumber = self._numbers.undo()
-
-        def restore() -> None:
-            self.drop(self.drop_of(ids))
-            places = (counters.rows >= 0).nonzero().flatten()
-            rows, last_seen, counts = (values[places] for values in counters)
-            self.id_map.insert(ids[places], rows)
-            self._scores.write(rows, last_seen, counts)
-            renumber()
-            self.forget_listed()
-
-        return restore
-
-    def num_due(self, age_limit: AgeLimit, step: int, clock: Clock) -> int:
-        """Returns how many counters are to be examined for `expired`. As `AgeLimit.num_due`.
-
-        `age_limit` is of these counters only.
-        """
-        return age_limit.num_due(
-            step, clock, self._scores, self.id_map, self._numbers.high_water_mark
-        )
-
-    def expired(self, age_limit: AgeLimit, due: int) -> HostRead[Drop]:
-        """Returns the drop of the counters that have expired, `due` of which are examined; drops nothing."""
-        return self.drop_found(*(yield from age_limit.expired(due, self._scores)))
+    def counts(self, ids: Tensor) -> Tensor:
+        """Returns the counts of ids [M] int64, 0 without a counter, [M] int64."""
+        return self.read(self.id_map.lookup(ids))[1]
 
     def write(self, ids: Tensor, last_seen: Tensor, counts: Tensor) -> None:
         """Writes the counters of ids, with or without a counter so far. Waits for a GPU.
 
         ids [M] int64, distinct; last_seen [M] int64, steps; counts [M] int64.
         """
-        rows = self.id_map.lookup(ids)
-        num_new = int((rows < 0).sum())
-        self.reserve(num_new)
-        self.write_found(ids, rows, last_seen, counts, num_new)
+        new = ids[self.id_map.lookup(ids) < 0]
+        self.reserve(new.numel())
+        handle = ScoredMaps([self.id_map], [self.scores]).get()
+        RowAddition({0: self}, new, {0: new.numel()}, {}, None, 1, handle).commit()
+        self.scores.write(self.id_map.lookup(ids), last_seen, counts)
 
-    def write_found(
-        self, ids: Tensor, rows: Tensor, last_seen: Tensor, counts: Tensor, num_new: int
-    ) -> None:
-        """Writes counters, for which room is reserved. As `AdmissionCounters.write`.
-
-        rows [M] int64 are those of the ids; `num_new` of them are -1: ids without a counter so far. They
-        become the new rows.
-        """
-        new = places_of(rows < 0, num_new)
-        rows[new] = new_rows = self._numbers.take(num_new)
-        self.id_map.insert(ids.index_select(0, new), new_rows)
-        self._scores.write(rows, last_seen, counts)
-
-    def surplus(self, step: int, limit: int) -> HostRead[Drop | None]:
-        """Returns the drop of counters above a limit, ids seen longest ago first; None if none is above."""
-        surplus = len(self) - limit
+    def search(self, table: int, step: int, limit: int, more: int) -> Search | None:
+        """Returns the search for counters above a limit with `more` of them, ids seen longest ago first."""
+        surplus = len(self) + more - limit
         if surplus <= 0:
             return None
         share = limit // FREED_SHARE
-        most, ahead, high = max(surplus, share), SHARES_AHEAD * share, self._numbers.high_water_mark
         # Counters of the present step may be dropped, but not listed: a further forward of the step may give
         # their rows to other ids, with the same `last_seen`.
-        lowest = self._candidates.lowest(
-            self._scores, self.id_map, high, step, most, ahead, until=step + 1
-        )
-        return self.drop_found(*(yield from lowest))
+        return Search(
+            table, self.row_numbers.high_water_mark, max(surplus, share), step, listed=self._listed,
+            ahead=SHARES_AHEAD * share, until=step + 1,
+        )  # fmt: skip
 
     def forget_listed(self) -> None:
-        """Drops the listed candidates. Call it after counters were written other than by a training step."""
-        self._candidates = EvictionCandidates(self._device)
+        """Drops the listed rows. Call it after counters were written other than by a training step."""
+        self._listed = ListedRows(self._device)
+        if self.age_limit is not None:
+            self.age_limit.forget_listed()
 
-    def drop_of(self, ids: Tensor) -> Drop:
-        """Returns the drop of the counters of ids [M] int64, distinct; skips ids without a counter."""
-        return self.drop_found(*self.id_map.find(ids))
-
-    def drop_found(self, ids: Tensor, rows: Tensor) -> Drop:
-        """Returns the drop of the counters of ids [M] int64, distinct, in rows [M] int64."""
-        return Drop(ids, rows, self._scores.blank(rows))
-
-    def drop(self, prepared: Drop) -> None:
-        """Drops counters."""
-        if prepared.ids.numel():
-            self.id_map.remove(prepared.ids)
-            self._scores.write(prepared.rows, *prepared.blank)
-            self._numbers.free(prepared.rows)
+    def removal(self, ids: Tensor) -> RowRemoval:
+        """Returns the removal of the counters of ids [M] int64, distinct; skips ids without a counter."""
+        ids, rows = self.id_map.find(ids)
+        handle = ScoredMaps([self.id_map], [self.scores]).get()
+        return RowRemoval({0: self}, ids, rows, {0: ids.numel()}, 1, handle)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns last_seen and counts of rows [M] int64 of `id_map`, [M] int64 each."""
-        return self._scores.read(rows)
+        return self.scores.read(rows)
 
     def export(self) -> Tensor:
         """Returns ids, last_seen and counts in canonical order, [3, Q] int64."""
@@ -189,44 +131,94 @@ class AdmissionCounters:
         return torch.stack([ids, *self.read(rows)])
 
 
+class Asked(NamedTuple):
+    """What the features of M ids without a row ask for, if some do not insert or do not count.
+
+    Attributes:
+        asks: [M] bool, True if a feature that inserts has the id.
+        counted: [M] int64, occurrences in this step that count for admission: of features that insert.
+    """
+
+    asks: Tensor
+    counted: Tensor
+
+
+class Admitted(NamedTuple):
+    """The admission of the new ids of several tables, in the order of the tables.
+
+    Attributes:
+        places: [K] int64, places of the admitted ids among the new ones.
+        ids, counts: [K] int64, the admitted ids, and their occurrences that count, also in earlier steps.
+        dropped: ids and rows of the counters that they had.
+        seen: rows and present counts of the counters of refused ids.
+        begun: ids and counts of refused ids without a counter.
+        numbers: of each table: admitted ids, and counters dropped, seen and begun; occurrences of all new
+            ids, and of those that are not admitted.
+    """
+
+    places: Tensor
+    ids: Tensor
+    counts: Tensor
+    dropped: tuple[Tensor, Tensor]
+    seen: tuple[Tensor, Tensor]
+    begun: tuple[Tensor, Tensor]
+    numbers: list[list[int]]
+
+    def sizes(self, column: int) -> dict[int, int]:
+        """Returns a column of `numbers` by number of the table, without zeros."""
+        return {t: numbers[column] for t, numbers in enumerate(self.numbers) if numbers[column]}
+
+
+ADMITTED, DROPPED, SEEN, BEGUN, OCCURRED, LEFT_OUT = range(6)
+_NEVER = 1 << 40
+_SQUARES = 33  # csrc/life/admission.h
+
+
+class AdmissionRule:
+    """The rule of one table, in the form that `ops.admit` takes.
+
+    Attributes:
+        squares: (1 - p)^(2^bit) of a chance, for the bits of a count.
+    """
+
+    def __init__(self, admission: Admission | None, key: int, has_counters: bool) -> None:
+        self._admission, self._key, self._has_counters = admission, key, has_counters
+        self.squares = [1.0] * _SQUARES
+        self._bits = 0
+        if isinstance(admission, AdmitWithProbability):
+            self.squares, self._bits = _squares_of(admission.p)
+
+    @property
+    def draws(self) -> bool:
+        """True if it depends on the step."""
+        return self._bits > 0
+
+    def numbers(self, step: int) -> tuple[int, int, int, int]:
+        """Returns kind, number, number of squares, and 1 with counters, for a step."""
+        if isinstance(self._admission, AdmitAfter):
+            return 1, self._admission.count, 0, int(self._has_counters)
+        if isinstance(self._admission, AdmitWithProbability):
+            # The word before those with which updates round (csrc/storage/rounding.h): no bits are shared.
+            word = _mixed((self._key + step * _GOLDEN) & _WORD)
+            return 2, word - (word >> 63 << 64), self._bits, 0
+        return (1, _NEVER, 0, 0) if isinstance(self._admission, Never) else (0, 0, 0, 0)
+
+
+EVERY_ID = AdmissionRule(None, 0, False)
+NO_ID = AdmissionRule(Never(), 0, False)
+
+_NO_COUNTERS = torch.empty(0, dtype=torch.int64, device="cpu")
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # as in csrc/mix64.h
-_DRAW_BITS = 53  # of a float64
-_LIST_BITS = 10  # two lists of 8 KB a table
-_COUNT_BITS = 33
 _NO_CHANCE = 2.0**-60  # 1 - this is 1
 
 
-class AdmissionChance:
-    """Admits an id with the chance 1 - (1 - p)^occurrences."""
-
-    def __init__(self, probability: float, key: int, device: torch.device) -> None:
-        self._key = key
-        squares = [1.0 - probability]  # (1 - p)^(2^bit), for the bits of a count
-        while squares[-1] >= _NO_CHANCE and len(squares) < _COUNT_BITS:
-            squares.append(squares[-1] * squares[-1])
-        self._most = 1 << len(squares) - 1  # no higher count has another chance
-        counts = torch.arange(1 + min(self._most, (1 << _LIST_BITS) - 1), device="cpu")
-        refusal = torch.ones(counts.shape, dtype=torch.float64, device="cpu")
-        for bit, square in enumerate(squares[:_LIST_BITS]):
-            refusal = _times(refusal, square, counts, bit)
-        self._squares = [*enumerate(squares)][_LIST_BITS:]  # of counts that are not listed
-        # Computed on the CPU: other streams use them, and only copies are waited for.
-        self._refusal, self._limit = refusal.to(device), _limit(refusal).to(device)
-
-    def admit(self, ids: Tensor, occurrences: Tensor, step: int) -> Tensor:
-        """Returns which ids [M] int64 are admitted, [M] bool; occurrences [M] int64 are up to 2^32."""
-        # The word before those with which updates round (csrc/storage/rounding.h): no bits are shared.
-        of_step = _mixed((self._key + step * _GOLDEN) & _WORD)
-        words = ops.mix64(ops.mix64(ops.mix64(ids) ^ (of_step - (of_step >> 63 << 64))))
-        draws = words >> (64 - _DRAW_BITS) & (1 << _DRAW_BITS) - 1
-        counts = occurrences.clamp(max=self._most)
-        if not self._squares or (counts.is_cpu and bool((counts < 1 << _LIST_BITS).all())):
-            return draws < self._limit.index_select(0, counts)
-        refusal = self._refusal.index_select(0, counts & (1 << _LIST_BITS) - 1)
-        for bit, square in self._squares:
-            refusal = _times(refusal, square, counts, bit)
-        return draws < _limit(refusal)
+def _squares_of(probability: float) -> tuple[list[float], int]:
+    """Returns the squares of a chance, and how many matter: no higher count has another chance."""
+    squares = [1.0 - probability]
+    while squares[-1] >= _NO_CHANCE and len(squares) < _SQUARES:
+        squares.append(squares[-1] * squares[-1])
+    return squares + [1.0] * (_SQUARES - len(squares)), len(squares)
 
 
 def _mixed(word: int) -> int:
@@ -236,10 +228,123 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-def _limit(refusal: Tensor) -> Tensor:
-    """Returns the number below which draws are admitted, for each chance of refusal."""
-    return (1.0 - refusal) * 2.0**_DRAW_BITS
+def admit(
+    new: tuple[Tensor, Tensor, Tensor], asked: Asked | None, rules: Tensor, squares: Tensor, counters: Tensor
+) -> Admitted:  # fmt: skip
+    """Decides the admission of new ids; writes nothing.
+
+    Args:
+        new: ids [M] int64, distinct; their occurrences in this step, [M] int64; where those of each table
+            begin, [T + 1] int64 on the CPU.
+        asked: None if all ids ask and all occurrences count.
+        rules, squares: of each table, as `ops.admit` takes them.
+        counters: the counters of waiting ids, prepared; [0] if no table has any.
+    """
+    new_ids, counts, offsets = new
+    asks, counted = (None, None) if asked is None else asked
+    places, first, second, numbers = ops.admit(
+        new_ids, counts, offsets, asks, counted, rules, squares, counters
+    )
+    of_tables = numbers.view(-1, 6).tolist()
+    sizes = [sum(own[column] for own in of_tables) for column in range(4)]
+    admitted, dropped, seen, begun = zip(first.split(sizes), second.split(sizes), strict=True)
+    return Admitted(places, *admitted, dropped, seen, begun, of_tables)
 
 
-def _times(refusal: Tensor, square: float, counts: Tensor, bit: int) -> Tensor:
-    return torch.where((counts >> bit & 1).bool(), refusal * square, refusal)
+class CounterChange:
+    """What a step does to the counters of waiting ids of several tables; making it changes nothing."""
+
+    def __init__(
+        self,
+        counters: Mapping[int, AdmissionCounters],
+        admitted: Admitted,
+        steps: Mapping[int, int],
+        count: int,
+        handle: Tensor,
+    ) -> None:
+        self._handle, self._seen = handle, admitted.seen
+        self._removal = RowRemoval(
+            counters, *admitted.dropped, admitted.sizes(DROPPED), count, handle
+        )
+        ids, counts = admitted.begun
+        self._addition = RowAddition(
+            counters, ids, admitted.sizes(BEGUN), steps, counts, count, handle
+        )
+        self._counters = counters
+        seen = admitted.sizes(SEEN)
+        self._offsets = offsets_of(seen, count)
+        rows, _ = admitted.seen
+        self._steps = torch.empty_like(rows)
+        for t, own in parts_of(self._steps, seen).items() if seen else ():
+            own.fill_(steps[t])
+
+    def commit(self) -> None:
+        """Drops the counters of admitted ids, and writes those of refused ids."""
+        self._removal.commit()
+        rows, counts = self._seen
+        if rows.numel():
+            ops.write_scores_prepared_(rows, self._offsets, self._steps, counts, self._handle)
+        self._addition.commit()
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a call that undoes a commit that comes next, or a part of it."""
+        rows, _ = self._seen
+        scores = ops.read_scores_prepared(rows, self._offsets, self._handle)
+        bring_back, added = self._removal.undo(), self._addition
+        touched = {*self._removal.sizes, *added.sizes}
+        renumber = [self._counters[t].row_numbers.undo() for t in touched]
+
+        def restore() -> None:
+            for t, ids in parts_of(added.ids, added.sizes).items() if added.sizes else ():
+                self._counters[t].removal(ids).commit()
+            bring_back()
+            ops.write_scores_prepared_(rows, self._offsets, *scores, self._handle)
+            for put_back in renumber:
+                put_back()
+            for t in touched:
+                self._counters[t].forget_listed()
+
+        return restore
+
+
+class CounterTables:
+    """The counters of T tables, by number of those that have some, prepared for the ops."""
+
+    def __init__(self, counters: Mapping[int, AdmissionCounters], count: int) -> None:
+        self.counters, self._count = counters, count
+        maps = [counters[t].id_map if t in counters else IdMap() for t in range(count)]
+        scores = [counters[t].scores if t in counters else None for t in range(count)]
+        self._prepared = ScoredMaps(maps, scores)
+
+    def get(self) -> Tensor:
+        """Returns the result of `ops.prepare_tables`; [0] if no table has counters."""
+        return self._prepared.get() if self.counters else _NO_COUNTERS
+
+    def removal(self, chosen: Chosen) -> RowRemoval:
+        """Returns the removal of counters."""
+        return RowRemoval(self.counters, *chosen, self._count, self.get())
+
+    def change(self, admitted: Admitted, steps: Mapping[int, int]) -> CounterChange:
+        """Returns what an admission at `steps` changes."""
+        return CounterChange(self.counters, admitted, steps, self._count, self.get())
+
+
+class AdmissionRules:
+    """The rules of T tables, in the form that `ops.admit` takes."""
+
+    def __init__(self, rules: Sequence[AdmissionRule]) -> None:
+        self._rules = rules
+        self._fixed = host_numbers([rule.numbers(0) for rule in rules])
+        self._squares = torch.tensor(
+            [rule.squares for rule in rules], dtype=torch.float64, device="cpu"
+        )
+        self._drawn = [t for t, rule in enumerate(rules) if rule.draws]
+
+    def at(self, step_of: Callable[[int], int]) -> tuple[Tensor, Tensor]:
+        """Returns the rules at the steps of the tables, [T, 4] int64, and the squares of chances, [T, 33]."""
+        rules = self._fixed
+        if self._drawn:
+            rules = rules.clone()
+            for t in self._drawn:
+                rules[t] = host_numbers(self._rules[t].numbers(step_of(t)))
+        return rules, self._squares

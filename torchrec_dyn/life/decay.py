@@ -15,14 +15,10 @@ from torch import Tensor
 from torchrec_dyn.life.clock import Clock
 from torchrec_dyn.life.scores import Scores
 from torchrec_dyn.policies import MOST_COUNT, LeastFrequentlyUsed, LowestScore
-from torchrec_dyn.storage import IdMap, RowStore, host_numbers
+from torchrec_dyn.storage import host_numbers
 
-# Keys are in 256ths: ids seen once differ by their age until nine half-lives have begun.
-_KEY_BITS = 8
-# After so many halvings every key is 0.
-_MOST_HALVINGS = 32 + _KEY_BITS
-_LOW_HALF = (1 << 32) - 1
-_KEYED_AT_ONCE = 1 << 20
+# After so many halvings every order key is 0 (csrc/life/scores.h).
+_MOST_HALVINGS = 40
 
 
 class Decay:
@@ -69,14 +65,6 @@ class Decay:
         halvings = (_halvings(last_seen, begins) - _halvings(steps, begins)).clamp_(min=0)
         return _halved(counts, halvings)
 
-    def keys(self, last_seen: Tensor, counts: Tensor, begins: list[int]) -> Tensor:
-        """Returns the order keys, [M] int64: present counts in 256ths, rounded down, below 2^32.
-
-        Of scores last_seen [M] and counts [M], and `begins` as for `present`.
-        """
-        halvings = _halvings(last_seen, begins)
-        return (counts << _KEY_BITS).bitwise_right_shift_(halvings).clamp_(max=MOST_COUNT)
-
     def touched(
         self, scores: Scores, rows: Tensor, times: Tensor | None, begins: list[int]
     ) -> tuple[Tensor, Tensor]:
@@ -108,36 +96,3 @@ def _halvings(last_seen: Tensor, begins: list[int]) -> Tensor:
     """Returns how many half-lives have begun after the steps last_seen [M], [M] int64."""
     steps = host_numbers(begins).to(last_seen.device, non_blocking=True)
     return _MOST_HALVINGS - torch.searchsorted(steps, last_seen, right=True)
-
-
-class DecayedScores:
-    """The scores of a table as an eviction compares them: with keys in place of counts."""
-
-    def __init__(self, scores: Scores, decay: Decay, begins: list[int]) -> None:
-        self._scores = scores
-        self._decay = decay
-        self._begins = begins
-
-    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last_seen and keys of rows [M] int64, [M] int64 each. As `Scores.read`."""
-        last_seen, counts = self._scores.read(rows)
-        return last_seen, self._decay.keys(last_seen, counts, self._begins)
-
-    def lowest(
-        self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the ids and rows of the lowest scores. As `Scores.lowest`, on a copy of all words."""
-        store = self._scores.store
-        keyed = Scores(store.shift, store.device)
-        keyed.store = RowStore(1, store.shift, torch.int64, store.device)
-        keyed.store.blocks = [self._keyed(block) for block in store.blocks_of_first(high)]
-        return keyed.lowest(id_map, high, before, most, by_count)
-
-    def _keyed(self, words: Tensor) -> Tensor:
-        """Returns a copy of words (csrc/life/scores.h) with keys for counts; the words of free rows stay."""
-        made = torch.empty_like(words)
-        for some, into in zip(words.split(_KEYED_AT_ONCE), made.split(_KEYED_AT_ONCE), strict=True):
-            counts, last_seen = some & _LOW_HALF, (some >> 32) & _LOW_HALF
-            keys = self._decay.keys(last_seen, counts, self._begins)
-            torch.bitwise_or(some & ~_LOW_HALF, keys, out=into)
-        return made

@@ -12,13 +12,11 @@ Legend: M expired rows.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from torchrec_dyn.life.clock import Clock
-from torchrec_dyn.life.eviction_candidates import EvictionCandidates
-from torchrec_dyn.life.scores import Scores
+from torchrec_dyn.life.listed_rows import ListedRows
+from torchrec_dyn.life.lowest_rows import Listing
 from torchrec_dyn.policies import ExpireAfter
-from torchrec_dyn.storage import HostRead, IdMap
 
 # One search serves a 16th of the lifetime of a row.
 _AHEAD_SHARE = 16
@@ -29,13 +27,13 @@ class AgeLimit:
 
     Attributes:
         steps: the limit in steps; None if it is in the clock's unit.
+        listed: the rows that expire next: all that were last seen before its end, but for removed rows.
     """
 
     def __init__(self, policy: ExpireAfter, device: torch.device) -> None:
         self.steps, self._time = policy.steps, policy.time
         self._device = device
-        self._candidates = EvictionCandidates(device)
-        self._listed_until = 0  # every row last seen before this step is listed or was removed
+        self.listed = ListedRows(device)
 
     def horizon(self, step: int, clock: Clock) -> int:
         """Returns the horizon at `step`: rows last seen before it have expired at `step`."""
@@ -45,33 +43,31 @@ class AgeLimit:
             return 0
         return clock.first_step_since(clock.now - self._time)
 
-    def num_due(self, step: int, clock: Clock, scores: Scores, id_map: IdMap, high: int) -> int:
-        """Returns how many listed rows have expired when `step` begins, if not seen since the search.
+    def listing(self, table: int, high: int, step: int, clock: Clock) -> Listing | None:
+        """Returns the list that is needed to know the rows that have expired when `step` begins, if any is.
 
-        `high` is the high-water mark of its row numbers.
+        `high` is the high-water mark of their numbers.
         """
         horizon = self.horizon(step, clock)
-        if horizon > self._listed_until:
-            # Rows seen or assigned from now on must not belong on the list, even if this step fails.
-            ahead = horizon + max(1, (step - horizon) // _AHEAD_SHARE)
-            until = max(horizon, min(step - 1, ahead))
-            self._candidates.list(scores, id_map, high, until, high)
-            self._listed_until = until
-        return self._candidates.seen_before(horizon)
+        if horizon <= self.listed.until:
+            return None
+        # Rows seen or assigned from now on must not belong on the list, even if this step fails.
+        ahead = horizon + max(1, (step - horizon) // _AHEAD_SHARE)
+        return Listing(table, high, high, max(horizon, min(step - 1, ahead)), self.listed)
+
+    def num_due(self, step: int, clock: Clock) -> int:
+        """Returns how many listed rows have expired when `step` begins, if not seen since the search."""
+        return self.listed.seen_before(self.horizon(step, clock))
 
     @property
     def next_horizon(self) -> int:
         """The least horizon at which rows may be due, after those due earlier were removed."""
-        return 1 + min(self._listed_until, self._candidates.first_seen)
-
-    def expired(self, due: int, scores: Scores) -> HostRead[tuple[Tensor, Tensor]]:
-        """Returns the ids [M] int64 and rows [M] int64 that have expired among the first `due` listed."""
-        return self._candidates.front(due, scores)
+        return 1 + min(self.listed.until, self.listed.first_seen)
 
     def forget_listed(self) -> None:
         """Drops the list. Call it after scores were written other than by a training step."""
-        self._candidates, self._listed_until = EvictionCandidates(self._device), 0
+        self.listed = ListedRows(self._device)
 
     def drop_expired(self, step: int, clock: Clock) -> None:
         """Drops the rows expired at `step` from the list. Call it after they were removed."""
-        self._candidates.drop(self._candidates.seen_before(self.horizon(step, clock)))
+        self.listed.drop(self.num_due(step, clock))

@@ -1,15 +1,25 @@
 """Scores: the last step and the number of occurrences of each row; they decide eviction (csrc/life/scores.h).
 
-Legend: M rows.
+Legend: T tables, M rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from torchrec_dyn import ops
-from torchrec_dyn.storage import IdMap, RowStore
+from torchrec_dyn.storage import (
+    BLOCKS,
+    SLOTS,
+    IdMap,
+    MapList,
+    RowStore,
+    blocks_of,
+    host_numbers,
+)
 
 SCORE_BYTES = 8
 # A step has 32 bits; the last number marks a row without an id.
@@ -37,26 +47,29 @@ class Scores:
         """Writes last_seen [M] int64, steps, and counts [M] int64, up to MOST_COUNT, of distinct rows [M]."""
         ops.write_scores_(rows, last_seen, counts, self.store.blocks, self.store.shift)
 
-    def forget(self, rows: Tensor) -> None:
-        """Marks rows [M] int64 as rows without an id."""
-        self.write(rows, *self.blank(rows))
 
-    def blank(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns last_seen and counts of rows [M] int64 without an id, [M] int64 each."""
-        return torch.full_like(rows, -1), torch.zeros_like(rows)
+_NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
 
-    def lowest(
-        self, id_map: IdMap, high: int, before: int, most: int, by_count: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the `most` rows of lowest scores, exactly; of equal scores the lowest mixed ids, unsigned.
 
-        Compares last_seen; with `by_count`, counts. Rows of step `before` and later are never chosen, except
-        rows assigned at it and not seen yet (count 0). `high` is the high-water mark of its row numbers.
+class ScoredMaps:
+    """The maps and scores of T tables as ops take them, prepared again when they have other slots or blocks."""
 
-        Returns:
-            ids: [M] int64, in the order of `ops.lowest_scores`: use the set of them only.
-            rows: [M] int64.
-        """
-        slots, moved = id_map.arrays()
-        blocks, shift = self.store.blocks, self.store.shift
-        return ops.lowest_scores(slots, moved, blocks, shift, high, by_count, before, most)
+    def __init__(self, maps: Sequence[IdMap], scores: Sequence[Scores | None]) -> None:
+        self._maps = MapList(maps)
+        self._stores = [_NO_SCORES if own is None else own.store for own in scores]
+        self._tokens: tuple[object, object] = (None, None)
+        self._handle: Tensor
+
+    def get(self) -> Tensor:
+        """Returns the result of `ops.prepare_tables`."""
+        tokens = SLOTS.now, BLOCKS.now
+        if self._tokens[0] is not tokens[0] or self._tokens[1] is not tokens[1]:
+            scores, no_rows = (
+                blocks_of(self._stores),
+                host_numbers([(0, 0, 0, 1)] * len(self._stores)),
+            )
+            self._handle = ops.prepare_tables(
+                *self._maps.arrays(), [], [], no_rows, 0, [], [], None, None, [], scores.blocks, scores.layout
+            )  # fmt: skip
+            self._tokens = tokens
+        return self._handle

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torchrec_dyn import ops
 from torchrec_dyn.lookup.deferred_updates import Update
 from torchrec_dyn.optimizers import RULES, OptimizerKind
 from torchrec_dyn.storage import host_numbers
-from torchrec_dyn.table import ranges_of
 
 _NUMBERS_AT_ONCE = 1 << 22  # float64 copies of them are made for a norm
 
@@ -58,7 +58,7 @@ def row_sums(update: Update, columns: Sequence[int], is_mean: bool) -> list[RowS
     sums: list[RowSums] = []
     blocks: list[Tensor] = []
     lines: list[list[int]] = []
-    ranges = ranges_of(begins)
+    ranges = _ranges_of(begins)
     for number, width in enumerate(columns):
         of_table = ranges.get(number, slice(0, 0))
         count = of_table.stop - of_table.start
@@ -108,6 +108,15 @@ def _zeros(rows: int, columns: int, update: Update) -> Tensor:
     """
     absent = update.forward.rows.new_full((rows,), -1)
     return ops.gather_rows(absent, [update.grad.new_empty(1, columns)], 0, columns, torch.float32)
+
+
+def _ranges_of(new_offsets: Tensor) -> dict[int, slice]:
+    """Returns the range of each table's ids of `ops.collect_new`, by number of the table; none is empty.
+
+    new_offsets [T + 1] int64: where the ids of each table begin.
+    """
+    bounds = enumerate(pairwise(new_offsets.tolist()))
+    return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
 
 
 def norm_of(sums: Sequence[RowSums], power: float) -> Tensor:

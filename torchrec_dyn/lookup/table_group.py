@@ -262,7 +262,7 @@ class TableGroup:
         if out is _UNKNOWN or self.in_files:
             blocks, is_pooled = lists.prepared.rows(), True
             out = ops.gather_pool(
-                step.rows, bags.offsets, weights, blocks.weights, blocks.layout, bags.segments,
+                step.rows, bags.offsets, weights, blocks.blocks, blocks.layout, bags.segments,
                 self.is_mean, bags.elements, self.output_dtype,
             )  # fmt: skip
         if initial_ids is not None or not is_pooled:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.config import DynamicTableConfig
-from torchrec_dyn.life import NO_STEP, RowLife
+from torchrec_dyn.life import (
+    EVERY_ID,
+    NO_ID,
+    NO_STEP,
+    AdmissionRules,
+    CounterTables,
+    RowLife,
+)
 from torchrec_dyn.storage import (
     CLOCKS,
     TABLES,
@@ -84,7 +91,10 @@ class TrainedTables:
         first_steps: [T] int64, the step of each table before the forwards of the shared counters; 0 for a
             frozen table.
         most_steps: the largest of `first_steps` among tables with a life.
+        lives: the lives of tables, by number.
         with_life: numbers of the tables with a life.
+        counting: the counters of waiting ids, by number of the tables that have them.
+        counters: these as ops take them.
         decaying: numbers of the tables whose counts decay.
         units: the weight of one unit of a count, by number of the tables that count weights.
         row_limits: [T] int64, the limit of each table that evicts when it is full, for other tables 2^63 - 1.
@@ -101,6 +111,13 @@ class TrainedTables:
         self.shared = _share_counters([*tables.values()])
         self.prepared = prepared
         lives = {t: table.life for t, table in tables.items() if table.life is not None}
+        self.lives = lives
+        self.counting = {t: own.waiting for t, own in lives.items() if own.waiting is not None}
+        self.counters = CounterTables(self.counting, count)
+        rules = [NO_ID] * count
+        for t, table in tables.items():
+            rules[t] = EVERY_ID if table.life is None else table.life.rule
+        self._rules = AdmissionRules(rules)
         steps, limits = [0] * count, [_NO_LIMIT] * count
         for t, table in tables.items():
             steps[t] = table.own.step
@@ -120,19 +137,22 @@ class TrainedTables:
             self._is_trained = torch.zeros(count, dtype=torch.bool, device="cpu")
             self._is_trained[list(tables)] = True
 
-    def has_life(self, number: int) -> bool:
-        """Returns True if a trained table has a life."""
-        return self.tables[number].life is not None
-
     def due(self) -> list[int]:
         """Returns the numbers of the tables of which rows, or counters, may expire in the next forward."""
         step = self.shared.counted.steps + (self.shared.earlier is None)
         return self._expiry.due(self.tables, step)
 
-    def note_looked(self, due: Sequence[int]) -> None:
-        """Notes that the expired rows of the tables that were `due` are removed in the present step."""
+    def note_step(self, due: Sequence[int], acting: set[int]) -> None:
+        """Notes a step: its tables that were `due` have lost their expired rows, and these have changed."""
+        for t in {*self.watched, *due, *acting} & self.lives.keys():
+            self.lives[t].drop_expired(self.tables[t].step)
+        self.watched = acting
         if due:
             self._expiry.note_looked(self.tables, due)
+
+    def rules(self) -> tuple[Tensor, Tensor]:
+        """Returns the rules of admission in the next step, as `ops.admit` takes them."""
+        return self._rules.at(lambda t: self.tables[t].next_step)
 
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.

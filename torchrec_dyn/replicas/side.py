@@ -30,7 +30,7 @@ from torchrec_dyn.replicas.merge import (
     packed,
     unpacked,
 )
-from torchrec_dyn.storage import locked, read, to_host, turn_of
+from torchrec_dyn.storage import locked, to_host, turn_of
 from torchrec_dyn.table import TableShard, append, beside, merge
 
 _NO_COUNTERS = torch.empty(3, 0, dtype=torch.int64, device="cpu")
@@ -309,7 +309,5 @@ def _cut(shard: TableShard) -> None:
         shard.remove(*lowest, "evicted_full")
     if life.waiting is not None:
         before = len(life.waiting)
-        drop = read(life.surplus_counters(shard.step, shard.id_map.num_ids))
-        if drop is not None:
-            life.waiting.drop(drop)
+        life.drop_surplus_counters(shard.step, shard.id_map.num_ids)
         shard.counters["counters_dropped"] += before - len(life.waiting)

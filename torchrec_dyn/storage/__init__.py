@@ -22,14 +22,11 @@ from torchrec_dyn.storage.change_log import (
     unrecorded,
 )
 from torchrec_dyn.storage.host_reads import (
-    HostRead,
-    gather_pair,
     host_numbers,
     keep_in_use,
     on_device,
     places_of,
     read,
-    read_together,
     stream_on,
     to_host,
     wait_for_stream,
@@ -44,16 +41,18 @@ from torchrec_dyn.storage.id_map import (
     MapList,
     canonical_keys,
     canonical_order,
-    insert_all,
     most_slots,
     new_key,
 )
 from torchrec_dyn.storage.interrupts import change, commit, torn_error
-from torchrec_dyn.storage.row_numbers import Allocation, OpenForward, OpenForwards, RowNumbers
+from torchrec_dyn.storage.row_changes import RowAddition, RowRemoval, joined, offsets_of, parts_of
+from torchrec_dyn.storage.row_numbers import OpenForward, OpenForwards, RowNumbers
 from torchrec_dyn.storage.row_store import (
     InitialRows,
     RowStore,
+    TableBlocks,
     block_shift,
+    blocks_of,
     most_block_bytes,
     most_store_bytes,
 )

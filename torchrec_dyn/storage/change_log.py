@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn import knobs
-from torchrec_dyn.storage.host_reads import HostRead, places_of, read
+from torchrec_dyn.storage.host_reads import places_of, read
 from torchrec_dyn.storage.id_map import IdMap
 from torchrec_dyn.storage.row_marks import (
     RowMarks,
@@ -168,7 +168,7 @@ class ChangeLog:
         if self.touched is not None:
             self.touched.rest = None
 
-    def with_removed(self, ids: Tensor, rows: Tensor) -> HostRead[list[_Removed]]:
+    def with_removed(self, ids: Tensor, rows: Tensor) -> list[_Removed]:
         """Returns `removed` as it must be when ids [M] int64 lose their rows [M] int64; changes nothing."""
         versions = self._numbers()
         removed = [piece for piece in self.removed if piece.at >= min(versions, default=0)]
@@ -180,7 +180,7 @@ class ChangeLog:
         )
         if sum(piece.ids.numel() for piece in unsifted) > most:
             del removed[-len(unsifted) :]
-            for piece in (yield from _sifted(unsifted, versions)):
+            for piece in _sifted(unsifted, versions):
                 _append(removed, piece)
         return removed
 
@@ -205,7 +205,7 @@ class ChangeLog:
             changed.fill(self.number)
         removed = [
             piece._replace(ids=piece.ids.to(device), added=piece.added.to(device))
-            for piece in read(self.with_removed(ids, rows))
+            for piece in self.with_removed(ids, rows)
         ]
         marks = {"touched": touched, "changed": changed, "added": added}
         return {**marks, "removed": removed, "_device": device}
@@ -241,11 +241,11 @@ class ChangeLog:
         return (0 if changed is None else changed.bytes) + self.added.bytes + removed
 
 
-def _sifted(pieces: Sequence[_Removed], versions: Sequence[int]) -> HostRead[list[_Removed]]:
+def _sifted(pieces: Sequence[_Removed], versions: Sequence[int]) -> list[_Removed]:
     """Returns removed ids without those that were added after the latest version before their removal."""
     latest = [max((m for m in versions if m <= piece.at), default=0) for piece in pieces]
     masks = [piece.added < version for piece, version in zip(pieces, latest, strict=True)]
-    counts = yield [mask.count_nonzero() for mask in masks]
+    counts = read([mask.count_nonzero() for mask in masks])
     places = [places_of(mask, count) for mask, count in zip(masks, counts, strict=True)]
     return [
         _Removed(piece.at, piece.ids[own], piece.added[own], is_sifted=True)

@@ -1,26 +1,18 @@
-"""Host reads: computations that need numbers of a GPU on the host. The host waits once for many of them.
+"""Numbers and rows that cross between host and device, and the streams on which calls run.
 
-A host read is a generator. It yields tensors and is sent their numbers; its return value is its result. The
-tables of a step run their host reads together: one copy brings the numbers of all. Rows cross between
-host and device in pieces.
+The host waits once for many numbers. Rows cross in pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _HOST = torch.empty(0, dtype=torch.int64, device="cpu")
-
-_Result = TypeVar("_Result")
-_Other = TypeVar("_Other")
-# Yields int64 tensors [] or [K] of one device, at least one, and is sent their numbers.
-HostRead: TypeAlias = Generator[Sequence[Tensor], Sequence[int], _Result]
 
 
 def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -31,57 +23,14 @@ def host_numbers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return _HOST.new_tensor(numbers)
 
 
-def read(reading: HostRead[_Result]) -> _Result:
-    """Runs a host read and returns its result."""
-    try:
-        asked = next(reading)
-        while True:
-            if asked[0].is_cpu:  # nothing to wait for
-                numbers: list[int] = []
-                for tensor in asked:
-                    numbers += tensor.tolist() if tensor.dim() else (int(tensor),)
-            else:
-                numbers = torch.hstack(list(asked)).tolist()
-            asked = reading.send(numbers)
-    except StopIteration as end:
-        result: _Result = end.value
-        return result
-
-
-def gather_reads(host_reads: Sequence[HostRead[_Result]]) -> HostRead[list[_Result]]:
-    """Returns a host read that runs several side by side and returns their results, in their order."""
-    results: list[Any] = [None] * len(host_reads)
-    running = [(place, reading, 0) for place, reading in enumerate(host_reads)]
-    numbers: Iterator[int] = iter(())
-    while True:
-        asking: list[tuple[int, HostRead[_Result], int]] = []
-        asked: list[Tensor] = []
-        for place, reading, count in running:
-            try:
-                # A generator that has not started accepts nothing but `next`.
-                tensors = reading.send(list(islice(numbers, count))) if count else next(reading)
-            except StopIteration as end:
-                results[place] = end.value
-            else:
-                asking.append((place, reading, sum(tensor.numel() for tensor in tensors)))
-                asked += tensors
-        if not asked:
-            return results
-        numbers, running = iter((yield asked)), asking
-
-
-def gather_pair(
-    first: HostRead[_Result], second: HostRead[_Other]
-) -> HostRead[tuple[_Result, _Other]]:
-    """Returns a host read that runs two of different kinds side by side and returns both results."""
-    both: list[Any] = [first, second]
-    results = yield from gather_reads(both)
-    return results[0], results[1]
-
-
-def read_together(host_reads: Sequence[HostRead[_Result]]) -> list[_Result]:
-    """Runs host reads side by side and returns their results, in their order."""
-    return read(gather_reads(host_reads)) if host_reads else []
+def read(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the numbers of int64 tensors [] or [K] of one device: a GPU's host waits once for all."""
+    if not tensors:
+        return []
+    if tensors[0].is_cpu:  # nothing to wait for
+        return [int(number) for tensor in tensors for number in tensor.flatten().tolist()]
+    numbers: list[int] = torch.hstack(list(tensors)).tolist()
+    return numbers
 
 
 def places_of(mask: Tensor, count: int) -> Tensor:

@@ -79,9 +79,10 @@ class OpenForwards:
 
 
 class Allocation(NamedTuple):
-    """Rows to hand out: `reused` [M] int64, then those from `first` on; and the free rows afterwards."""
+    """Rows to hand out: `reused`, parts [M] int64, then those from `first` on; and the free rows afterwards."""
 
-    reused: Tensor
+    reused: list[Tensor]
+    num_reused: int
     first: int
     high_water_mark: int
     whole: int
@@ -105,35 +106,25 @@ class RowNumbers:
         self.num_free = 0
         self.withheld_parts: list[tuple[int, Tensor]] = []
 
-    def take(self, count: int) -> Tensor:
-        """Hands out and returns `count` distinct rows, [count] int64."""
-        allocation = self.prepare(count)
-        self.commit(allocation)
-        return self.rows_of(allocation)
-
-    def rows_of(self, allocation: Allocation) -> Tensor:
-        """Returns the rows that an allocation hands out, [M] int64."""
-        fresh = torch.arange(allocation.first, allocation.high_water_mark, device=self._device)
-        return torch.cat([allocation.reused, fresh]) if allocation.reused.numel() else fresh
-
     def prepare(self, count: int) -> Allocation:
-        """Returns what `take(count)` would hand out. The rows stay free, so they may be written."""
+        """Returns `count` distinct rows to hand out. They stay free, so they may be written."""
         self._release()
-        reused = min(count, self.num_free)
-        first, num_free = self.high_water_mark, self.num_free - reused
-        high = first + count - reused
-        rows: list[Tensor] = []
+        num_reused = left = min(count, self.num_free)
+        first, num_free = self.high_water_mark, self.num_free - num_reused
+        reused: list[Tensor] = []
         rest: list[Tensor] = []
         whole = len(self._free)
-        while reused:
+        while left:
             whole -= 1
             free = self._free[whole]
             keep_in_use(free)  # another stream may have freed these rows
-            rows.append(free[:reused])
-            rest = [free[reused:]] if free.numel() > reused else []
-            reused -= rows[-1].numel()
-        taken = torch.cat(rows[::-1]) if rows else self._nothing
-        return Allocation(taken, first, high, whole, rest, num_free)
+            if free.numel() > left:
+                free, remaining = free[:left], free[left:]
+                rest = [remaining]
+            reused.append(free)
+            left -= free.numel()
+        high = first + count - num_reused
+        return Allocation(reused[::-1], num_reused, first, high, whole, rest, num_free)
 
     def commit(self, allocation: Allocation) -> None:
         """Hands out the rows that were just prepared."""
@@ -141,7 +132,7 @@ class RowNumbers:
         self._free[allocation.whole :] = allocation.rest
 
     def highest_after(self, count: int) -> int:
-        """Returns the value that `high_water_mark` would have after `take(count)`."""
+        """Returns the value that `high_water_mark` would have after `count` more rows."""
         self._release()
         return self.high_water_mark + max(0, count - self.num_free)
 

@@ -29,7 +29,7 @@ from torchrec_dyn.storage.block_memory import (
     lasting,
     mapped_block,
 )
-from torchrec_dyn.storage.host_reads import for_device, keep_in_use
+from torchrec_dyn.storage.host_reads import for_device, host_numbers, keep_in_use
 from torchrec_dyn.storage.id_map import BLOCKS, SLOT_BYTES
 
 _LINE_BYTES = 64
@@ -310,3 +310,27 @@ class InitialRows:
         if states:
             for state, number in zip(states, self.initial_states, strict=True):
                 state.fill(rows, number)
+
+
+@dataclass(frozen=True)
+class TableBlocks:
+    """The blocks of one store of each of T tables: one flat list, and a layout of each table.
+
+    Attributes:
+        blocks: the blocks of all tables, one after another.
+        layout: [T, 4] int64 (csrc/storage/blocks.h).
+    """
+
+    blocks: list[Tensor]
+    layout: Tensor
+
+
+def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
+    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
+    lines: list[list[int]] = []
+    blocks: list[Tensor] = []
+    for place, store in enumerate(stores):
+        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
+        lines.append([len(blocks), len(own), store.shift, store.columns])
+        blocks.extend(own)
+    return TableBlocks(blocks, host_numbers(lines))

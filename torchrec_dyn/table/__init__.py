@@ -1,9 +1,8 @@
 """One table, or one column shard of it, on one rank.
 
 Imports `life`, `storage` and the ground; torch alone. Start with `shard`: TableShard has the calls on the
-arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows,
-`table_step` is the part of a training step that changes one table. `contents` is the saved form of a table,
-`row_writes` the writes of many rows.
+arrays of a table and the life of its rows (`arrays`). `insertion` gives rows to unseen ids and frees rows.
+`contents` is the saved form of a table, `row_writes` the writes of many rows.
 
 A call that fails changes nothing; inputs are checked first (`checks`).
 """
@@ -17,11 +16,11 @@ from torchrec_dyn.table.contents import (
 from torchrec_dyn.table.counters import Counted, SharedCounters, on_shared_counters
 from torchrec_dyn.table.insertion import (
     Additions,
+    Removals,
     Unseen,
     count_late_grads,
     insert_unseen,
     prepare_unseen,
-    ranges_of,
 )
 from torchrec_dyn.table.prepared_tables import PreparedTables
 from torchrec_dyn.table.row_writes import (
@@ -36,16 +35,3 @@ from torchrec_dyn.table.row_writes import (
 )
 from torchrec_dyn.table.sampling import check_draw, draw_places, ids_at
 from torchrec_dyn.table.shard import TableShard, set_clocks
-from torchrec_dyn.table.table_step import (
-    Expired,
-    TableStep,
-    admission,
-    check_need,
-    expired_of,
-    make_room,
-    prepare,
-    prepare_rows,
-    prepare_touch,
-    remove_expired,
-    rows_of_steps,
-)

@@ -130,6 +130,11 @@ class TableArrays:
         own = self.own
         return own.step + own.shared.counted.steps + (own.shared.earlier is None)
 
+    def first_seen(self, is_trained: bool) -> int:
+        """The `last_seen` of rows that ids get now, in the next training forward or outside of training."""
+        step = self.next_step if is_trained else self.step
+        return step if self.life is None else self.life.first_seen(step)
+
     @property
     def edits(self) -> int:
         """Number of calls that wrote rows, or added or removed ids."""

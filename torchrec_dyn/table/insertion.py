@@ -5,9 +5,8 @@ Legend: T tables, N ids, M distinct unseen ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from torchrec_dyn import ops
 from torchrec_dyn.storage import (
-    Allocation,
-    HostRead,
     MapList,
+    RowAddition,
+    RowRemoval,
     change,
     host_numbers,
-    insert_all,
+    joined,
+    parts_of,
     read,
 )
 from torchrec_dyn.table.arrays import TableArrays
@@ -41,30 +41,13 @@ def find_rows(maps: MapList, ids: Tensor, table_offsets: Tensor) -> tuple[Tensor
         RuntimeError: on a GPU, an earlier op had invalid arguments (csrc/device_errors.h).
     """
     rows, absent = ops.lookup(ids, table_offsets, *maps.arrays())
-    return rows, absent if ids.is_cpu else read(read_absent(absent, ids))
-
-
-def read_absent(absent: Tensor, ids: Tensor) -> HostRead[Tensor]:
-    """Returns absent [T] int64 of `ops.lookup`, with its ids [N], on the CPU.
-
-    Raises the error that the sign of a GPU's numbers marks.
-    """
     if absent.is_cpu:
-        return absent
-    numbers = yield [absent]
+        return rows, absent
+    numbers = read([absent])
     if min(numbers, default=0) < 0:
         ops.raise_errors(ids)  # if another thread has raised the error, nothing is raised
         numbers = [number & _COUNT_BITS for number in numbers]
-    return host_numbers(numbers)
-
-
-def ranges_of(new_offsets: Tensor) -> dict[int, slice]:
-    """Returns the range of each table's new ids of `ops.collect_new`, by number of the table; none is empty.
-
-    new_offsets [T + 1] int64: where the new ids of each table begin.
-    """
-    bounds = enumerate(pairwise(new_offsets.tolist()))
-    return {t: slice(begin, end) for t, (begin, end) in bounds if end > begin}
+    return rows, host_numbers(numbers)
 
 
 class Unseen(NamedTuple):
@@ -72,24 +55,26 @@ class Unseen(NamedTuple):
 
     Attributes:
         additions: of the tables that insert.
-        new_ids, new_index: as of `ops.collect_new`.
-        ranges: of each table's new ids.
+        new_index: [N] int64, the place of an absent id among all of them, -1 for other ids.
+        places: [K] int64, which of these the additions have; None: all.
+        num_absent: number of all of them.
     """
 
     additions: Additions
-    new_ids: Tensor
     new_index: Tensor
-    ranges: dict[int, slice]
+    places: Tensor | None
+    num_absent: int
 
-    def fill(self, rows: Tensor, new_rows: Mapping[int, Tensor] | None = None) -> None:
-        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions.
-
-        new_rows: the rows of each table's new ids, -1 for one without; None if each has one.
-        """
-        if self.additions.of_tables:
-            if new_rows is None:
-                new_rows = {t: added.rows for t, added in self.additions.of_tables.items()}
-            ops.fill_new_(rows, self.new_index, rows_of_new(self.new_ids, self.ranges, new_rows))
+    def fill(self, rows: Tensor) -> None:
+        """Writes the new rows into rows [N] int64 of the lookup, after the commit of the additions."""
+        new_rows = self.additions.rows
+        if not new_rows.numel():
+            return
+        if self.places is not None and new_rows.numel() < self.num_absent:
+            new_rows = new_rows.new_full((self.num_absent,), -1).index_copy_(
+                0, self.places, new_rows
+            )
+        ops.fill_new_(rows, self.new_index, new_rows)
 
 
 def insert_unseen(
@@ -123,197 +108,144 @@ def prepare_unseen(
         RuntimeError: a table is full or memory is out; all tables hold the same ids as before.
     """
     new_ids, _, new_offsets, new_index = ops.collect_new(ids, rows, table_offsets)
-    ranges = ranges_of(new_offsets)
-    fresh = {t: new_ids[range_of] for t, range_of in ranges.items() if t in tables}
-    for t, ids_of_table in fresh.items():
-        tables[t].check_room(ids_of_table.numel())
-    for t, ids_of_table in fresh.items():
-        tables[t].reserve(ids_of_table.numel())
-    return Unseen(prepare_additions(tables, prepared, fresh), new_ids, new_index, ranges)
-
-
-def rows_of_new(
-    new_ids: Tensor, ranges: Mapping[int, slice], new_rows: Mapping[int, Tensor]
-) -> Tensor:
-    """Returns the rows of new ids, [M] int64; -1 for an id of a table without `new_rows`.
-
-    new_ids [M] int64, table after table. ranges: as `ranges_of` returns them. new_rows: the rows of a table's
-    new ids, by number of the table.
-    """
-    return _joined(
-        [
-            new_rows[t] if t in new_rows else torch.full_like(new_ids[range_of], -1)
-            for t, range_of in ranges.items()
+    ends, places = new_offsets.tolist(), None
+    sizes = {t: end - begin for t, (begin, end) in enumerate(pairwise(ends)) if t in tables}
+    count = new_ids.numel()
+    for t, size in sizes.items():
+        tables[t].check_room(size)
+    for t, size in sizes.items():
+        if size:
+            tables[t].reserve(size)
+    if sum(sizes.values()) < count:
+        ranges = [
+            torch.arange(ends[t], ends[t + 1], device=ids.device)
+            for t, size in sizes.items()
+            if size
         ]
-    )
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Returns tensors one after the other; a single tensor is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-class Addition:
-    """Fresh rows of new ids of one table; its parts are those of all tables, which `Additions` writes.
-
-    ids [M] int64 are distinct and absent, rows [M] int64 theirs after the commit. counts [M] int64 are their
-    occurrences, None outside training. In training the ids have no admission counters any more.
-    """
-
-    def __init__(
-        self,
-        table: TableArrays,
-        ids: Tensor,
-        rows: Tensor,
-        allocation: Allocation,
-        counts: Tensor | None,
-    ) -> None:
-        self.table = table
-        self.ids = ids
-        self.rows = rows
-        self._allocation = allocation
-        self._add_scores = None
-        if table.life is not None:
-            step = table.step if counts is None else table.next_step
-            self._add_scores = table.life.prepare_rows(ids, rows, step, counts)
-
-    def commit(self) -> None:
-        """Gives the rows to the ids, but for the slots of the map."""
-        table = self.table
-        table.row_numbers.commit(self._allocation)
-        if table.optimizer.own is not None:  # whose states the op does not know
-            for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
-                store.fill(self.rows, number)
-        if self._add_scores is not None:
-            self._add_scores()
-        log = table.change_log
-        if log is not None:
-            log.add(self.ids, self.rows, table.id_map)
-        table.own = table.own._replace(edits=table.own.edits + 1)
-        table.counters["inserted"] += self.ids.numel()
+        places = joined(ranges, new_ids)
+        new_ids = new_ids.index_select(0, places)
+    return Unseen(Additions(tables, prepared, new_ids, sizes), new_index, places, count)
 
 
 class Additions:
-    """Prepared fresh rows of the new ids of several tables, by number of the table.
+    """Prepared fresh rows of the new ids of several tables, by number of the table; room is reserved.
 
     Nothing is written before the commit: the rows may be those of ids that are removed in the same change,
     which an exception brings back.
     """
 
-    def __init__(self, of_tables: Mapping[int, Addition], *init: Tensor) -> None:
-        self.of_tables = of_tables
-        self._init = init  # the arguments of `ops.init_new_rows_`
+    def __init__(
+        self,
+        tables: Mapping[int, TableArrays],
+        prepared: PreparedTables,
+        ids: Tensor,
+        sizes: Mapping[int, int],
+        counts: Tensor | None = None,
+    ) -> None:
+        """Prepares rows.
+
+        ids [M] int64, table after table, `sizes` of each, are distinct and absent. counts [M] int64 are their
+        occurrences; None outside of training, when the counters of waiting ids are dropped, too.
+        """
+        last_seen = {
+            t: tables[t].first_seen(is_trained=counts is not None)
+            for t, size in sizes.items()
+            if size
+        }
+        self._added = RowAddition(
+            tables, ids, sizes, last_seen, counts, len(prepared.tables), prepared.get()
+        )
+        self._tables = {t: tables[t] for t in self._added.sizes}
+        self._ids = parts_of(ids, self._added.sizes)
+        self._rows = parts_of(self._added.rows, self._added.sizes)
+        self._drops = [
+            table.life.waiting.removal(self._ids[t])
+            for t, table in self._tables.items()
+            if counts is None and table.life is not None and table.life.waiting is not None
+        ]
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the ids after the commit, [M] int64."""
+        return self._added.rows
 
     def commit(self) -> None:
         """Writes the rows and gives them to their ids, in a commit of the tables."""
-        if not self.of_tables:
-            return
-        rows, ids, *_ = self._init
-        ops.init_new_rows_(*self._init)
-        added = self.of_tables.values()
-        for of_table in added:
-            of_table.commit()
-        maps = [of_table.table.id_map for of_table in added]
-        insert_all(maps, [of_table.ids.numel() for of_table in added], ids, rows)
+        self._added.commit()
+        for drop in self._drops:
+            drop.commit()
+        for t, table in self._tables.items():
+            ids, rows = self._ids[t], self._rows[t]
+            if table.optimizer.own is not None:  # whose states the op does not know
+                for store, number in zip(table.states, table.optimizer.initial_states, strict=True):
+                    store.fill(rows, number)
+            log = table.change_log
+            if log is not None:
+                log.add(ids, rows, table.id_map)
+            table.own = table.own._replace(edits=table.own.edits + 1)
+            table.counters["inserted"] += ids.numel()
 
 
-def prepare_additions(
-    tables: Mapping[int, TableArrays],
-    prepared: PreparedTables,
-    ids: Mapping[int, Tensor],
-    counts: Mapping[int, Tensor] = MappingProxyType({}),
-) -> Additions:
-    """Prepares fresh rows of new ids, by number of the table in `prepared`; room is reserved.
+class Removals:
+    """A prepared removal of ids of several tables, by number of the table."""
 
-    ids [M] int64 of each table are distinct and absent. counts [M] int64 are their occurrences; none outside
-    training.
-    """
-    if not ids:
-        return Additions({})
-    numbers, number = sorted(ids), len(prepared.tables)
-    sizes, firsts, reused = [0] * number, [0] * number, [0] * number
-    taken = {t: tables[t].row_numbers.prepare(ids[t].numel()) for t in numbers}
-    for t, allocation in taken.items():
-        sizes[t], firsts[t] = ids[t].numel(), allocation.first
-        reused[t] = allocation.reused.numel()
-    all_reused = _joined([taken[t].reused for t in numbers])
-    new_ids = _joined([ids[t] for t in numbers])
-    new_rows = torch.empty_like(new_ids)
-    own = new_rows.split([sizes[t] for t in numbers])
-    of_tables = {
-        t: Addition(tables[t], ids[t], rows, taken[t], counts.get(t))
-        for t, rows in zip(numbers, own, strict=True)
-    }
-    return Additions(
-        of_tables,
-        *(new_rows, new_ids, _offsets(sizes), host_numbers(firsts), all_reused, _offsets(reused)),
-        prepared.get(),
-    )
-
-
-def _offsets(sizes: Sequence[int]) -> Tensor:
-    return host_numbers([*accumulate(sizes, initial=0)])
-
-
-class Removal:
-    """A prepared removal of ids of one table; `prepare` makes it."""
-
-    def __init__(self, table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> None:
-        self._table = table
-        self._ids = ids
-        self._rows = rows
-        self._cause = cause
-        if table.life is not None:
-            self._blank = table.life.scores.blank(rows)
-        self._log = table.change_log
-        self._logged = None if self._log is None else self._log.removed
-
-    @classmethod
-    def prepare(
-        cls, table: TableArrays, ids: Tensor, rows: Tensor, cause: str
-    ) -> HostRead[Removal]:
+    def __init__(
+        self,
+        tables: Mapping[int, TableArrays],
+        prepared: PreparedTables,
+        ids: Tensor,
+        rows: Tensor,
+        sizes: Mapping[int, int],
+        cause: str,
+    ) -> None:
         """Prepares a removal and changes nothing, but that it may record the rows as changed.
 
-        ids [M] int64 are distinct, rows [M] int64 are their rows. `cause` is the counter of `stats` that
-        counts them.
+        ids [M] int64, table after table, `sizes` of each, are distinct, rows [M] int64 are their rows.
+        `cause` is the counter of `stats` that counts them.
         """
-        removal = cls(table, ids, rows, cause)
-        if removal._log is not None:
-            removal._log.touch(ids, rows)
-            removal._logged = yield from removal._log.with_removed(ids, rows)
-        return removal
+        self._removal = RowRemoval(tables, ids, rows, sizes, len(prepared.tables), prepared.get())
+        self.sizes, self._cause = self._removal.sizes, cause
+        self._tables = {t: tables[t] for t in self.sizes}
+        logs = {
+            t: log for t, table in self._tables.items() if (log := table.change_log) is not None
+        }
+        self._logged = {}
+        own = parts_of(ids, self.sizes) if logs else {}
+        for t, log in logs.items():
+            its_rows = self._removal.rows_of()[t]
+            log.touch(own[t], its_rows)
+            self._logged[t] = log, log.with_removed(own[t], its_rows)
 
     def commit(self) -> None:
         """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
-        table = self._table
-        table.id_map.remove(self._ids)
-        if self._log is not None and self._logged is not None:
-            self._log.removed = self._logged
-        if table.life is not None:
-            table.life.forget_rows(self._rows, self._blank)
-        table.row_numbers.free(self._rows)
-        table.counters[self._cause] += self._rows.numel()
+        self._removal.commit()
+        for log, removed in self._logged.values():
+            log.removed = removed
+        for t, size in self.sizes.items():
+            self._tables[t].counters[self._cause] += size
 
     def undo(self) -> Callable[[], None]:
         """Returns a call that undoes a commit that comes next, or a part of it."""
-        table, log = self._table, self._log
-        life, renumber = table.life, table.row_numbers.undo()
-        removed = None if log is None else log.removed
-        scores = None if life is None else life.scores.read(self._rows)
-        counted = table.counters[self._cause]
+        bring_back, cause = self._removal.undo(), self._cause
+        removed = [(log, log.removed) for log, _ in self._logged.values()]
+        counted = [(table, table.counters[cause]) for table in self._tables.values()]
 
         def restore() -> None:
-            missing = (table.id_map.lookup(self._ids) < 0).nonzero().flatten()
-            table.id_map.insert(self._ids[missing], self._rows[missing])
-            if log is not None and removed is not None:
-                log.removed = removed
-            if life is not None and scores is not None:
-                life.scores.write(self._rows, *scores)
-                life.forget_listed()
-            renumber()
-            table.counters[self._cause] = counted
+            bring_back()
+            for log, before in removed:
+                log.removed = before
+            for table, count in counted:
+                table.counters[cause] = count
+                if table.life is not None:
+                    table.life.forget_listed()
 
         return restore
+
+
+def removal_of(table: TableArrays, ids: Tensor, rows: Tensor, cause: str) -> Removals:
+    """Returns the removal of ids of one table. As `Removals`."""
+    sizes = {0: ids.numel()}
+    return Removals({0: table}, PreparedTables([table]), ids, rows, sizes, cause)
 
 
 def count_late_grads(

@@ -6,7 +6,6 @@ Legend: T tables.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -15,35 +14,19 @@ from torch import Tensor
 from torchrec_dyn import ops
 from torchrec_dyn.config import OnNonfinite
 from torchrec_dyn.optimizers import RULES, OptimizerKind
-from torchrec_dyn.storage import BLOCKS, SLOTS, MapList, RowStore, host_numbers
+from torchrec_dyn.storage import (
+    BLOCKS,
+    SLOTS,
+    MapList,
+    RowStore,
+    TableBlocks,
+    blocks_of,
+    host_numbers,
+)
 from torchrec_dyn.table.arrays import TableArrays
 
 _ON_NONFINITE = get_args(OnNonfinite)
 _NO_SCORES = RowStore(1, 0, torch.int64, torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class TableBlocks:
-    """The blocks of one store of each of T tables: one flat list, and a layout of each table.
-
-    Attributes:
-        weights: the blocks of all tables, one after another.
-        layout: [T, 4] int64 (csrc/storage/blocks.h).
-    """
-
-    weights: list[Tensor]
-    layout: Tensor
-
-
-def blocks_of(stores: Sequence[RowStore], rows: Sequence[int] | None = None) -> TableBlocks:
-    """Returns the blocks of T stores, one for each table; with `rows` [T], only those of its first rows."""
-    lines: list[list[int]] = []
-    blocks: list[Tensor] = []
-    for place, store in enumerate(stores):
-        own = store.blocks if rows is None else store.blocks_of_first(rows[place])
-        lines.append([len(blocks), len(own), store.shift, store.columns])
-        blocks.extend(own)
-    return TableBlocks(blocks, host_numbers(lines))
 
 
 class PreparedTables:
@@ -98,9 +81,9 @@ class PreparedTables:
         what = [_ON_NONFINITE.index(table.config.on_nonfinite) for table in self.tables]
         slots, moved = self.maps.arrays()
         self._handle = ops.prepare_tables(
-            slots, moved, self._rows.weights, states, self._rows.layout, rule,
+            slots, moved, self._rows.blocks, states, self._rows.layout, rule,
             what if nonfinite else [], nonfinite, self._initial, self._parameters, numbers,
-            self._scores.weights, self._scores.layout,
+            self._scores.blocks, self._scores.layout,
         )  # fmt: skip
 
     def _score_stores(self) -> list[RowStore]:

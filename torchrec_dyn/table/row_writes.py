@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from torchrec_dyn.life import Clock, RowLife, last_step
-from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device, read
+from torchrec_dyn.storage import TABLES, keep_in_use, note_changed, on_device
 from torchrec_dyn.table.arrays import TableArrays
 from torchrec_dyn.table.contents import named_states, stamp_of, stored_life, stored_rows
-from torchrec_dyn.table.insertion import Removal, prepare_additions
+from torchrec_dyn.table.insertion import Additions, removal_of
 from torchrec_dyn.table.prepared_tables import PreparedTables
 
 Commit = Callable[[], None]
@@ -160,9 +160,10 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
     is_new = targets < 0
     known, new = ids[~is_new], ids[is_new]
     table.reserve(new.numel())
-    removal = read(Removal.prepare(table, *table.id_map.find(removed.to(device)), "erased"))
-    fresh = {0: new} if new.numel() else {}
-    additions = prepare_additions({0: table}, PreparedTables([table]), fresh)
+    removed, their_rows = table.id_map.find(removed.to(device))
+    removal = removal_of(table, removed, their_rows, "erased")
+    no_scores = torch.full_like(their_rows, -1), torch.zeros_like(their_rows)
+    additions = Additions({0: table}, PreparedTables([table]), new, {0: new.numel()})
     offsets = torch.tensor([0, known.numel()], device="cpu")
     note_changed([log], known, targets[~is_new], offsets)
     new_places = is_new.nonzero().flatten()
@@ -178,14 +179,14 @@ def merge(table: TableArrays, rows: TableArrays, removed: Tensor) -> Commit:
             )
         table.life = life
         additions.commit()
-        for addition in additions.of_tables.values():
-            targets.index_copy_(0, new_places, addition.rows)
+        targets.index_copy_(0, new_places, additions.rows)
         removal.commit()
         for store, new_rows in zip(table.stores, rows.stores, strict=True):
             blocks = zip(targets.split(1 << new_rows.shift), new_rows.blocks, strict=False)
             for some, block in blocks:
                 store.write(some, block[: some.numel()])
         if life is not None and scores is not None:
+            life.scores.write(their_rows, *no_scores)
             life.scores.write(targets, *scores)
         table.step = step
         table.generation += 1  # the backward of an earlier forward must not write to these rows

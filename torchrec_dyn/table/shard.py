@@ -24,7 +24,6 @@ from torchrec_dyn.storage import (
     commit,
     locked,
     note_changed,
-    read,
     turn_of,
 )
 from torchrec_dyn.table.arrays import TableArrays
@@ -45,10 +44,10 @@ from torchrec_dyn.table.contents import (
 )
 from torchrec_dyn.table.counters import SharedCounters
 from torchrec_dyn.table.insertion import (
-    Removal,
     find_rows,
     insert_unseen,
     prepare_unseen,
+    removal_of,
 )
 from torchrec_dyn.table.prepared_tables import PreparedTables
 from torchrec_dyn.table.row_writes import beside, copy_rows, replace, write_state
@@ -158,15 +157,15 @@ class TableShard(TableArrays):
         ids = torch.unique(self._ids_here(ids, "erase"))
         log, waiting = self.change_log, None if self.life is None else self.life.waiting
         with_row, rows = self.id_map.find(ids)
-        removal = read(Removal.prepare(self, with_row, rows, "erased"))
-        drop = waiting.drop_of(ids) if waiting is not None else None
+        removal = removal_of(self, with_row, rows, "erased")
+        drop = None if waiting is None else waiting.removal(ids)
 
         def remove() -> None:
             self.count_edit()
             if log is not None:
                 log.note_erased(ids)
-            if waiting is not None and drop is not None:
-                waiting.drop(drop)
+            if drop is not None:
+                drop.commit()
             removal.commit()
 
         return rows.numel(), remove
@@ -174,9 +173,9 @@ class TableShard(TableArrays):
     def remove(self, ids: Tensor, rows: Tensor, cause: str) -> int:
         """Removes ids and frees their rows: of all ids or of none. Returns the number of ids.
 
-        ids [M] int64, rows [M] int64 and `cause` as of `Removal.prepare`.
+        ids [M] int64, rows [M] int64 and `cause` as of `Removals`.
         """
-        read(Removal.prepare(self, ids, rows, cause)).commit()
+        removal_of(self, ids, rows, cause).commit()
         return rows.numel()
 
     @locked

@@ -1,4 +1,4 @@
-// The ids and rows with the lowest scores of one map, on the CPU.
+// The ids and rows with the lowest scores of prepared tables, on the CPU; and those of lists of them.
 #include "life/lowest_scores_cpu.h"
 
 #include <algorithm>
@@ -6,12 +6,9 @@
 #include <tuple>
 #include <vector>
 
-#include "checks.h"
-#include "kernel.h"
-#include "life/scores_arguments.h"
+#include "life/oldest_first_cpu.h"
+#include "lookup/lowest_rows_arguments.h"
 #include "parallel.h"
-#include "storage/blocks_arguments.h"
-#include "storage/id_map_arguments.h"
 
 namespace torchrec_dyn {
 namespace {
@@ -117,25 +114,17 @@ std::vector<uint64_t> tie_words(const std::vector<MarkedSlots>& found) {
 }
 
 template <typename Marks>
-std::tuple<Tensor, Tensor> ids_and_rows(const std::vector<MarkedSlots>& found, const Marks& marks, uint64_t last_tie) {
+std::vector<Slot> chosen_slots(const std::vector<MarkedSlots>& found, const Marks& marks, uint64_t last_tie) {
   std::vector<Slot> kept;
   for (const MarkedSlots& piece : found)
     for (const Slot& slot : piece.slots)
       if (!marks.is_tie(slot.place) || tie_word(slot.id) <= last_tie) kept.push_back(slot);
-  const auto count = static_cast<int64_t>(kept.size());
-  std::tuple<Tensor, Tensor> result{new_int64(count), new_int64(count)};
-  int64_t* id = mutable_data<int64_t>(std::get<0>(result));
-  int64_t* row = mutable_data<int64_t>(std::get<1>(result));
-  for (const Slot& slot : kept) {
-    *id++ = slot.id;
-    *row++ = slot.row();
-  }
-  return result;
+  return kept;
 }
 
 // The ids and rows up to the cut; of the ties at the cut, the rows with the lowest tie words.
 template <typename Marks, typename Mark>
-std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
+std::vector<Slot> rows_up_to(const IdMapView& map, const Question& asked, const Cut& cut, bool only_ties,
                                       const Mark& mark) {
   Marks marks(asked.rows);
   for_each_piece(asked.rows, kRowPiece, [&](int64_t begin, int64_t end) {
@@ -146,7 +135,7 @@ std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& aske
   const bool all = cut.needed == cut.ties;
   std::vector<MarkedSlots> found =
       collect(map, marks, all ? kNoBound : bound_of_ties(map, marks, cut.needed, cut.ties), only_ties);
-  if (all) return ids_and_rows(found, marks, kNoBound);
+  if (all) return chosen_slots(found, marks, kNoBound);
   std::vector<uint64_t> ties = tie_words(found);
   if (ties.size() < cut.needed) {
     found = collect(map, marks, kNoBound, only_ties);
@@ -158,12 +147,12 @@ std::tuple<Tensor, Tensor> rows_up_to(const IdMapView& map, const Question& aske
     std::nth_element(ties.begin(), last, ties.end());
     last_tie = *last;
   }
-  return ids_and_rows(found, marks, last_tie);
+  return chosen_slots(found, marks, last_tie);
 }
 
-std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
+std::vector<Slot> find_lowest(const IdMapView& map, const Question& asked, uint64_t most) {
   const KeyRange range = range_of_keys(asked);
-  if (range.rows == 0 || most == 0) return {new_int64(0), new_int64(0)};
+  if (range.rows == 0 || most == 0) return {};
   Cut cut{range.high, 0, 0};
   if (most < range.rows)
     cut = find_cut(range, most,
@@ -173,18 +162,101 @@ std::tuple<Tensor, Tensor> find_lowest(const IdMapView& map, const Question& ask
                                             : rows_up_to<BitMarks>(map, asked, cut, only_ties, mark_bits);
 }
 
-std::tuple<Tensor, Tensor> lowest_scores(std::vector<Tensor> slots, const Tensor& moved, std::vector<Tensor> scores,
-                                         int64_t shift, int64_t rows, bool by_count, int64_t before, int64_t most) {
-  const char* op = "lowest_scores";
-  const IdMapView map = one_map(op, slots, moved);
-  BlockList<uint64_t> blocks(op, "scores", scores);
-  const ScoreBlocks words = blocks.words(layout_of_one(op, scores, shift, 1));
-  check_lowest(words.capacity, rows, most);
-  return find_lowest(map, {words, rows, by_count, end_of_scores(before)}, static_cast<uint64_t>(most));
+// The words of a table with order keys in place of counts.
+std::vector<uint64_t> decayed_words(const ScoreBlocks& scores, int64_t rows, const int64_t* begins) {
+  std::vector<uint64_t> words(static_cast<size_t>(rows));
+  for_each_piece(rows, kRowPiece, [&](int64_t begin, int64_t end) {
+    for_score_stretches(scores, begin, end, [&](const uint64_t* word, int64_t row, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) words[static_cast<size_t>(row + i)] = with_decayed_key(word[i], begins);
+    });
+  });
+  return words;
+}
+
+std::vector<Slot> answer(const PreparedTables& tables, const LowestQuestion& asked, const int64_t* begins) {
+  const auto t = static_cast<size_t>(asked.table);
+  const auto find = [&](const ScoreBlocks& words) {
+    return find_lowest(tables.maps[t], {words, asked.rows, asked.by_count != 0, end_of_scores(asked.before)},
+                       static_cast<uint64_t>(asked.most));
+  };
+  if (begins == nullptr) return find(tables.scores[t]);
+  std::vector<uint64_t> words = decayed_words(tables.scores[t], asked.rows, begins);
+  constexpr int64_t kOneBlock = 62;  // bits of a row in it
+  uint64_t* const block = words.data();
+  return find({&block, kOneBlock, asked.rows});
+}
+
+LowestRows lowest_rows(const LowestRowsCall& call) {
+  const std::vector<LowestQuestion> questions = call.read();
+  Tensor offsets = new_int64(static_cast<int64_t>(questions.size()) + 1);
+  auto* const offset = mutable_data<int64_t>(offsets);
+  offset[0] = 0;
+  std::vector<std::vector<Slot>> found;
+  for (size_t q = 0; q < questions.size(); ++q) {
+    found.push_back(answer(*call.tables, questions[q], call.begins(q)));
+    offset[q + 1] = offset[q] + static_cast<int64_t>(found[q].size());
+  }
+  const int64_t count = offset[questions.size()];
+  Tensor ids = new_int64(count), rows = new_int64(count), last_seen = new_int64(call.in_order ? count : 0);
+  auto *id = mutable_data<int64_t>(ids), *row = mutable_data<int64_t>(rows), *seen = mutable_data<int64_t>(last_seen);
+  for (size_t q = 0; q < questions.size(); ++q) {
+    const ScoreBlocks& words = call.tables->scores[static_cast<size_t>(questions[q].table)];
+    if (call.in_order)
+      for (const ScoredSlot& scored : oldest_first(found[q], words)) {
+        *seen++ = static_cast<int64_t>(scored.last_seen);
+        *id++ = scored.slot.id;
+        *row++ = scored.slot.row();
+      }
+    else
+      for (const Slot& slot : found[q]) {
+        *id++ = slot.id;
+        *row++ = slot.row();
+      }
+  }
+  return {ids, rows, last_seen, offsets};
+}
+
+ChosenRows choose_listed(const ChooseListedCall& call) {
+  const std::vector<ListedSpan> spans = call.read();
+  const auto lists = static_cast<int64_t>(spans.size());
+  Tensor offsets = new_int64(lists + 1), firsts = new_int64(lists);
+  std::vector<std::vector<int64_t>> chosen(spans.size());  // places in the list
+  for_each_task(lists, [&](int64_t l) {
+    const ListedSpan& span = spans[static_cast<size_t>(l)];
+    const ScoreBlocks& words = call.tables->scores[static_cast<size_t>(span.table)];
+    const int64_t size = call.listed[static_cast<size_t>(l)].size(1);
+    const int64_t* const row = const_data<int64_t>(call.listed[static_cast<size_t>(l)]) + size;
+    const int64_t* const seen = row + size;
+    std::vector<int64_t>& places = chosen[static_cast<size_t>(l)];
+    for (int64_t i = span.begin; i < span.end && static_cast<int64_t>(places.size()) < span.most; ++i) {
+      if ((i - span.begin) % kScoreBurst == 0) prefetch_scores(words, row, i, span.end);
+      if (is_unchanged(words, row[i], seen[i])) places.push_back(i);
+    }
+  });
+  auto* const offset = mutable_data<int64_t>(offsets);
+  auto* const first = mutable_data<int64_t>(firsts);
+  offset[0] = 0;
+  for (size_t l = 0; l < spans.size(); ++l) {
+    offset[l + 1] = offset[l] + static_cast<int64_t>(chosen[l].size());
+    first[l] = chosen[l].empty() ? spans[l].end : chosen[l].front();
+  }
+  Tensor ids = new_int64(offset[lists]), rows = new_int64(offset[lists]);
+  auto *id = mutable_data<int64_t>(ids), *own = mutable_data<int64_t>(rows);
+  for (size_t l = 0; l < spans.size(); ++l) {
+    const int64_t* const list = const_data<int64_t>(call.listed[l]);
+    for (const int64_t place : chosen[l]) {
+      *id++ = list[place];
+      *own++ = list[call.listed[l].size(1) + place];
+    }
+  }
+  return {ids, rows, offsets, firsts};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) { m.impl(TORCHREC_DYN_KERNEL("lowest_scores", &lowest_scores)); }
+STABLE_TORCH_LIBRARY_IMPL(torchrec_dyn, CPU, m) {
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("lowest_rows", &lowest_rows));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("choose_listed", &choose_listed));
+}
 
 }  // namespace torchrec_dyn

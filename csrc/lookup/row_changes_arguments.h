@@ -1,0 +1,124 @@
+// The arguments of add_rows_ and remove_rows_, checked for every device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "checks.h"
+#include "lookup/prepared_tables.h"
+#include "storage/id_map_arguments.h"
+#include "struct_kernel.h"
+
+namespace torchrec_dyn {
+
+// Prepared tables without rows, the counters of waiting ids, have maps and scores only.
+inline bool has_rows(const PreparedTables& tables) {
+  for (const TableLayout& table : tables.layout)
+    if (table.blocks > 0) return true;
+  return false;
+}
+
+// The number of rows that a table has room for.
+inline int64_t capacity_of(const PreparedTables& tables, size_t t) {
+  const int64_t rows = tables.layout[t].capacity();
+  const int64_t scores = t < tables.scores.size() ? tables.scores[t].capacity : 0;
+  if (rows == 0 || scores == 0) return greater_of(rows, scores);
+  return lesser_of(rows, scores);
+}
+
+inline bool has_scores(const PreparedTables& tables, size_t t) {
+  return t < tables.scores.size() && tables.scores[t].capacity > 0;
+}
+
+inline void check_maps(const char* op, const PreparedTables& tables) {
+  check_size(op, "the number of maps", static_cast<int64_t>(tables.count()), static_cast<int64_t>(tables.maps.size()));
+}
+
+// The new ids of a call; what is of tables is on the host, the ids and the reused rows are on the device.
+struct AddRowsCall {
+  static constexpr const char* kOp = "add_rows_";
+
+  ArgumentReader arguments;
+
+  Tensor new_rows = arguments.read<Tensor>();
+  Tensor new_ids = arguments.read<Tensor>();
+  Tensor new_offsets = arguments.read<Tensor>();
+  Tensor first_rows = arguments.read<Tensor>();
+  Tensor reused = arguments.read<Tensor>();
+  Tensor reused_offsets = arguments.read<Tensor>();
+  Tensor last_seen = arguments.read<Tensor>();
+  std::optional<Tensor> counts = arguments.read<std::optional<Tensor>>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+
+  const int64_t* offsets() const { return const_data<int64_t>(new_offsets); }
+  const int64_t* again_offsets() const { return const_data<int64_t>(reused_offsets); }
+  const int64_t* firsts() const { return const_data<int64_t>(first_rows); }
+  const int64_t* seen() const { return const_data<int64_t>(last_seen); }
+  const int64_t* first_counts() const { return counts ? const_data<int64_t>(*counts) : nullptr; }
+  int64_t count(size_t t) const { return offsets()[t + 1] - offsets()[t]; }
+  int64_t count_again(size_t t) const { return again_offsets()[t + 1] - again_offsets()[t]; }
+
+  void check() const {
+    const auto size = static_cast<int64_t>(tables->count());
+    check_maps(kOp, *tables);
+    if (has_rows(*tables))
+      check_size(kOp, "the number of initial rows", size, static_cast<int64_t>(tables->initial.size()));
+    check_tensor(kOp, "new_ids", new_ids, ScalarType::Long, tables->device);
+    check_tensor(kOp, "new_rows", new_rows, ScalarType::Long, tables->device);
+    check_size(kOp, "the number of new_rows", new_ids.numel(), new_rows.numel());
+    check_tensor(kOp, "reused", reused, ScalarType::Long, tables->device);
+    check_table_offsets(kOp, new_offsets, size, new_ids.numel());
+    check_table_offsets(kOp, reused_offsets, size, reused.numel());
+    for (const Tensor* numbers : {&first_rows, &last_seen}) {
+      check_tensor(kOp, "first_rows and last_seen", *numbers, ScalarType::Long);
+      check_size(kOp, "the number of first_rows and last_seen", size, numbers->numel());
+    }
+    if (counts) {
+      check_tensor(kOp, "counts", *counts, ScalarType::Long, tables->device);
+      check_size(kOp, "the number of counts", new_ids.numel(), counts->numel());
+    }
+    for (size_t t = 0; t < tables->count(); ++t) {
+      const int64_t fresh = count(t) - count_again(t), first = firsts()[t];
+      const int64_t capacity = capacity_of(*tables, t);
+      TORCHREC_DYN_CHECK(fresh >= 0 && first >= 0 && (fresh == 0 || first <= capacity - fresh), kOp,
+                         ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
+                         capacity, ". Reserve them first.");
+      TORCHREC_DYN_CHECK(is_last_seen(seen()[t]) && seen()[t] >= 0, kOp, ": expected last_seen in [0, 2^32 - 1), got ",
+                         seen()[t], ".");
+    }
+    SeparateMemory memory;
+    memory.writes(new_rows).reads(new_ids).reads(new_offsets).reads(first_rows).reads(reused).reads(reused_offsets);
+    memory.reads(last_seen).reads(counts).check(kOp, &tables->written);
+  }
+};
+
+inline void check_new_row(const char* op, bool is_inside, int64_t row, int64_t capacity) {
+  TORCHREC_DYN_CHECK(is_inside, op, ": expected rows in [0, ", capacity, "), got ", row, ".");
+}
+
+inline void raise_new_row_error(const int64_t* words) { check_new_row("add_rows_", false, words[0], words[1]); }
+
+// The ids that lose their rows.
+struct RemoveRowsCall {
+  static constexpr const char* kOp = "remove_rows_";
+
+  ArgumentReader arguments;
+
+  Tensor ids = arguments.read<Tensor>();
+  Tensor rows = arguments.read<Tensor>();
+  Tensor table_offsets = arguments.read<Tensor>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+
+  void check() const {
+    check_maps(kOp, *tables);
+    check_tensor(kOp, "ids", ids, ScalarType::Long, tables->device);
+    check_tensor(kOp, "rows", rows, ScalarType::Long, tables->device);
+    check_size(kOp, "the number of rows", ids.numel(), rows.numel());
+    check_table_offsets(kOp, table_offsets, static_cast<int64_t>(tables->count()), ids.numel());
+    SeparateMemory().reads(ids).reads(rows).reads(table_offsets).check(kOp, &tables->written);
+  }
+};
+
+inline void raise_removed_row_error(const int64_t* words) { check_new_row("remove_rows_", false, words[0], words[1]); }
+
+}  // namespace torchrec_dyn

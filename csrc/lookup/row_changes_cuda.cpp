@@ -1,0 +1,118 @@
+// Rows that come and go on a device: row_changes_cpu.cpp for CUDA.
+#include <vector>
+
+#include "device_call.h"
+#include "lookup/row_changes_arguments.h"
+#include "lookup/row_changes_kernels.h"
+#include "lookup/scores_of_tables.h"
+#include "sent_lists.h"
+#include "storage/id_map_changes_cuda.h"
+#include "storage/row_store_kernels.h"
+
+namespace torchrec_dyn {
+namespace {
+
+// Writes the initial rows of one table; blocks of `rows` are on the device, those of `host` on the host.
+template <typename T>
+void write_rows(DeviceCall& call, const InitialTable& initial, const int64_t* ids, const int64_t* rows, int64_t count,
+                const RowBlocks<T>& host, T* const* device, int64_t blocks) {
+  const char* op = AddRowsCall::kOp;
+  uintptr_t bits = 0;
+  for (int64_t b = 0; b < blocks; ++b) bits |= reinterpret_cast<uintptr_t>(host.blocks[b]);
+  const GivenRows given{rows, count, 0, host.capacity, call.zeros<int64_t>(1), op, call.errors(raise_row_error)};
+  simt::launch(call.stream(), count, FindRowOutside{given});
+  RowBlocks<T> table = host;
+  table.blocks = device;
+  const int64_t first = initial.first_column, columns = table.columns;
+  const int64_t threads = (first + columns - 1) / kThreadColumns - first / kThreadColumns + 1;
+  const bool is_whole =
+      first % kThreadColumns == 0 && columns % kThreadColumns == 0 && bits % (kThreadColumns * sizeof(T)) == 0;
+  simt::launch(call.stream(), count * threads,
+               InitRows<T>{ids, given, table, initial.rows, initial.key, first, Division(threads), is_whole});
+}
+
+void init_rows(DeviceCall& call, const AddRowsCall& given, const int64_t* all_ids, const int64_t* all_rows) {
+  const PreparedTables& tables = *given.tables;
+  const RuleFacts facts = rule_facts(tables.optimizer);
+  dispatch_row_type(AddRowsCall::kOp, tables.row_type, [&](auto zero) {
+    using T = decltype(zero);
+    const std::vector<T*>& weights = tables.blocks<T>();
+    SentLists sent(call, bytes_of(weights) + bytes_of(tables.states));
+    T* const* const device_weights = sent.add(weights);
+    float* const* const device_states = sent.add(tables.states);
+    sent.send();
+    for (size_t t = 0; t < tables.count(); ++t) {
+      const int64_t begin = given.offsets()[t], n = given.count(t), first_block = tables.layout[t].first_block;
+      if (n == 0) continue;
+      const int64_t *ids = all_ids + begin, *rows = all_rows + begin;
+      write_rows(call, tables.initial[t], ids, rows, n, tables.rows<T>(t), device_weights + first_block,
+                 tables.layout[t].blocks);
+      for (int s = 0; s < facts.state_count(); ++s) {
+        InitialTable constant{};
+        constant.rows.low = static_cast<double>(tables.initial_states[static_cast<size_t>(s)]);
+        const RowBlocks<float> state = tables.state(t, s, facts.states[s]);
+        write_rows(call, constant, ids, rows, n, state, device_states + (state.blocks - tables.states.data()),
+                   tables.layout[t].blocks);
+      }
+    }
+  });
+}
+
+bool has_any_scores(const PreparedTables& tables) {
+  for (size_t t = 0; t < tables.count(); ++t)
+    if (has_scores(tables, t)) return true;
+  return false;
+}
+
+void add_rows_(const AddRowsCall& given) {
+  given.check();
+  const PreparedTables& tables = *given.tables;
+  const auto count = static_cast<int64_t>(tables.count());
+  const int64_t n = given.new_ids.numel();
+  if (n == 0) return;
+  DeviceCall call(given.new_ids);
+  const std::vector<int64_t> offsets(given.offsets(), given.offsets() + count + 1);
+  const std::vector<int64_t> firsts(given.firsts(), given.firsts() + count);
+  const std::vector<int64_t> again(given.again_offsets(), given.again_offsets() + count + 1);
+  const int64_t* const ids = const_data<int64_t>(given.new_ids);
+  auto* const rows = mutable_data<int64_t>(given.new_rows);
+  SentLists sent(call, bytes_of(offsets) + bytes_of(firsts) + bytes_of(again));
+  const NumberNewRows number{
+      sent.add(offsets), sent.add(firsts), sent.add(again), const_data<int64_t>(given.reused), count, rows};
+  sent.send();
+  simt::launch(call.stream(), n, number);
+  if (has_rows(tables)) init_rows(call, given, ids, rows);
+  if (has_any_scores(tables)) {
+    const ScoredBatch batch{rows, send_scores(call, tables, given.offsets(), given.seen()),
+                            call.errors(raise_new_row_error)};
+    simt::launch(call.stream(), n, WriteFirstScores{batch, given.first_counts()});
+  }
+  insert_ids(call, send_maps(call, tables.maps, given.offsets()), ids, rows, n);
+  call.finish();
+}
+
+void remove_rows_(const RemoveRowsCall& given) {
+  given.check();
+  const PreparedTables& tables = *given.tables;
+  const int64_t n = given.ids.numel();
+  if (n == 0) return;
+  DeviceCall call(given.ids);
+  const int64_t* const offsets = const_data<int64_t>(given.table_offsets);
+  erase_ids(call, send_maps(call, tables.maps, offsets), const_data<int64_t>(given.ids), n,
+            call.allocate_for<int64_t>(n));
+  if (has_any_scores(tables)) {
+    const ScoredBatch batch{const_data<int64_t>(given.rows), send_scores(call, tables, offsets, nullptr),
+                            call.errors(raise_removed_row_error)};
+    simt::launch(call.stream(), n, ForgetScores{batch});
+  }
+  call.finish();
+}
+
+}  // namespace
+
+TORCHREC_DYN_DEVICE_KERNELS(m) {
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("add_rows_", &add_rows_));
+  m.impl(TORCHREC_DYN_STRUCT_KERNEL("remove_rows_", &remove_rows_));
+}
+
+}  // namespace torchrec_dyn

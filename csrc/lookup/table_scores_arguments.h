@@ -1,0 +1,121 @@
+// The arguments of the ops on scores of prepared tables, checked for every device.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "checks.h"
+#include "life/scores.h"
+#include "lookup/prepared_tables.h"
+#include "struct_kernel.h"
+
+namespace torchrec_dyn {
+
+inline void check_step(int64_t step) {
+  TORCHREC_DYN_CHECK(step >= 0 && step < static_cast<int64_t>(kFreeLastSeen),
+                     "touch_scores_: expected steps in [0, 2^32 - 1), got ", step, ".");
+}
+
+inline void check_times(int64_t times) {
+  TORCHREC_DYN_CHECK(is_times(times), "touch_scores_: expected times in [1, 2^32), got ", times, ".");
+}
+
+inline void check_touched_rows(bool are_inside) {
+  TORCHREC_DYN_CHECK(are_inside, "touch_scores_: expected rows in [-1, rows of the table's scores), got one outside.");
+}
+
+inline void raise_touch_error(const int64_t* words) {
+  check_times(words[0]);
+  check_touched_rows(false);
+}
+
+struct TouchCall {
+  static constexpr const char* kOp = "touch_scores_";
+
+  ArgumentReader arguments;
+
+  Tensor rows = arguments.read<Tensor>();
+  Tensor table_offsets = arguments.read<Tensor>();
+  Tensor steps = arguments.read<Tensor>();
+  std::optional<Tensor> times = arguments.read<std::optional<Tensor>>();
+  Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
+
+  void check() const {
+    const auto count = static_cast<int64_t>(tables->count());
+    check_size(kOp, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
+    check_tensor(kOp, "rows", rows, ScalarType::Long, tables->device);
+    check_table_offsets(kOp, table_offsets, count, rows.numel());
+    check_tensor(kOp, "steps", steps, ScalarType::Long);
+    check_size(kOp, "the number of steps", count, steps.numel());
+    for (int64_t t = 0; t < count; ++t) check_step(const_data<int64_t>(steps)[t]);
+    if (times) {
+      check_tensor(kOp, "times", *times, ScalarType::Long, rows.device());
+      check_size(kOp, "the number of times", rows.numel(), times->numel());
+    }
+    SeparateMemory().reads(rows).reads(table_offsets).reads(steps).reads(times).check(kOp, &tables->written);
+  }
+};
+
+// Rows that the scores of their tables are read or written for; tables without scores are left out.
+struct TableScoresCall {
+  const char* op;
+  Tensor rows;
+  Tensor table_offsets;
+  Handles::Shared tables;
+
+  const int64_t* offsets() const { return const_data<int64_t>(table_offsets); }
+  const int64_t* row() const { return const_data<int64_t>(rows); }
+
+  void check() const {
+    const auto count = static_cast<int64_t>(tables->count());
+    check_size(op, "the tables with scores", count, static_cast<int64_t>(tables->scores.size()));
+    check_tensor(op, "rows", rows, ScalarType::Long, tables->device);
+    check_table_offsets(op, table_offsets, count, rows.numel());
+  }
+};
+
+struct ReadScoresCall {
+  static constexpr const char* kOp = "read_scores_prepared";
+
+  ArgumentReader arguments;
+
+  Tensor rows = arguments.read<Tensor>();
+  Tensor table_offsets = arguments.read<Tensor>();
+  TableScoresCall of{kOp, rows, table_offsets, Handles::all().get(kOp, arguments.read<Tensor>())};
+};
+
+struct WriteScoresCall {
+  static constexpr const char* kOp = "write_scores_prepared_";
+
+  ArgumentReader arguments;
+
+  Tensor rows = arguments.read<Tensor>();
+  Tensor table_offsets = arguments.read<Tensor>();
+  Tensor last_seen = arguments.read<Tensor>();
+  Tensor counts = arguments.read<Tensor>();
+  TableScoresCall of{kOp, rows, table_offsets, Handles::all().get(kOp, arguments.read<Tensor>())};
+
+  void check() const {
+    of.check();
+    for (const Tensor* numbers : {&last_seen, &counts}) {
+      check_tensor(kOp, "last_seen and counts", *numbers, ScalarType::Long, rows.device());
+      check_size(kOp, "the number of last_seen and counts", rows.numel(), numbers->numel());
+    }
+    SeparateMemory memory;
+    memory.reads(rows).reads(table_offsets).reads(last_seen).reads(counts).check(kOp, &of.tables->written);
+  }
+};
+
+inline void check_scored_row(const char* op, bool is_right, int64_t row, int64_t capacity) {
+  TORCHREC_DYN_CHECK(is_right, op, ": expected rows in [-1, ", capacity,
+                     ") with last_seen in [-1, 2^32 - 1) and counts in [0, 2^32), got row ", row, ".");
+}
+
+inline void raise_read_row_error(const int64_t* words) {
+  check_scored_row(ReadScoresCall::kOp, false, words[0], words[1]);
+}
+inline void raise_written_row_error(const int64_t* words) {
+  check_scored_row(WriteScoresCall::kOp, false, words[0], words[1]);
+}
+
+}  // namespace torchrec_dyn

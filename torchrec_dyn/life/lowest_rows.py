@@ -1,0 +1,172 @@
+"""The rows that go first: expired rows, and the lowest rows of full tables, of several tables at once.
+
+Tables are given by their number in a group whose maps and scores are prepared for the ops.
+
+Legend: M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.life.listed_rows import ListedRows
+from torchrec_dyn.storage import host_numbers, to_host
+
+_NO_HALF_LIVES = [-1] * 40  # csrc/life/scores.h
+
+
+class Chosen(NamedTuple):
+    """Rows of several tables: ids and rows [M] int64 in the order of the tables, and the number of each."""
+
+    ids: Tensor
+    rows: Tensor
+    sizes: dict[int, int]
+
+
+class Search(NamedTuple):
+    """A search for the `most` lowest rows of a table.
+
+    Attributes:
+        high: the high-water mark of its row numbers.
+        before: rows of this step and later are not found, but for rows assigned at it and not seen.
+        by_count: True to compare counts, else last_seen.
+        half_lives: the first steps of the half-lives of counts (`Decay.begins`); None if they do not decay.
+        listed: rows listed in advance; None to search each time.
+        ahead: number of rows that a search lists.
+        until: as `before`, for a search that lists nothing; None if it is the same.
+    """
+
+    table: int
+    high: int
+    most: int
+    before: int
+    by_count: bool = False
+    half_lives: list[int] | None = None
+    listed: ListedRows | None = None
+    ahead: int = 0
+    until: int | None = None
+
+    @property
+    def lists(self) -> bool:
+        """True if rows are listed: a search serves two or more calls."""
+        return self.listed is not None and 2 * self.most <= self.ahead
+
+
+class Listing(NamedTuple):
+    """A list of the `most` oldest rows of a table that were last seen before step `before`."""
+
+    table: int
+    high: int
+    most: int
+    before: int
+    listed: ListedRows
+
+
+def lowest_rows(searches: Sequence[Search], like: Tensor, handle: Tensor) -> Chosen:
+    """Returns the lowest rows of tables: from their lists, or by searches.
+
+    `like` is on the device of the tables, and `handle` has their maps and scores. Fewer than `most` rows are
+    returned only if no others were last seen before.
+    """
+    found = _fronts([one for one in searches if one.lists], handle)
+    short = [one for one in searches if one.lists and one.table not in found]
+    if short:
+        list_rows([_listing(one) for one in short], like, handle)
+        found |= _fronts(short, handle)
+    found |= _searched([one for one in searches if one.table not in found], like, handle)
+    return _joined(found, like)
+
+
+def _listing(one: Search) -> Listing:
+    assert one.listed is not None
+    return Listing(one.table, one.high, one.ahead, one.before, one.listed)
+
+
+def list_rows(listings: Sequence[Listing], like: Tensor, handle: Tensor) -> None:
+    """Searches tables and lists their oldest rows.
+
+    After this call no row may get a `last_seen` older than `before`.
+    """
+    questions = host_numbers([(one.table, one.high, 0, one.before, one.most) for one in listings])
+    ids, rows, last_seen, offsets = ops.lowest_rows(like, questions, None, True, handle)
+    ends, seen_at = offsets.tolist(), to_host(last_seen).numpy()
+    for one, begin, end in zip(listings, ends, ends[1:], strict=False):
+        # Rows assigned at `before` itself are last and left out: more such rows may be assigned later.
+        end = begin + int(seen_at[begin:end].searchsorted(one.before))
+        own = slice(begin, end)
+        listed = torch.stack([ids[own], rows[own], last_seen[own]])
+        one.listed.put(listed, seen_at[own], one.before)
+
+
+def expired_rows(
+    due: Sequence[tuple[int, ListedRows, int]], like: Tensor, handle: Tensor
+) -> Chosen:
+    """Returns the rows that have expired: of each table number and list, those among its first rows."""
+    spans = [listed.span(table, count, count) for table, listed, count in due]
+    if not spans:
+        return Chosen(like[:0], like[:0], {})
+    ids, rows, offsets, _ = ops.choose_listed(*_arguments(spans), handle)
+    ends = offsets.tolist()
+    sizes = (end - begin for begin, end in zip(ends, ends[1:], strict=False))
+    return Chosen(ids, rows, dict(zip((table for table, _, _ in due), sizes, strict=True)))
+
+
+_Found = dict[int, tuple[Tensor, Tensor]]
+
+
+def _fronts(searches: Sequence[Search], handle: Tensor) -> _Found:
+    """Returns the ids and rows of the fronts of lists, without those that are too short."""
+    full = [(one, one.listed) for one in searches if one.listed and len(one.listed) >= one.most]
+    if not full:
+        return {}
+    spans = [listed.span(one.table, len(listed), one.most) for one, listed in full]
+    ids, rows, offsets, firsts = ops.choose_listed(*_arguments(spans), handle)
+    found = _split([one.table for one, _ in full], ids, rows, offsets)
+    for (one, listed), first in zip(full, firsts.tolist(), strict=True):
+        if found[one.table][0].numel() < one.most:
+            del found[one.table]
+        else:
+            # Rows evicted, erased or seen since, which are skipped for ever. The chosen rows stay: they are
+            # removed later, or not at all.
+            listed.drop_to(first)
+    return found
+
+
+def _arguments(
+    spans: Sequence[tuple[Tensor, tuple[int, int, int, int]]],
+) -> tuple[list[Tensor], Tensor]:
+    return [listed for listed, _ in spans], host_numbers([span for _, span in spans])
+
+
+def _searched(searches: Sequence[Search], like: Tensor, handle: Tensor) -> _Found:
+    if not searches:
+        return {}
+    questions = [
+        (one.table, one.high, int(one.by_count), one.before if one.until is None else one.until, one.most)
+        for one in searches
+    ]  # fmt: skip
+    half_lives = None
+    if any(one.half_lives for one in searches):
+        half_lives = host_numbers([one.half_lives or _NO_HALF_LIVES for one in searches])
+    ids, rows, _, offsets = ops.lowest_rows(
+        like, host_numbers(questions), half_lives, False, handle
+    )
+    return _split([one.table for one in searches], ids, rows, offsets)
+
+
+def _split(tables: Sequence[int], ids: Tensor, rows: Tensor, offsets: Tensor) -> _Found:
+    sizes = offsets.diff().tolist()
+    return dict(zip(tables, zip(ids.split(sizes), rows.split(sizes), strict=True), strict=True))
+
+
+def _joined(found: _Found, like: Tensor) -> Chosen:
+    if not found:
+        return Chosen(like[:0], like[:0], {})
+    in_order = [found[t] for t in sorted(found)]
+    ids, rows = (torch.cat(parts) for parts in zip(*in_order, strict=True))
+    return Chosen(ids, rows, {t: found[t][0].numel() for t in sorted(found)})

@@ -1,0 +1,150 @@
+"""Rows that come and go: removals and additions of ids with their rows, of several tables at once.
+
+A change is prepared, which changes nothing and takes all memory but that of the map, and then committed. Tables
+are prepared for the ops: their handle is that of the group, by whose numbers they are given.
+
+Legend: T tables of the group, M ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchrec_dyn import ops
+from torchrec_dyn.storage.host_reads import host_numbers
+from torchrec_dyn.storage.id_map import IdMap
+from torchrec_dyn.storage.row_numbers import RowNumbers
+
+
+class NumberedRows(Protocol):
+    """What has ids with numbered rows: a table, or the counters of its waiting ids."""
+
+    id_map: IdMap
+    row_numbers: RowNumbers
+
+
+def offsets_of(sizes: Mapping[int, int], count: int) -> Tensor:
+    """Returns [T + 1] int64, where the ids of each of `count` tables begin; `sizes` by number of the table."""
+    return host_numbers([*accumulate((sizes.get(t, 0) for t in range(count)), initial=0)])
+
+
+class RowRemoval:
+    """A prepared removal of ids of several tables.
+
+    Attributes:
+        ids, rows: [M] int64 in the order of the tables; the ids are distinct and have these rows.
+        sizes: number of the ids of each table that loses some.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, NumberedRows],
+        ids: Tensor,
+        rows: Tensor,
+        sizes: Mapping[int, int],
+        count: int,
+        handle: Tensor,
+    ) -> None:
+        self.ids, self.rows = ids, rows
+        self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
+        self._tables, self._handle = tables, handle
+        self._offsets = offsets_of(self.sizes, count)
+        self._rows_of = parts_of(rows, self.sizes)
+
+    def rows_of(self) -> Mapping[int, Tensor]:
+        """Returns the rows that each table loses."""
+        return self._rows_of
+
+    def commit(self) -> None:
+        """Removes the ids and frees their rows, which are reused as soon as no open forward can hold them."""
+        if not self.sizes:
+            return
+        ops.remove_rows_(self.ids, self.rows, self._offsets, self._handle)
+        for t, size in self.sizes.items():
+            table = self._tables[t]
+            table.id_map.num_ids -= size
+            table.row_numbers.free(self._rows_of[t])
+
+    def undo(self) -> Callable[[], None]:
+        """Returns a call that undoes a commit that comes next, or a part of it."""
+        scores = ops.read_scores_prepared(self.rows, self._offsets, self._handle)
+        renumber = [self._tables[t].row_numbers.undo() for t in self.sizes]
+        ids_of, ids = (
+            parts_of(self.ids, self.sizes),
+            {t: self._tables[t].id_map for t in self.sizes},
+        )
+        counts = {t: id_map.num_ids for t, id_map in ids.items()}
+
+        def restore() -> None:
+            for t, id_map in ids.items():
+                missing = (id_map.lookup(ids_of[t]) < 0).nonzero().flatten()
+                id_map.insert(ids_of[t][missing], self._rows_of[t][missing])
+                id_map.num_ids = counts[t]
+            ops.write_scores_prepared_(self.rows, self._offsets, *scores, self._handle)
+            for put_back in renumber:
+                put_back()
+
+        return restore
+
+
+class RowAddition:
+    """Prepared fresh rows of new ids of several tables.
+
+    Attributes:
+        ids: [M] int64 in the order of the tables; they are distinct and absent.
+        rows: [M] int64, their rows after the commit.
+        sizes: number of the ids of each table that gets some.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[int, NumberedRows],
+        ids: Tensor,
+        sizes: Mapping[int, int],
+        last_seen: Mapping[int, int],
+        counts: Tensor | None,
+        count: int,
+        handle: Tensor,
+    ) -> None:
+        self.ids, self.rows = ids, torch.empty_like(ids)
+        self.sizes = {t: size for t, size in sorted(sizes.items()) if size}
+        self._tables = tables
+        self._taken = {t: tables[t].row_numbers.prepare(size) for t, size in self.sizes.items()}
+        reused = {t: taken.num_reused for t, taken in self._taken.items()}
+        parts = [part for taken in self._taken.values() for part in taken.reused]
+        first_rows = [self._taken[t].first if t in self._taken else 0 for t in range(count)]
+        self._arguments = (
+            self.rows, ids, offsets_of(self.sizes, count), host_numbers(first_rows), joined(parts, ids),
+            offsets_of(reused, count), host_numbers([last_seen.get(t, 0) for t in range(count)]), counts,
+            handle,
+        )  # fmt: skip
+
+    def commit(self) -> None:
+        """Writes the rows and gives them to their ids."""
+        if not self.sizes:
+            return
+        ops.add_rows_(*self._arguments)
+        for t, taken in self._taken.items():
+            self._tables[t].row_numbers.commit(taken)
+            self._tables[t].id_map.num_ids += self.sizes[t]
+
+
+def parts_of(numbers: Tensor, sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Returns numbers [M] of each table, `sizes` one after the other."""
+    if not sizes:
+        return {}
+    if len(sizes) == 1:
+        return dict.fromkeys(sizes, numbers)
+    return dict(zip(sizes, numbers.split([*sizes.values()]), strict=True))
+
+
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Returns tensors [M] int64 one after the other; a single tensor is not copied."""
+    if not parts:
+        return like[:0]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
