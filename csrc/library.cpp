@@ -139,11 +139,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   m.def(
       "write_scores_prepared_(Tensor rows, Tensor table_offsets, Tensor last_seen, Tensor counts, Tensor tables) -> ()");
   // Gives rows to new ids [M], the new ids of each table from new_offsets [T + 1] on: their numbers, initial rows and
-  // states, scores with last_seen [T] and counts [M] (0 if left out), and slots. A table takes the rows `reused` first,
+  // states, scores with last_seen of steps [T] and counts [M] (0 if left out), and slots. A table takes the rows `reused` first,
   // its own from reused_offsets [T + 1] on, then those from first_rows [T] on. new_rows [M]: the rows are written there.
   m.def(
       "add_rows_(Tensor(a!) new_rows, Tensor new_ids, Tensor new_offsets, Tensor first_rows, Tensor reused, "
-      "Tensor reused_offsets, Tensor last_seen, Tensor? counts, Tensor tables) -> ()");
+      "Tensor reused_offsets, Tensor steps, Tensor? counts, Tensor tables) -> ()");
   // Removes distinct ids [M] in table order, which have rows [M], and their scores.
   m.def("remove_rows_(Tensor ids, Tensor rows, Tensor table_offsets, Tensor tables) -> ()");
   // Decides which of new ids [M] get rows. occurrences [M]: in this step; asks [M] bool: false for ids that no feature
@@ -151,11 +151,11 @@ TORCHREC_DYN_LIBRARY(TORCHREC_DYN_OPS, m) {
   // table has counters; squares [T, 33] (life/admission.h). counters: the prepared maps and scores of waiting ids, [0]
   // without any. -> places [K] of the admitted ids. first and second: four lists, one after the other: admitted ids and
   // counts; ids and rows of counters that are not needed any more; rows and new counts of other counters; ids and counts
-  // of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids, and of those that are not
-  // admitted. A GPU's host waits for these.
+  // of new counters. numbers [T * 6] on the CPU: ids of each list; occurrences of all ids if `sums`, else 0; and of those
+  // that are not admitted. A GPU's host waits for these, but if all ids are admitted and nothing is summed.
   m.def(
       "admit(Tensor new_ids, Tensor occurrences, Tensor new_offsets, Tensor? asks, Tensor? counted, Tensor rules, "
-      "Tensor squares, Tensor counters) -> (Tensor places, Tensor first, Tensor second, Tensor numbers)");
+      "Tensor squares, Tensor counters, bool sums=False) -> (Tensor places, Tensor first, Tensor second, Tensor numbers)");
   // `like` is any tensor on the device of the tables. Answers questions [Q, 5]: the `most` lowest rows of a table by count or last_seen, then by mixed id, unsigned, among
   // rows [0, rows) with last_seen < before (or = before and count 0); all of these if there are fewer. A question is
   // table, rows, 1 to compare counts or 0, before, most. half_lives [Q, 40]: the first steps of the half-lives of counts

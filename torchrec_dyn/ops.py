@@ -322,7 +322,7 @@ def write_scores_prepared_(
 @_op
 def add_rows_(
     new_rows: Tensor, new_ids: Tensor, new_offsets: Tensor, first_rows: Tensor, reused: Tensor,
-    reused_offsets: Tensor, last_seen: Tensor, counts: Tensor | None, tables: Tensor,
+    reused_offsets: Tensor, steps: Tensor, counts: Tensor | None, tables: Tensor,
 ) -> None:  # fmt: skip
     """Gives rows to new ids of prepared tables, in place: their numbers, contents, scores and slots."""
 
@@ -335,7 +335,7 @@ def remove_rows_(ids: Tensor, rows: Tensor, table_offsets: Tensor, tables: Tenso
 @_op
 def admit(
     new_ids: Tensor, occurrences: Tensor, new_offsets: Tensor, asks: Tensor | None,
-    counted: Tensor | None, rules: Tensor, squares: Tensor, counters: Tensor,
+    counted: Tensor | None, rules: Tensor, squares: Tensor, counters: Tensor, sums: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Decides which new ids of several tables get rows, and what becomes of the counters of all."""
     first, second = _two_lists(new_ids)

@@ -26,6 +26,7 @@ struct AdmitCall {
   Tensor rules = arguments.read<Tensor>();
   Tensor squares = arguments.read<Tensor>();
   Tensor counters = arguments.read<Tensor>();
+  bool sums = arguments.read<bool>();
 
   int64_t ids() const { return new_ids.numel(); }
   int64_t tables() const { return new_offsets.numel() - 1; }
@@ -74,6 +75,15 @@ struct AdmitCall {
     for (int64_t t = 0; t < tables(); ++t, word += 4)
       read.push_back({static_cast<AdmissionKind>(word[0]), word[1], word[2], word[3]});
     return read;
+  }
+
+  // True if all ids get rows, whatever they are.
+  bool admits_all() const {
+    if (asks) return false;
+    const std::vector<AdmissionRule> read = read_rules();
+    for (size_t t = 0; t < read.size(); ++t)
+      if (offsets()[t] < offsets()[t + 1] && read[t].kind != AdmissionKind::kAll) return false;
+    return true;
   }
 
   NewIdsToAdmit new_ids_to_admit(const AdmissionRule* own_rules, const double* own_squares) const {

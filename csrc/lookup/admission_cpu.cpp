@@ -74,7 +74,7 @@ AdmitResult admit(const AdmitCall& call) {
       if (outcome == Admitted::kSeen) lists[2].add(row, sum);
       if (outcome == Admitted::kBegun) lists[3].add(given.ids[i], sum);
       for (int64_t list = 0; list < kAdmittedLists; ++list) own[list] += is_in_list(outcome, list);
-      own[kAdmittedLists] += given.occurrences[i];
+      own[kAdmittedLists] += call.sums ? given.occurrences[i] : 0;
       own[kAdmittedLists + 1] += is_admitted(outcome) ? 0 : given.occurrences[i];
     }
   }

@@ -49,14 +49,20 @@ AdmitResult admit(const AdmitCall& given) {
   simt::exclusive_sum(call.stream(), batch.places, kAdmittedLists * n + 1);
   simt::launch(call.stream(), begins, ReadAdmittedOffsets{batch, words});
   std::vector<int64_t> read(static_cast<size_t>(begins + 2 * tables));
-  simt::copy_to_host(call.stream(), read.data(), words, static_cast<int64_t>(read.size() * sizeof(int64_t)));
+  if (given.sums || !given.admits_all()) {
+    simt::copy_to_host(call.stream(), read.data(), words, static_cast<int64_t>(read.size() * sizeof(int64_t)));
+  } else {  // known without a wait
+    std::copy(offsets.begin(), offsets.end(), read.begin());
+    std::fill(read.begin() + tables + 1, read.begin() + begins, n);
+  }
   for (int64_t t = 0; t < tables; ++t) {
     for (int64_t list = 0; list < kAdmittedLists; ++list) {
       const int64_t* const begin = read.data() + list * (tables + 1) + t;
       number[t * kAdmissionNumbers + list] = begin[1] - begin[0];
     }
-    for (int64_t s = 0; s < 2; ++s)
-      number[t * kAdmissionNumbers + kAdmittedLists + s] = read[static_cast<size_t>(begins + 2 * t + s)];
+    const int64_t* const occurred = read.data() + begins + 2 * t;
+    number[t * kAdmissionNumbers + kAdmittedLists] = given.sums ? occurred[0] : 0;
+    number[t * kAdmissionNumbers + kAdmittedLists + 1] = occurred[1];
   }
   const int64_t admitted = read[static_cast<size_t>(tables)], listed = read[static_cast<size_t>(begins - 1)];
   Tensor places = new_device_tensor({admitted}), first = new_device_tensor({listed});

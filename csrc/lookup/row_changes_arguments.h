@@ -46,14 +46,14 @@ struct AddRowsCall {
   Tensor first_rows = arguments.read<Tensor>();
   Tensor reused = arguments.read<Tensor>();
   Tensor reused_offsets = arguments.read<Tensor>();
-  Tensor last_seen = arguments.read<Tensor>();
+  Tensor steps = arguments.read<Tensor>();
   std::optional<Tensor> counts = arguments.read<std::optional<Tensor>>();
   Handles::Shared tables = Handles::all().get(kOp, arguments.read<Tensor>());
 
   const int64_t* offsets() const { return const_data<int64_t>(new_offsets); }
   const int64_t* again_offsets() const { return const_data<int64_t>(reused_offsets); }
   const int64_t* firsts() const { return const_data<int64_t>(first_rows); }
-  const int64_t* seen() const { return const_data<int64_t>(last_seen); }
+  const int64_t* seen() const { return const_data<int64_t>(steps); }
   const int64_t* first_counts() const { return counts ? const_data<int64_t>(*counts) : nullptr; }
   int64_t count(size_t t) const { return offsets()[t + 1] - offsets()[t]; }
   int64_t count_again(size_t t) const { return again_offsets()[t + 1] - again_offsets()[t]; }
@@ -69,9 +69,9 @@ struct AddRowsCall {
     check_tensor(kOp, "reused", reused, ScalarType::Long, tables->device);
     check_table_offsets(kOp, new_offsets, size, new_ids.numel());
     check_table_offsets(kOp, reused_offsets, size, reused.numel());
-    for (const Tensor* numbers : {&first_rows, &last_seen}) {
-      check_tensor(kOp, "first_rows and last_seen", *numbers, ScalarType::Long);
-      check_size(kOp, "the number of first_rows and last_seen", size, numbers->numel());
+    for (const Tensor* numbers : {&first_rows, &steps}) {
+      check_tensor(kOp, "first_rows and steps", *numbers, ScalarType::Long);
+      check_size(kOp, "the number of first_rows and steps", size, numbers->numel());
     }
     if (counts) {
       check_tensor(kOp, "counts", *counts, ScalarType::Long, tables->device);
@@ -83,12 +83,12 @@ struct AddRowsCall {
       TORCHREC_DYN_CHECK(fresh >= 0 && first >= 0 && (fresh == 0 || first <= capacity - fresh), kOp,
                          ": expected room for the new rows of each table, got ", fresh, " rows from ", first, " on of ",
                          capacity, ". Reserve them first.");
-      TORCHREC_DYN_CHECK(is_last_seen(seen()[t]) && seen()[t] >= 0, kOp, ": expected last_seen in [0, 2^32 - 1), got ",
+      TORCHREC_DYN_CHECK(is_last_seen(seen()[t]) && seen()[t] >= 0, kOp, ": expected steps in [0, 2^32 - 1), got ",
                          seen()[t], ".");
     }
     SeparateMemory memory;
     memory.writes(new_rows).reads(new_ids).reads(new_offsets).reads(first_rows).reads(reused).reads(reused_offsets);
-    memory.reads(last_seen).reads(counts).check(kOp, &tables->written);
+    memory.reads(steps).reads(counts).check(kOp, &tables->written);
   }
 };
 

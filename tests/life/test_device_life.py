@@ -72,12 +72,12 @@ def test_the_same_calls_give_the_same_tables(lives, program):
 
 
 # What the host waits for in a step that evicts or counts: counts of absent ids; the number of new ids; how
-# many are admitted; which candidates have not been seen since they were listed, and so expire or are evicted.
-ABSENT, NEW, ADMITTED, LISTED = "find_and_pool", "collect_new", "_to_copy", "_to_copy"
+# many are admitted; which listed rows have not been seen since, and so expire or are evicted; the lowest counts.
+ABSENT, NEW, ADMITTED, LISTED = "find_and_pool", "collect_new", "admit", "choose_listed"
 WAITS = {
     ("none", "all"): [ABSENT, NEW],
     ("lru", "all"): [ABSENT, NEW, LISTED],
-    ("lfu", "all"): [ABSENT, NEW, LISTED],
+    ("lfu", "all"): [ABSENT, NEW, "lowest_rows"],
     ("none", "count"): [ABSENT, NEW, ADMITTED],
     ("lru", "count"): [ABSENT, NEW, ADMITTED, LISTED],
     ("steps", "all"): [LISTED, ABSENT, NEW, LISTED],

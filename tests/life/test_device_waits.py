@@ -7,19 +7,20 @@ from mock_device import CUDA, MockDevice
 from op_samples import SAMPLES
 from table_cases import ids_of
 
+import torchrec_dyn as dyn
 from torchrec_dyn import ops
-from torchrec_dyn.life.admission import AdmissionChance
+from torchrec_dyn.life.admission import AdmissionRule, AdmissionRules
 from torchrec_dyn.storage.row_marks import RowMarks
 
 pytestmark = pytest.mark.mock_only
 OPS = (
     "write_scores_",
     "read_scores",
-    "lowest_scores",
-    "oldest_first",
+    "lowest_rows",
+    "choose_listed",
     "mark_rows_",
 )
-LISTS = ("lowest_scores",)
+LISTS = ("lowest_rows", "choose_listed")
 
 
 def sent(device, value):
@@ -40,11 +41,12 @@ def test_where_the_host_waits(op):
 
 
 @pytest.mark.parametrize("probability", [0.5, 1e-9])
-def test_admission_by_chance_waits_for_nothing(probability):
+def test_admission_waits_once(probability):
     with MockDevice() as device:
-        chance = AdmissionChance(probability, 3, CUDA)
-        chance.admit(device.of(ids_of(5, 6)), device.of(ids_of(1, 5000)), 7)
-        assert device.reads == [] and device.mixed == []
+        rules = AdmissionRules([AdmissionRule(dyn.AdmitWithProbability(probability), 3, False)])
+        new = (device.of(ids_of(5, 6)), device.of(ids_of(1, 5000)), ids_of(0, 2))
+        rules.admit(new, None, torch.empty(0, dtype=torch.int64), lambda _: 7)
+        assert [note.op for note in device.reads] == ["admit"] and device.mixed == []
 
 
 def test_the_rows_marked_since_a_number_are_flagged_without_a_wait():

@@ -7,7 +7,7 @@ from life_cases import LRU, Stream, assert_seen, mixed, seen
 from table_cases import ids_of, same_state
 
 import torchrec_dyn as dyn
-from torchrec_dyn.life import Scores
+from torchrec_dyn import ops
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_step_without_memory_changes_nothing(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(Scores, "lowest", fail)
+        patched.setattr(ops, "lowest_rows", fail)
         stream.step(0, 90, 91, 92)
     assert_seen([stream.table], before)
     assert 90 in stream.step(0, 90, 91, 92) and len(stream.ids()) == 8

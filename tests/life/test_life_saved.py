@@ -9,8 +9,9 @@ from table_cases import ids_of
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 import torchrec_dyn as dyn
+from torchrec_dyn import ops
 from torchrec_dyn.life import Clock
-from torchrec_dyn.life.scores import NO_STEP, Scores
+from torchrec_dyn.life.scores import NO_STEP
 from torchrec_dyn.policies import MOST_COUNT
 from torchrec_dyn.storage.row_numbers import OpenForward, OpenForwards, RowNumbers
 
@@ -28,7 +29,7 @@ def test_counters_above_a_smaller_number_go_after_admission(left_out):
 
 
 def test_an_age_list_that_failed_is_made_again(monkeypatch):
-    stream, search = Stream(dyn.ExpireAfter(steps=64)), Scores.lowest
+    stream, search = Stream(dyn.ExpireAfter(steps=64)), ops.lowest_rows
     stream.step(*range(1, 5))
     for _ in range(63):
         stream.step(9)
@@ -36,10 +37,10 @@ def test_an_age_list_that_failed_is_made_again(monkeypatch):
     def fail(*asked, **more):
         raise MemoryError
 
-    monkeypatch.setattr(Scores, "lowest", fail)
+    monkeypatch.setattr(ops, "lowest_rows", fail)
     with pytest.raises(MemoryError):
         stream.step(9)
-    monkeypatch.setattr(Scores, "lowest", search)
+    monkeypatch.setattr(ops, "lowest_rows", search)
     assert stream.step(9) == {1, 2, 3, 4, 9}
     assert stream.step(9) == {9}
 
@@ -142,7 +143,10 @@ def test_no_row_is_handed_out_twice(events):
             free, waiting = free | waiting, set()
         if takes:
             high = numbers.highest_after(count)
-            rows = numbers.take(count).tolist()
+            taken = numbers.prepare(count)
+            numbers.commit(taken)
+            rows = [row for part in taken.reused for row in part.tolist()]
+            rows += range(taken.first, taken.high_water_mark)
             assert len({*rows}) == count and not {*rows} & {*held, *waiting}
             assert numbers.high_water_mark == high and len(free - {*rows}) == max(
                 0, len(free) - count

@@ -35,6 +35,12 @@ DESCRIPTIONS |= {
     "first_rows",
     "reused_offsets",
     "score_layout",
+    "rules",
+    "squares",
+    "counters",
+    "questions",
+    "half_lives",
+    "spans",
 }
 CPU = torch.ops.torchrec_dyn
 ALIGNMENT = 64  # of the memory of torch's tensors on the CPU; on a GPU it is 512

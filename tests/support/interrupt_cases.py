@@ -110,7 +110,7 @@ def check_whole(model: Any) -> None:
             assert not torch.isin(life.waiting.id_map.contents()[0], table.ids()).any()
         free = table.row_numbers.prepare(high - table.num_rows)
         assert free.high_water_mark == high, "a row is lost"
-        rows = free.reused
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *free.reused])
         assert not in_use[rows].any() and rows.unique().numel() == rows.numel()
 
 

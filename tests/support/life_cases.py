@@ -9,13 +9,12 @@ from collections import Counter
 
 import torch
 from life_model import LifeModel, TooFew
-from oracle import canonical_order, unmix64
+from oracle import GOLDEN, canonical_order, mix64, unmix64
 from table_cases import ids_of, make_group, make_table, same_state, without_probes
 from torch import Tensor
 
 import torchrec_dyn as dyn
 from torchrec_dyn.initializers import Normal, table_key
-from torchrec_dyn.life.admission import AdmissionChance
 from torchrec_dyn.optimizers import OptimizerKind, RowOptimizer
 from torchrec_dyn.table.shard import TableShard
 
@@ -70,17 +69,27 @@ def living_table(eviction=None, admission=None, limit=1000, **options) -> TableS
     )
 
 
+def draw_of(key, step, number):
+    """Returns an id's draw in [0, 1) at a step: the SplitMix64 word before the words used for rounding."""
+    state = mix64(mix64(key + step * GOLDEN) ^ mix64(number))
+    return (mix64(state) >> 11) / 2**53
+
+
+def chance(probability, count):
+    """Returns 1 - (1 - p)^count by squaring; every rounding is that of IEEE doubles."""
+    refusal, power = 1.0, 1.0 - probability
+    for bit in reversed(f"{count:b}"):
+        refusal = refusal * power if bit == "1" else refusal
+        power = power * power
+    return 1.0 - refusal
+
+
 def model_of(table: TableShard) -> LifeModel:
     """Returns the model of an empty table."""
     key = table_key(table.config.seed, table.name, "admission")
 
-    @functools.cache  # its lists take 1 ms
-    def chance_of(probability: float) -> AdmissionChance:
-        return AdmissionChance(probability, key, torch.device("cpu"))
-
     def is_drawn(number: int, occurrences: int, step: int) -> bool:
-        chance = chance_of(table.config.admission.p)
-        return bool(chance.admit(ids_of(number), ids_of(occurrences), step))
+        return draw_of(key, step, number) < chance(table.config.admission.p, occurrences)
 
     return LifeModel(table.config, table.row_limit, is_drawn)
 

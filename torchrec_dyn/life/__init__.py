@@ -20,7 +20,6 @@ from torchrec_dyn.life.admission import (
     Admitted,
     Asked,
     CounterTables,
-    admit,
     most_counters,
 )
 from torchrec_dyn.life.clock import Clock, time_fault

@@ -153,7 +153,7 @@ class Admitted(NamedTuple):
         seen: rows and present counts of the counters of refused ids.
         begun: ids and counts of refused ids without a counter.
         numbers: of each table: admitted ids, and counters dropped, seen and begun; occurrences of all new
-            ids, and of those that are not admitted.
+            ids, if they were summed up; and of those that are not admitted.
     """
 
     places: Tensor
@@ -228,29 +228,6 @@ def _mixed(word: int) -> int:
     return word ^ word >> 31
 
 
-def admit(
-    new: tuple[Tensor, Tensor, Tensor], asked: Asked | None, rules: Tensor, squares: Tensor, counters: Tensor
-) -> Admitted:  # fmt: skip
-    """Decides the admission of new ids; writes nothing.
-
-    Args:
-        new: ids [M] int64, distinct; their occurrences in this step, [M] int64; where those of each table
-            begin, [T + 1] int64 on the CPU.
-        asked: None if all ids ask and all occurrences count.
-        rules, squares: of each table, as `ops.admit` takes them.
-        counters: the counters of waiting ids, prepared; [0] if no table has any.
-    """
-    new_ids, counts, offsets = new
-    asks, counted = (None, None) if asked is None else asked
-    places, first, second, numbers = ops.admit(
-        new_ids, counts, offsets, asks, counted, rules, squares, counters
-    )
-    of_tables = numbers.view(-1, 6).tolist()
-    sizes = [sum(own[column] for own in of_tables) for column in range(4)]
-    admitted, dropped, seen, begun = zip(first.split(sizes), second.split(sizes), strict=True)
-    return Admitted(places, *admitted, dropped, seen, begun, of_tables)
-
-
 class CounterChange:
     """What a step does to the counters of waiting ids of several tables; making it changes nothing."""
 
@@ -312,7 +289,8 @@ class CounterTables:
 
     def __init__(self, counters: Mapping[int, AdmissionCounters], count: int) -> None:
         self.counters, self._count = counters, count
-        maps = [counters[t].id_map if t in counters else IdMap() for t in range(count)]
+        device = next((own.id_map.slots.device for own in counters.values()), None)
+        maps = [counters[t].id_map if t in counters else IdMap(device=device) for t in range(count)]
         scores = [counters[t].scores if t in counters else None for t in range(count)]
         self._prepared = ScoredMaps(maps, scores)
 
@@ -340,11 +318,47 @@ class AdmissionRules:
         )
         self._drawn = [t for t, rule in enumerate(rules) if rule.draws]
 
-    def at(self, step_of: Callable[[int], int]) -> tuple[Tensor, Tensor]:
-        """Returns the rules at the steps of the tables, [T, 4] int64, and the squares of chances, [T, 33]."""
-        rules = self._fixed
-        if self._drawn:
-            rules = rules.clone()
-            for t in self._drawn:
-                rules[t] = host_numbers(self._rules[t].numbers(step_of(t)))
-        return rules, self._squares
+    def admit(
+        self,
+        new: tuple[Tensor, Tensor, Tensor],
+        asked: Asked | None,
+        counters: Tensor,
+        step_of: Callable[[int], int],
+        sums: bool = False,
+    ) -> Admitted:
+        """Decides the admission of new ids; writes nothing.
+
+        Args:
+            new: ids [M] int64, distinct; their occurrences in this step, [M] int64; where those of each table
+                begin, [T + 1] int64 on the CPU.
+            asked: None if all ids ask and all occurrences count.
+            counters: as `CounterTables.get` returns them.
+            step_of: the step of a table, by number.
+            sums: True to sum up the occurrences of all new ids.
+        """
+        new_ids, counts, offsets = new
+        asks, counted = (None, None) if asked is None else asked
+        places, first, second, numbers = ops.admit(
+            new_ids,
+            counts,
+            offsets,
+            asks,
+            counted,
+            self._at(step_of),
+            self._squares,
+            counters,
+            sums,
+        )
+        of_tables = numbers.view(-1, 6).tolist()
+        sizes = [sum(own[column] for own in of_tables) for column in range(4)]
+        admitted, dropped, seen, begun = zip(first.split(sizes), second.split(sizes), strict=True)
+        return Admitted(places, *admitted, dropped, seen, begun, of_tables)
+
+    def _at(self, step_of: Callable[[int], int]) -> Tensor:
+        """Returns the rules at the steps of the tables, [T, 4] int64."""
+        if not self._drawn:
+            return self._fixed
+        rules = self._fixed.clone()
+        for t in self._drawn:
+            rules[t] = host_numbers(self._rules[t].numbers(step_of(t)))
+        return rules

@@ -25,6 +25,8 @@ from torchrec_dyn.life import (
     NO_ID,
     NO_STEP,
     AdmissionRules,
+    Admitted,
+    Asked,
     CounterTables,
     RowLife,
 )
@@ -150,9 +152,12 @@ class TrainedTables:
         if due:
             self._expiry.note_looked(self.tables, due)
 
-    def rules(self) -> tuple[Tensor, Tensor]:
-        """Returns the rules of admission in the next step, as `ops.admit` takes them."""
-        return self._rules.at(lambda t: self.tables[t].next_step)
+    def admit(
+        self, new: tuple[Tensor, Tensor, Tensor], asked: Asked | None, sums: bool
+    ) -> Admitted:
+        """Decides the admission of new ids in the next step. As `AdmissionRules.admit`."""
+        counters = self.counters.get()
+        return self._rules.admit(new, asked, counters, lambda t: self.tables[t].next_step, sums)
 
     def counted_after(self, occurrences: Tensor, absent: Tensor | None) -> Counted:
         """Returns the numbers of the shared counters after one more forward.

@@ -45,7 +45,7 @@ from torchrec_dyn.life import (
     Admitted,
     AgeLimit,
     Chosen,
-    admit,
+    Search,
     expired_rows,
     list_rows,
     lowest_rows,
@@ -214,8 +214,8 @@ class _LifeStep:
         new_ids, sent, offsets, index = ops.collect_new(batch.ids, found.rows, batch.table_offsets)
         new, ends = (new_ids, index), offsets.tolist()
         counts = counts_of_new(trained, batch, new, sent, ends)
-        asked, rules = asked_of_new(batch, *new), trained.rules()
-        admitted = admit((new_ids, counts, offsets), asked, *rules, trained.counters.get())
+        asked, sums = asked_of_new(batch, *new), batch.times is not None
+        admitted = trained.admit((new_ids, counts, offsets), asked, sums)
         sizes = admitted.sizes(ADMITTED)
         begin_with = first_counts(trained, batch, new, admitted, added)
         left_out = admitted.sizes(LEFT_OUT).items()
@@ -241,7 +241,7 @@ class _LifeStep:
         """Returns a call that scores the rows found, in step `steps` of the shared counters."""
         trained, batch = self._trained, self._batch
         if not trained.with_life:
-            return lambda: None
+            return _nothing
         if trained.has_changes:
             note_changed(trained.logs(), batch.ids, found.rows, batch.table_offsets)
         decayed = [self._decayed(t, found, scored, added) for t in trained.decaying]
@@ -337,36 +337,35 @@ class _LifeStep:
 
     def _change_counters(self, looked_at: set[int], written: change) -> Callable[[], None]:
         """Returns a call that writes the counters of waiting ids, and drops those above their limits."""
-        trained, tables = self._trained, self._tables
+        trained = self._trained
         counting = [t for t in sorted(looked_at) if t in trained.counting]
-        if not counting:
-            return lambda: None
-        steps = {t: tables[t].next_step for t in counting}
-        changes, more = None, {}
-        if self._new is not None:
-            admitted = self._new.admitted
+        write: Callable[[], None] = _nothing
+        more: dict[int, int] = {}
+        if self._new is not None and counting:
+            admitted, steps = self._new.admitted, {t: self._tables[t].next_step for t in counting}
             changes = trained.counters.change(admitted, steps)
             more = {t: admitted.numbers[t][BEGUN] - admitted.numbers[t][DROPPED] for t in counting}
-        searches = [
-            search
-            for t in counting
-            if (
-                search := trained.lives[t].search_counters(
-                    t, steps[t], self._rows_before[t], more.get(t, 0)
-                )
-            )
-            is not None
-        ]
-        if not searches:
-            return changes.commit if changes is not None else lambda: None
-        if changes is not None:
+            write = changes.commit
+        if not self._counter_searches(counting, more):
+            return write
+        if more:
             written.on_error(changes.undo())
-            changes.commit()
-        drops = trained.counters.removal(
-            lowest_rows(searches, self._batch.ids, trained.counters.get())
-        )
+            write()
+        searches = self._counter_searches(counting, {})
+        lowest = lowest_rows(searches, self._batch.ids, trained.counters.get())
+        drops = trained.counters.removal(lowest)
         self._count("counters_dropped", drops.sizes)
         return drops.commit
+
+    def _counter_searches(self, counting: Sequence[int], more: dict[int, int]) -> list[Search]:
+        """Returns the searches for counters above their limits, if each table gets `more` counters."""
+        searches = [
+            self._trained.lives[t].search_counters(
+                t, self._tables[t].next_step, self._rows_before[t], more.get(t, 0)
+            )
+            for t in counting
+        ]
+        return [search for search in searches if search is not None]
 
     def _rows(self, found: Found, scored: Tensor, full: dict[int, int]) -> TakenStep:
         """Returns the rows of all ids, but for those that get new rows."""
@@ -411,6 +410,10 @@ class _NewIds(NamedTuple):
         """Prepares rows for the admitted ids."""
         additions = Additions(tables, prepared, self.admitted.ids, self.sizes, self.counts)
         return Unseen(additions, self.new_index, self.admitted.places, self.num_new)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _num_distinct(rows: Tensor) -> Tensor:
